@@ -122,14 +122,17 @@ class BlockTier(Tier):
 
     def take(self, key: bytes, parent: bytes, spared: Container[bytes] = ()) -> bool:
         """A block comes if there is room; what it follows does not go for it. Whether it is there now."""
-        self.index.hold(parent)
+        is_full = self.taken_blocks >= self.max_blocks
+        if is_full:
+            self.index.hold(parent)
         if is_taken := self.reserve(key, b"", 1, spared=spared):
             entry = self.index.get(key)
             if entry is None:
                 entry = Entry(key, parent, b"", b"", LineageKind.PREFIX, 0, self.index.clock())
             self.add(entry)
             self.num_written += 1
-        self.index.release(parent)
+        if is_full:
+            self.index.release(parent)
         return is_taken
 
 
@@ -141,19 +144,24 @@ class BlockTiers:
         capacities: Sequence[int | None],
         make_policy: Callable[[int | None], EvictionPolicy],
         clock: Callable[[], float],
+        *,
+        beside: BlockTiers | None = None,
     ) -> None:
-        self._engine, self._node = NodeIndex(clock), NodeIndex(clock)
+        """`beside`: a device of the same node, whose memory and disk this one shares: the first capacity counts."""
+        self.engine = NodeIndex(clock)
+        self.node: NodeIndex = NodeIndex(clock) if beside is None else beside.node
         names: tuple[TierName, ...] = ("host", "host", "disk")  # nobody asks for the device's
-        self.tiers = [
-            BlockTier(self._node if place else self._engine, names[place], capacity, make_policy(capacity))
-            for place, capacity in reversed([*enumerate(capacities)])
-        ][::-1]
+        made = capacities if beside is None else capacities[:1]
+        self.tiers: list[BlockTier] = [
+            BlockTier(self.node if place else self.engine, names[place], capacity, make_policy(capacity))
+            for place, capacity in reversed([*enumerate(made)])
+        ][::-1] + ([] if beside is None else beside.tiers[1:])
 
     def use(self, keys: Sequence[bytes]) -> list[int]:
         """One request; how many of its blocks were found in each tier, from its first on."""
         found, num_found = [0] * len(self.tiers), 0
         for key in keys:
-            index = self._engine if num_found == found[_DEVICE] and key in self._engine else self._node
+            index = self.engine if num_found == found[_DEVICE] and key in self.engine else self.node
             entry = index.get(key)
             if entry is None:
                 break
@@ -171,9 +179,9 @@ class BlockTiers:
         """Bring what is of a request on the disk up to the host, head first, at most so many blocks: how many came."""
         host, num_moved = self.tiers[_HOST], 0
         for parent, key in zip((b"", *keys), keys, strict=False):
-            if key in self._engine or key in host:
+            if key in self.engine or key in host:
                 continue
-            if num_moved == limit or key not in self._node or not host.take(key, parent, spared):
+            if num_moved == limit or key not in self.node or not host.take(key, parent, spared):
                 break
             host.num_written -= 1
             host.num_prefetched += 1

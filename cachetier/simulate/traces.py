@@ -5,6 +5,11 @@ Mooncake's format (FAST 2025): one JSON object a line, `timestamp` in ms, `input
 `hash_ids`: one id per block of the prompt, the last one may be short. An id stands for the prefix up to its block.
 Azure's format (AzureLLMInferenceTrace): CSV of `TIMESTAMP,ContextTokens,GeneratedTokens`; it does not say what
 is shared, so nothing is.
+
+Load tools play traces whose later requests wait for answers, as Dynamo and aiperf extend Mooncake's format: lines of
+one `session_id` come one after the other, `delay` is ms after what a line waits for ended, `wait_for` names the
+`request_id`s of earlier lines. `timestamp` may be missing where a line waits, `hash_ids` where it adds to its session's
+history.
 """
 
 from __future__ import annotations
@@ -12,16 +17,18 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mneme.errors import ConfigError, shown
 
 MAX_TOKENS = 10_000_000  # of one request
 _MAX_LINE_CHARS = 4_000_000
 _MAX_NUMBER = 2**63
+_MAX_MS = 1e12  # 31 years
+Asked = TypeVar("Asked")
 _AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
@@ -33,9 +40,33 @@ class TraceRequest(NamedTuple):
     block_tokens: int
 
 
+class PacedRequest(NamedTuple):
+    """A request that is due `delay_s` after what it waits for ended, and not before `at_s`."""
+
+    at_s: float | None  # from the trace's smallest timestamp on; None: the line has none
+    block_ids: list[int] | None  # None: `input_tokens` are new ones behind the session's history
+    input_tokens: int
+    output_tokens: int
+    block_tokens: int
+    session_id: str | None = None
+    request_id: str | None = None
+    delay_s: float = 0.0
+    wait_for: tuple[str, ...] = ()  # request ids of earlier lines
+
+
 def read_trace(path: Path, block_tokens: int) -> list[TraceRequest]:
     """Read a trace: `.jsonl` is Mooncake's format, `.csv` Azure's. Raises `ConfigError`: file, line and rule."""
-    readers = {".jsonl": _read_mooncake, ".csv": _read_azure}
+    return _read(path, block_tokens, {".jsonl": _read_mooncake, ".csv": _read_azure})
+
+
+def read_paced_trace(path: Path, block_tokens: int) -> list[PacedRequest]:
+    """Read a trace to be played: as `read_trace`, and lines that wait for others. Raises `ConfigError`."""
+    requests = _read(path, block_tokens, {".jsonl": _read_paced, ".csv": _read_azure_paced})
+    first_s = min((asked.at_s for asked in requests if asked.at_s is not None), default=0.0)
+    return [asked if asked.at_s is None else asked._replace(at_s=asked.at_s - first_s) for asked in requests]
+
+
+def _read(path: Path, block_tokens: int, readers: Mapping[str, Callable[[Path, int], Iterator[Asked]]]) -> list[Asked]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"{path}: a trace's name ends in {' or '.join(readers)}")
@@ -85,6 +116,12 @@ class _Checks:
             self.fail(f"{name}: must be a whole number from {smallest} to {largest} (got {shown(value)})")
         return value
 
+    def ms(self, name: str, value: object) -> float:
+        """Seconds of a number of ms."""
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_MS:
+            self.fail(f"{name}: must be ms from 0 to {_MAX_MS:g} (got {shown(value)})")
+        return value / 1e3
+
     def arrival_s(self, when_s: float) -> float:
         if self._first_s is None:
             self._first_s = when_s
@@ -104,19 +141,65 @@ class _Checks:
 
 def _read_mooncake(path: Path, block_tokens: int) -> Iterator[TraceRequest]:
     checks = _Checks(path)
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    for line in _lines(checks, path):
+        row = _json_object(checks, line, names)
+        timestamp_ms = checks.whole("timestamp", row["timestamp"], 0, _MAX_NUMBER)
+        num_input, num_output = _lengths(checks, row)
+        ids = _block_ids(checks, row, num_input, block_tokens)
+        yield TraceRequest(checks.arrival_s(timestamp_ms / 1e3), ids, num_input, num_output, block_tokens)
+
+
+def _read_paced(path: Path, block_tokens: int) -> Iterator[PacedRequest]:
+    checks, request_ids, session_ids = _Checks(path), set[str](), set[str]()
+    for line in _lines(checks, path):
+        row = _json_object(checks, line, ("input_length", "output_length"))
+        num_input, num_output = _lengths(checks, row)
+        session_id, request_id = (_name(checks, row, name) for name in ("session_id", "request_id"))
+        wait_for = row.get("wait_for") or []
+        if not isinstance(wait_for, list) or not all(
+            isinstance(each, str) and each in request_ids for each in wait_for
+        ):
+            checks.fail(f"wait_for: must be a list of request_ids of earlier lines (got {shown(wait_for)})")
+        if request_id in request_ids:
+            checks.fail(f"request_id: {shown(request_id)} is an earlier line's")
+        waits = bool(wait_for) or session_id in session_ids
+        if not waits and row.get("timestamp") is None:
+            checks.fail("timestamp: is missing, and the line waits for no other")
+        yield PacedRequest(
+            at_s=None if row.get("timestamp") is None else checks.ms("timestamp", row["timestamp"]),
+            block_ids=None if row.get("hash_ids") is None else _block_ids(checks, row, num_input, block_tokens),
+            input_tokens=num_input,
+            output_tokens=num_output,
+            block_tokens=block_tokens,
+            session_id=session_id,
+            request_id=request_id,
+            delay_s=checks.ms("delay", row.get("delay") or 0) if waits else 0.0,
+            wait_for=tuple(wait_for),
+        )
+        request_ids |= {request_id} if request_id is not None else set()
+        session_ids |= {session_id} if session_id is not None else set()
+
+
+def _read_azure_paced(path: Path, block_tokens: int) -> Iterator[PacedRequest]:
+    return (PacedRequest(*asked) for asked in _read_azure(path, block_tokens))
+
+
+def _lines(checks: _Checks, path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as lines:
         while line := lines.readline(_MAX_LINE_CHARS + 1):
             checks.line += 1
             if len(line) > _MAX_LINE_CHARS:
                 checks.fail(f"has over {_MAX_LINE_CHARS} characters")
-            yield _mooncake_request(checks, line, block_tokens)
+            yield line
 
 
-def _mooncake_request(checks: _Checks, line: str, block_tokens: int) -> TraceRequest:
-    row = _json_object(checks, line)
-    timestamp_ms = checks.whole("timestamp", row["timestamp"], 0, _MAX_NUMBER)
+def _lengths(checks: _Checks, row: Mapping[str, Any]) -> tuple[int, int]:
     num_input = checks.whole("input_length", row["input_length"], 1, MAX_TOKENS)
-    num_output = checks.whole("output_length", row["output_length"], 0, MAX_TOKENS)
+    return num_input, checks.whole("output_length", row["output_length"], 0, MAX_TOKENS)
+
+
+def _block_ids(checks: _Checks, row: Mapping[str, Any], num_input: int, block_tokens: int) -> list[int]:
     ids = row["hash_ids"]
     if not isinstance(ids, list):
         checks.fail(f"hash_ids: must be a list (got {shown(ids)})")
@@ -124,15 +207,23 @@ def _mooncake_request(checks: _Checks, line: str, block_tokens: int) -> TraceReq
         checks.fail(f"hash_ids: {len(ids)} blocks are not {num_input} tokens in blocks of {block_tokens}")
     ids = [checks.whole("hash_ids", block_id, 0, _MAX_NUMBER) for block_id in ids]
     checks.chain(ids)
-    return TraceRequest(checks.arrival_s(timestamp_ms / 1e3), ids, num_input, num_output, block_tokens)
+    return ids
 
 
-def _json_object(checks: _Checks, line: str) -> dict[str, Any]:
+def _name(checks: _Checks, row: Mapping[str, Any], name: str) -> str | None:
+    value = row.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value):
+        checks.fail(f"{name}: must be a text or a whole number (got {shown(value)})")
+    return str(value)
+
+
+def _json_object(checks: _Checks, line: str, names: Sequence[str]) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         checks.fail(f"is no JSON: {shown(str(error))}")
-    names = ("timestamp", "input_length", "output_length", "hash_ids")
     if not isinstance(row, dict) or any(name not in row for name in names):
         checks.fail(f"must be a JSON object with {', '.join(names)}")
     return row

@@ -106,19 +106,24 @@ class Conversation:
             raise ChatFailed(f"{self.http.base_url}: {error}") from error
 
 
-def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what every command takes that calls a running server."""
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="a running server, with or without /v1 (default: %(default)s)"
     )
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default=os.environ.get("MNEME_API_KEY"), help="default: $MNEME_API_KEY"
+    )
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="per answer at most (default: what the context leaves)"
     )
     parser.add_argument("--temperature", type=float, metavar="T", help="from 0 (greedy) to 2 (default: the server's)")
-    parser.add_argument(
-        "--api-key", metavar="KEY", default=os.environ.get("MNEME_API_KEY"), help="default: $MNEME_API_KEY"
-    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON: all answers' figures")
 
 
@@ -126,7 +131,7 @@ def run_chat(args: argparse.Namespace) -> int:
     """Returns the exit status; standard input that is no terminal is one message."""
     timeout = httpx.Timeout(10, read=600)
     try:
-        with httpx.Client(base_url=_base_url(args.url), headers=_headers(args), timeout=timeout) as http:
+        with httpx.Client(base_url=base_url(args.url), headers=auth_headers(args), timeout=timeout) as http:
             conversation = _open(http, args)
             talk = _talk if sys.stdin.isatty() else _answer_once
             figures = talk(conversation, sys.stdin, sys.stdout)
@@ -145,12 +150,13 @@ def run_chat(args: argparse.Namespace) -> int:
     return 0
 
 
-def _base_url(url: str) -> str:
+def base_url(url: str) -> str:
     """The server's root: what OpenAI's clients are given ends in /v1, and a scheme is often left out."""
     return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
-def _headers(args: argparse.Namespace) -> dict[str, str]:
+def auth_headers(args: argparse.Namespace) -> dict[str, str]:
+    """Return what a request with the given key has. Raises `ChatFailed`."""
     key: str | None = args.api_key
     if not key:
         return {}
@@ -170,13 +176,14 @@ def _forget_output() -> None:
 def _open(http: httpx.Client, args: argparse.Namespace) -> Conversation:
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     given = {name: value for name, value in options.items() if value is not None}
-    conversation = Conversation(http, args.model or _first_model(http), given)
+    conversation = Conversation(http, args.model or first_model(http), given)
     if args.system:
         conversation.messages.append({"role": "system", "content": _whole_text("--system", args.system)})
     return conversation
 
 
-def _first_model(http: httpx.Client) -> str:
+def first_model(http: httpx.Client) -> str:
+    """Return the first model that the server lists. Raises `ChatFailed`, also if nobody answers."""
     try:
         response = http.get("/v1/models")
     except httpx.HTTPError as error:

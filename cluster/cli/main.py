@@ -1,4 +1,4 @@
-"""The command line: `mneme serve | chat | doctor | simulate | cache | quality`."""
+"""The command line: `mneme serve | chat | bench | doctor | simulate | cache | keys | quality`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ examples:
   mneme serve ./Llama-3.1-8B --replicas 4 --port 8080  a Hugging Face directory
   mneme serve --config mneme.yaml --set engine.dtype=bfloat16
   mneme chat --url http://127.0.0.1:8000/v1            talk to it in the terminal
+  mneme bench serve --workload rag --concurrency 16    load on it: latencies, tokens per second, cached share
+  mneme bench autoscale --peak 8                       load that rises and falls: do replicas follow, does KV stay
   mneme quality ./Llama-3.1-8B --task musique.jsonl    what reusing documents costs in quality
 `mneme COMMAND --help` says more of each."""
 # Options of `vllm serve` that have an equivalent here.
@@ -26,6 +28,8 @@ _VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our ke
     ("--served-model-name", "served_name", str, "NAME", "what clients call the model"),
     ("--api-key", "http.api_keys", str, "KEY", "the key that clients must send"),
     ("--dtype", "engine.dtype", str, "DTYPE", "auto, float32, bfloat16 or float16"),
+    ("--tool-call-parser", "http.tool_call_parser", str, "NAME", "auto, none, hermes, llama3_json or mistral"),
+    ("--reasoning-parser", "http.reasoning_parser", str, "NAME", "auto, none, qwen3 or deepseek_r1"),
     ("--max-model-len", "engine.max_context", int, "N", "tokens of context at most"),
     ("--max-num-seqs", "engine.max_running", int, "N", "requests that run at once"),
     ("--max-num-batched-tokens", "engine.max_batch_tokens", int, "N", "tokens computed in a step"),
@@ -68,13 +72,16 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     import shtab
 
+    from mneme.cluster.cli.bench import add_bench_arguments
     from mneme.cluster.cli.cache import add_cache_arguments
     from mneme.cluster.cli.cache import cache as run_cache
     from mneme.cluster.cli.chat import add_chat_arguments, run_chat
+    from mneme.cluster.cli.keys import add_keys_arguments
+    from mneme.cluster.cli.keys import keys as run_keys
     from mneme.cluster.cli.quality import add_quality_arguments
     from mneme.cluster.cli.quality import quality as run_quality
-    from mneme.cluster.cli.simulate import add_simulate_arguments
-    from mneme.cluster.cli.simulate import simulate as run_simulation
+    from mneme.cluster.cli.simulate import add_cache_simulation, simulate_cache
+    from mneme.cluster.cli.simulate_cluster import add_cluster_simulation, simulate_cluster
 
     parser = _Parser(
         prog="mneme",
@@ -94,18 +101,32 @@ def _parser() -> argparse.ArgumentParser:
     add_chat_arguments(chat)
     chat.set_defaults(run=run_chat)
 
+    bench = commands.add_parser("bench", help="load on a running server, and what its users would see")
+    add_bench_arguments(bench)
+
     doctor = commands.add_parser("doctor", help="what this machine has, and what would keep a cluster from starting")
     doctor.add_argument("--port", type=int, default=8000, metavar="N", help="the port of `mneme serve` (default 8000)")
     doctor.add_argument("--json", action="store_true", help="one line of JSON")
     doctor.set_defaults(run=_doctor)
 
-    simulate = commands.add_parser("simulate", help="what a cache would find of a trace, without running a model")
-    add_simulate_arguments(simulate)
-    simulate.set_defaults(run=run_simulation)
+    simulate = commands.add_parser("simulate", help="what a trace would do to a cache or a cluster, without a model")
+    whats = simulate.add_subparsers(dest="what", required=True, metavar="WHAT")
+    simulated_cache = whats.add_parser("cache", help="hit rates, bytes moved and costs of a cache under a trace")
+    add_cache_simulation(simulated_cache)
+    simulated_cache.set_defaults(run=simulate_cache)
+    simulated_cluster = whats.add_parser(
+        "cluster", help="times, hit rates and load of a cluster under a trace, by router"
+    )
+    add_cluster_simulation(simulated_cluster)
+    simulated_cluster.set_defaults(run=simulate_cluster)
 
     cache = commands.add_parser("cache", help="what the disk tier's folder holds, and whether it is sound")
     add_cache_arguments(cache)
     cache.set_defaults(run=run_cache)
+
+    keys = commands.add_parser("keys", help="the API keys of a server: who may call, and how much")
+    add_keys_arguments(keys)
+    keys.set_defaults(run=run_keys)
 
     quality = commands.add_parser("quality", help="what reusing documents in place does to a model's answers")
     add_quality_arguments(quality)
@@ -116,7 +137,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="mneme-tiny (the default) or a Hugging Face model directory")
     parser.add_argument(
-        "--replicas", type=int, metavar="N", help="engine replicas (default: one for each GPU, else two)"
+        "--replicas",
+        metavar="N|MIN..MAX",
+        help="engine replicas, or the bounds of autoscaling (default: one for each GPU, else two)",
+    )
+    parser.add_argument(
+        "--address",
+        dest="ray.address",
+        metavar="auto|HOST:PORT",
+        help="join this Ray cluster instead of starting one: replicas spread over its nodes",
     )
     parser.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default 8000)")
@@ -138,8 +167,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from mneme.cluster.config import load_config
 
-    keys = ("model", "replicas", "host", "port", *(key for _, key, *_ in _VLLM_OPTIONS))
+    keys = ("model", "ray.address", "host", "port", *(key for _, key, *_ in _VLLM_OPTIONS))
     given: dict[str, Any] = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+    if args.replicas is not None:
+        given |= _replicas(args.replicas)
     if "http.api_keys" in given:
         given["http.api_keys"] = [given["http.api_keys"]]
     config = load_config(args.config, args.set, given)
@@ -151,6 +182,15 @@ def _serve(args: argparse.Namespace) -> int:
     from mneme.cluster.cli.serve import serve
 
     return serve(config)
+
+
+def _replicas(text: str) -> dict[str, Any]:
+    """Read a number, or a range as 1..3; either takes the place of what the file says. Raises `ConfigError`."""
+    from mneme.router.autoscaler import AutoscaleConfig
+
+    if text.isdecimal():
+        return {"replicas": int(text), "autoscale": None}
+    return {"replicas": None, **{f"autoscale.{key}": value for key, value in AutoscaleConfig.of_range(text).items()}}
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""`mneme simulate cache`: what a cache of some size and policy would find of a trace. No Ray, no tensors, no KV."""
+"""`mneme simulate cache`: what a cache of some size and policy would find of a trace. No Ray, no tensors, no KV.
+
+`mneme simulate cluster` is in `simulate_cluster.py`.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,14 @@ _DEFAULT_SHARES = (0.1, 0.5, 1.0)  # capacities, of the trace's distinct blocks
 _TERMINAL_S, _LINE_S = 0.1, 5.0  # between two looks at the progress
 
 
-def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    cache = whats.add_parser("cache", help="hit rates, bytes moved and costs of a cache under a trace")
-    cache.add_argument(
-        "--trace",
-        default=PREFIX,
-        metavar="TRACE",
-        help="FILE.jsonl (Mooncake), FILE.csv (Azure) or synthetic[:KEY=VALUE,...], such as "
-        "synthetic:num_sessions=200,think_s=30 (default: synthetic, 1,000 conversations with ShareGPT's lengths)",
-    )
+TRACE_HELP = (
+    "FILE.jsonl (Mooncake), FILE.csv (Azure) or synthetic[:KEY=VALUE,...], such as "
+    "synthetic:num_sessions=200,think_s=30 (default: synthetic, 1,000 conversations with ShareGPT's lengths)"
+)
+
+
+def add_cache_simulation(cache: argparse.ArgumentParser) -> None:
+    cache.add_argument("--trace", default=PREFIX, metavar="TRACE", help=TRACE_HELP)
     cache.add_argument(
         "--policy",
         default=DEFAULT_POLICY,
@@ -81,11 +82,11 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--json", action="store_true", help="one line of JSON")
 
 
-def simulate(args: argparse.Namespace) -> int:
+def simulate_cache(args: argparse.Namespace) -> int:
     """Run every policy at every capacity. Raises `ConfigError`."""
-    _check_range("block-tokens", args.block_tokens, 1, MAX_TOKENS)
-    _check_range("queue", args.queue, 0, _MAX_QUEUE)
-    costs, prices = load_costs(args.rates, _given_rates(args)), load_table(Prices, args.prices)
+    check_range("block-tokens", args.block_tokens, 1, MAX_TOKENS)
+    check_range("queue", args.queue, 0, _MAX_QUEUE)
+    costs, prices = load_costs(args.rates, given_rates(args)), load_table(Prices, args.prices)
     sizes = _sizes(args, _block_bytes(costs, args))
     policies = args.policy.split(",")
     for policy in policies:
@@ -95,16 +96,16 @@ def simulate(args: argparse.Namespace) -> int:
     num_distinct = len({block_id for request in trace for block_id in request.block_ids})
     sizes = sizes or [Size([max(round(share * num_distinct), 1)]) for share in _DEFAULT_SHARES]
     busy_blocks = most_used_within(trace, HOUR_S)
-    with _progress(len(sizes) * len(policies) * len(trace)) as advance:
+    with progress(len(sizes) * len(policies) * len(trace)) as advance:
         runs = [_run(trace, size, policy, costs, prices, args, advance) for size in sizes for policy in policies]
     for run in runs:
         run["hour_blocks"] = busy_blocks
     if args.plot is not None:
         plot_runs(args.plot, runs, f"{args.trace}, {costs.calibration.kv_bytes_per_token:,} bytes of KV per token")
-        _say(f"the plot is in {args.plot}")
+        say(f"the plot is in {args.plot}")
     if num_distinct == sum(len(request.block_ids) for request in trace):
         why = ": Azure's format does not say which prompts are alike" if args.trace.lower().endswith(".csv") else ""
-        _say(f"no block of this trace occurs twice, so no cache finds any{why}")
+        say(f"no block of this trace occurs twice, so no cache finds any{why}")
     if args.json:
         print(json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}))
     else:
@@ -112,7 +113,7 @@ def simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _given_rates(args: argparse.Namespace) -> dict[str, float]:
+def given_rates(args: argparse.Namespace) -> dict[str, float]:
     given = {"kv_bytes_per_token": args.kv_bytes_per_token, "prefill_tokens_per_s": args.prefill_tokens_per_s}
     if args.model is not None:
         config = load_model_config(model_directory(args.model))
@@ -126,7 +127,7 @@ def _assumptions(costs: CostModel, prices: Prices, args: argparse.Namespace) -> 
     kv_bytes = costs.calibration.kv_bytes_per_token
     prefill_per_s = _RATED_TOKENS / costs.prefill_s(_RATED_TOKENS, 0)
     host, disk = (GB / costs.edge_s(edge, int(GB)) for edge in ("host", "disk"))
-    given = _given_rates(args)
+    given = given_rates(args)
     whose = "" if args.rates or "kv_bytes_per_token" in given else " (LLaMA-65B)"
     machine = "" if args.rates or "prefill_tokens_per_s" in given else " (LLaMA-65B on four A100s: AttentionStore)"
     made = ["the trace is made: 1,000 conversations with ShareGPT's lengths; --trace FILE plays another"]
@@ -179,7 +180,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[], None]]:
+def progress(num_requests: int) -> Iterator[Callable[[], None]]:
     """Show on stderr how many requests have been played: a bar in a terminal, else a line every few seconds."""
     done, shown_at = 0, time.monotonic()
     is_terminal = sys.stderr.isatty()
@@ -200,12 +201,12 @@ def _progress(num_requests: int) -> Iterator[Callable[[], None]]:
             shown_at = now
             bar.update(task, completed=done)
             if not is_terminal:
-                _say(f"{done:,} of {num_requests:,} requests")
+                say(f"{done:,} of {num_requests:,} requests")
 
         yield advance
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"mneme simulate: {text}", file=sys.stderr, flush=True)
 
 
@@ -239,7 +240,7 @@ def _sizes(args: argparse.Namespace, block_bytes: float) -> list[Size]:
     if args.capacity_blocks is not None:
         return [Size([_num_blocks(size)]) for size in args.capacity_blocks.split(",")]
     choices = [_gigabytes(name, text) for name, text in zip(TIERS, given, strict=True)]
-    return [_size(gigabytes, block_bytes) for gigabytes in itertools.product(*choices)]
+    return [size_in_blocks(gigabytes, block_bytes) for gigabytes in itertools.product(*choices)]
 
 
 def _gigabytes(name: str, text: str | None) -> list[float]:
@@ -255,7 +256,7 @@ def _gigabytes(name: str, text: str | None) -> list[float]:
     return sizes
 
 
-def _size(gigabytes: Sequence[float], block_bytes: float) -> Size:
+def size_in_blocks(gigabytes: Sequence[float], block_bytes: float) -> Size:
     blocks: list[int | None] = [int(size * GB / block_bytes) for size in gigabytes]
     if not any(blocks):
         raise ConfigError(
@@ -274,7 +275,7 @@ def _num_blocks(text: str) -> int | None:
     return int(text)
 
 
-def _check_range(name: str, value: int, smallest: int, largest: int) -> None:
+def check_range(name: str, value: int, smallest: int, largest: int) -> None:
     if not smallest <= value <= largest:
         raise ConfigError(f"{name}: must be from {smallest} to {largest} (got {shown(value)})")
 

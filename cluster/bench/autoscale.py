@@ -1,0 +1,152 @@
+"""Makes load that rises and falls, and says how the replicas of a server followed it. No clock, no network."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mneme.cluster.bench.measure import Answer, spread_ms
+from mneme.cluster.bench.report import chart
+from mneme.cluster.bench.workloads import Session, think
+
+Profile = Sequence[tuple[float, float]]  # seconds since the run began, requests per second; linear in between
+
+# Where the load is how far between rest and peak, by the share of the run that has gone.
+PROFILES = {
+    "step": ((0.0, 0), (1 / 6, 0), (1 / 6, 1), (1 / 2, 1), (1 / 2, 0), (1.0, 0)),
+    "ramp": ((0.0, 0), (1 / 2, 1), (1.0, 0)),
+}
+_BIN_S = 10.0  # in which a trace's rates are counted
+_AVERAGED_S = 10.0  # of the plotted hit rate
+
+
+class Replicas(NamedTuple):
+    """What the server said of its replicas; None: it did not."""
+
+    at_s: float
+    ready: int | None
+    wanted: int | None
+
+
+def made_profile(name: str, rate: float, peak: float, seconds: float) -> Profile:
+    """Return one of `PROFILES` between two rates."""
+    return [(share * seconds, rate + (peak - rate) * height) for share, height in PROFILES[name]]
+
+
+def bursts(times_s: Sequence[float], peak: float, seconds: float) -> Profile:
+    """Return the rates around a trace's busiest ten seconds, scaled so that those are `peak`."""
+    counts, edges = np.histogram(times_s, np.arange(0, max(times_s, default=0.0) + 2 * _BIN_S, _BIN_S))
+    num_bins = min(max(round(seconds / _BIN_S), 1), len(counts))
+    first = int(np.clip(int(np.argmax(counts)) - num_bins // 2, 0, len(counts) - num_bins))
+    rates = (counts[first : first + num_bins] * peak / counts.max()).tolist()
+    starts = (edges[first : first + num_bins] - edges[first]).tolist()
+    return [point for at_s, rate in zip(starts, rates, strict=True) for point in ((at_s, rate), (at_s + _BIN_S, rate))]
+
+
+def num_requests(profile: Profile) -> int:
+    """Count the requests that a profile comes to."""
+    times_s, rates = np.array(profile).T
+    return max(round(float(np.trapezoid(rates, times_s))), 1)
+
+
+def arrive_by(profile: Profile, sessions: Sequence[Session], think_s: float, seed: int) -> list[Session]:
+    """Let all sessions begin as a Poisson process of the profile's rate would have so many begin."""
+    rng = random.Random(f"{seed} arrivals")
+    times_s, rates = np.array(profile).T
+    grid_s = np.linspace(times_s[0], times_s[-1], 10_001)
+    # Two points of one time are a step, which `interp` takes.
+    done = np.concatenate(([0.0], np.cumsum(np.interp(grid_s[:-1], times_s, rates) * np.diff(grid_s))))
+    begun = sorted(rng.uniform(0.0, done[-1]) for _ in sessions)
+    arrived = []
+    for session, at_s in zip(sessions, np.interp(begun, done, grid_s).tolist(), strict=True):
+        thoughtful = think(session, think_s, rng, first=1)
+        arrived.append(replace(thoughtful, turns=[replace(thoughtful.turns[0], at_s=at_s), *thoughtful.turns[1:]]))
+    return arrived
+
+
+def changes(seen: Sequence[Replicas]) -> list[tuple[float, int, int]]:
+    """Return when the number of ready replicas changed, from what to what.
+
+    One that a busy machine has answer late is ready again with the next look: a change is what two looks agree on.
+    """
+    known = [(each.at_s, each.ready) for each in seen if each.ready is not None]
+    found: list[tuple[float, int, int]] = []
+    before = known[0][1] if known else 0
+    for (at_s, ready), (_, following) in itertools.pairwise(known):
+        if ready != before and ready == following:
+            found.append((at_s, before, ready))
+            before = ready
+    return found
+
+
+def hit_rate(answers: Sequence[Answer], firsts: frozenset[int]) -> float | None:
+    """Return which share of the prompts was cached, of the turns that have a history."""
+    later = [answer for answer in answers if answer.error is None and id(answer) not in firsts]
+    prompt = sum(answer.prompt_tokens or 0 for answer in later)
+    return round(sum(answer.cached_tokens or 0 for answer in later) / prompt, 4) if prompt else None
+
+
+def follow(answers: Sequence[Answer], seen: Sequence[Replicas], window_s: float) -> dict[str, Any]:
+    """Return replicas over time, and what clients saw around each change of them; times since the run began."""
+    began_s = min((answer.sent_s for answer in answers), default=0.0)
+    firsts = first_turns(answers)
+    events: list[dict[str, Any]] = []
+    counts = [each.ready for each in seen if each.ready is not None][:1]
+    for at_s, before, after in changes(seen):
+        counts.append(after)
+        event: dict[str, Any] = {"at_s": round(at_s - began_s, 3), "from": before, "to": after}
+        for name, start_s in (("before", at_s - window_s), ("after", at_s)):
+            sent = [answer for answer in answers if start_s <= answer.sent_s < start_s + window_s]
+            event[name] = {
+                "num_requests": len(sent),
+                "num_failed": sum(answer.error is not None for answer in sent),
+                "hit_rate": hit_rate(sent, firsts),
+                "ttft_ms": spread_ms([answer.latencies_s()["ttft"] for answer in sent if answer.error is None]),
+            }
+        events.append(event)
+    kept = [
+        event["after"]["hit_rate"] / event["before"]["hit_rate"]
+        for event in events
+        if event["to"] < event["from"] and event["before"]["hit_rate"] and event["after"]["hit_rate"] is not None
+    ]
+    return {
+        "replicas_least": min(counts, default=None),
+        "replicas_most": max(counts, default=None),
+        "hit_rate": hit_rate(answers, firsts),
+        "hit_rate_kept_at_scale_down": round(min(kept), 4) if kept else None,
+        "events": events,
+        "replicas": [[round(each.at_s - began_s, 2), each.ready, each.wanted] for each in seen],
+    }
+
+
+def first_turns(answers: Sequence[Answer]) -> frozenset[int]:
+    """Return the ids of the objects that answer a session's first turn: it has no history."""
+    firsts: dict[str, Answer] = {}
+    for answer in sorted(answers, key=lambda each: each.sent_s):
+        firsts.setdefault(answer.session, answer)
+    return frozenset(id(answer) for answer in firsts.values())
+
+
+def plots(answers: Sequence[Answer], figures: Mapping[str, Any], profile: Profile) -> list[str]:
+    """Draw load, replicas and hit rate over time."""
+    began_s = min((answer.sent_s for answer in answers), default=0.0)
+    firsts = first_turns(answers)
+    lines: dict[str, list[tuple[float, float]]] = {"ready": [], "wanted": []}
+    for at_s, *counts in figures["replicas"]:
+        for line, count in zip(lines.values(), counts, strict=True):
+            line += [] if count is None else [*((at_s, line[-1][1]) for _ in line[-1:]), (at_s, count)]
+    rates = []
+    for index in range(int(max((answer.sent_s - began_s for answer in answers), default=0.0) / _AVERAGED_S) + 1):
+        start_s = began_s + index * _AVERAGED_S
+        share = hit_rate([a for a in answers if start_s <= a.sent_s < start_s + _AVERAGED_S], firsts)
+        rates += [] if share is None else [((index + 0.5) * _AVERAGED_S, 100 * share)]
+    return [
+        chart("Replicas: ready (green), wanted (orange)", "s", "replicas", lines),
+        chart("Load", "s", "requests/s", {"offered": profile}),
+        chart("Cached of turns with a history", "s", "% of prompt tokens", {"hit rate": rates}),
+    ]
