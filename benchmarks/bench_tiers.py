@@ -1,6 +1,6 @@
 """Sessions that outgrow their device, with nothing, memory and a disk under it (AttentionStore 4, Fig. 13 to 20, 24).
 
-    python benchmarks/bench_tiers.py [--quick] [--sessions 28] [--folder DIR] [--seed 0] [--out DIR]
+    python benchmarks/bench_tiers.py [--quick | --paper] [--sessions 28] [--folder DIR] [--seed 0] [--out DIR]
 
 *Tiers*: conversations with ShareGPT's histories, four at a time, none of which waits for a place,
 warmed up on their first fifth. `none` keeps nothing, `device` keeps KV in a pool of a fifth of all tokens, `+host` 30%
@@ -26,12 +26,20 @@ reads the rest while it is computed, which holds the other up (Fig. 19).
 *Write overlap*: prompts of 1,024 to 1,600 tokens and 20 steps of decoding, saved beside the steps, or waited for after
 each (Fig. 20).
 
+`--paper` runs *tiers* alone, as the paper's headline does, and holds it against that (TTFT -87%, 7.8 times the prefill
+throughput, cost -70%; four 13B to 70B models on A100s): answers uncut, `llama-31m` in the dtype that an engine chooses
+here, and a disk whose files the kernel forgets as they are closed, which is verified at the end (`+disk (cold)`).
+Cost is (device's price + memory's and disk's) times `busy` + `blocked`: where a device costs 20 dollars an hour, 128 GB
+and 10 TB add 10%, so it falls as time does. Time falls by no more than prompts' share of it, p: with h of their tokens
+found the rest is 1 - p h of `none`'s.
+
 What bounds it, one thread: computing prompts that were not found, and decode steps, which no tier changes. The models
 are small (`llama-5m`, `llama-wide-kv`), so that KV is as heavy beside computing on a CPU as a large model's on a GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import tempfile
@@ -46,6 +54,7 @@ import torch
 from cache_engines import (
     CHUNK_TOKENS,
     CachedModel,
+    ColdFiles,
     RestartableStore,
     ThrottledFiles,
     answer,
@@ -65,18 +74,22 @@ from engines import DTYPE, PAGE_SIZE, request
 from harness import Check, PartResult, Run, at_least, at_most, median_ratio, options_of, rounded, take_turns
 from plots import Draw, bars, caption_of, save
 from random_models import SHAPES, kv_bytes_per_token
+from tier_io.disk import cached_share
 
+from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName
 from mneme.cachetier.simulate.costs import Prices
 from mneme.errors import MnemeError
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.load import choose_dtype
 from mneme.replicas.request import PromptUsage
 from mneme.replicas.sequence import StepRows
 
-MODEL, SMALL_MODEL = "llama-5m", "llama-wide-kv"
+MODEL, SMALL_MODEL, PAPER_MODEL = "llama-5m", "llama-wide-kv", "llama-31m"
 NONE, DEVICE, WITH_HOST, WITH_DISK = "none", "device", "+host", "+disk (page cache)"
+COLD_DISK = "+disk (cold)"
 ARMS = (NONE, DEVICE, WITH_HOST, WITH_DISK)
 POLICIES: tuple[PolicyName, ...] = ("fifo", "lru", "lookahead", "returning")
 DEVICE_SHARE, HOST_SHARE = 0.2, 0.3  # of all sessions' KV
@@ -88,6 +101,7 @@ CONTEXT = 2048
 WARM_UP_SHARE = 0.2  # of the turns, which do not count
 ANSWER_SHARE = 0.25
 NUM_PLACES = 4  # requests in the engine at once; all of them run if the pool holds as many contexts
+PAPER_PLACES = 2  # with `--paper`: a pool of fewer contexts, which fewer sessions outgrow
 FIG19_HISTORY, FIG19_NEW = 1024, 100  # Fig. 19's
 NUM_OTHER, MAX_OTHER = 64, 512  # tokens of a prompt that decodes meanwhile, and of its answer
 LOAD_OVER_COMPUTE = 2.0  # as long as the new tokens' computing times this, loading the history takes
@@ -99,18 +113,22 @@ NO_SAVING, BESIDE, WAITED_FOR = "no saving", "beside", "waited for"
 class Tiers:
     """The workload, and engines under which there is more and more."""
 
-    def __init__(self, model: CachedModel, folder: Path, num_sessions: int, seed: int) -> None:
-        self._model, self._folder = model, folder
-        self._sessions: list[Conversation] = make_sessions(num_sessions, seed)
+    def __init__(
+        self, model: CachedModel, folder: Path, num_sessions: int, seed: int, *,
+        answer_share: float = ANSWER_SHARE, num_places: int = NUM_PLACES,
+    ) -> None:  # fmt: skip
+        self._model, self._folder, self._num_places = model, folder, num_places
+        self._sessions: list[Conversation] = make_sessions(num_sessions, seed, answer_share)
         self._order = make_order(self._sessions, seed)
         num_tokens = sum(turn.num_in + turn.num_out for each in self._sessions for turn in each.turns)
         self.num_turns, self.num_tokens = len(self._order), num_tokens
-        self.num_pages = max(int(DEVICE_SHARE * num_tokens), NUM_PLACES * CONTEXT) // PAGE_SIZE
-        self.host_bytes = int(HOST_SHARE * num_tokens) * kv_bytes_per_token(model.decoder.config, DTYPE)
+        self.num_pages = max(int(DEVICE_SHARE * num_tokens), num_places * CONTEXT) // PAGE_SIZE
+        self.cached_share: float | None = None  # of the cold disk's files, the part that the kernel has
+        self.host_bytes = int(HOST_SHARE * num_tokens) * kv_bytes_per_token(model.decoder.config, model.decoder.dtype)
 
     def run(self, arm: str) -> Ran:
         """On an engine and a store of their own."""
-        return self._run(arm, "returning", self.num_pages, NUM_PLACES)
+        return self._run(arm, "returning", self.num_pages, self._num_places)
 
     def run_queued(self, eviction: PolicyName) -> Ran:
         """Likewise, with memory under a pool that most requests wait for."""
@@ -119,18 +137,24 @@ class Tiers:
     def _run(self, arm: str, eviction: PolicyName, num_pages: int, num_places: int) -> Ran:
         with ExitStack() as ends:
             config = self._config(arm, eviction)
-            store = None if config is None else RestartableStore(config)
+            files = ColdFiles() if arm == COLD_DISK else FileOperations()
+            store = None if config is None else RestartableStore(config, files)
             if store is not None:
                 ends.callback(store.end)
             engine = make_engine(self._model, store, config or CacheConfig(), num_pages, share_prefixes=arm != NONE)
             ends.callback(engine.close)
-            return Workload(engine, self._sessions, self._order, num_places=num_places).run()
+            ran = Workload(engine, self._sessions, self._order, num_places=num_places).run()
+            if store is not None and arm == COLD_DISK:
+                wait_for_saves(engine)
+                store.flush()
+                self.cached_share = statistics.mean(map(cached_share, store.paths()))
+            return ran
 
     def _config(self, arm: str, eviction: PolicyName) -> CacheConfig | None:
         if arm in (NONE, DEVICE):
             return None
         config = cache_config(self._folder / f"tiers-{eviction}", host_bytes=self.host_bytes, eviction=eviction)
-        return config if arm == WITH_DISK else replace(config, disk=None)
+        return config if arm in (WITH_DISK, COLD_DISK) else replace(config, disk=None)
 
 
 def row_of(name: str, ran: Ran) -> dict[str, Any]:
@@ -153,8 +177,8 @@ def row_of(name: str, ran: Ran) -> dict[str, Any]:
 
 def cost(name: str, ran: Ran) -> float:
     """Dollars: the device while it is busy or waits for the tier, and for as long what is under it."""
-    host_gb = PAPER_HOST_GB if name in (WITH_HOST, WITH_DISK) else 0.0
-    disk_gb = PAPER_DISK_GB if name == WITH_DISK else 0.0
+    host_gb = PAPER_HOST_GB if name in (WITH_HOST, WITH_DISK, COLD_DISK) else 0.0
+    disk_gb = PAPER_DISK_GB if name in (WITH_DISK, COLD_DISK) else 0.0
     return Prices().hourly(1.0, host_gb, disk_gb) * ran.device_s / 3600
 
 
@@ -193,7 +217,11 @@ def main() -> None:
         __doc__, quick="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores", out=True, folder=True
     )
     parser.add_argument("--sessions", type=int, default=28)
+    parser.add_argument("--paper", action="store_true", help="the paper's headline on its workload, and nothing else")
     args = parser.parse_args()
+    if args.paper:
+        against_paper(args)
+        return
     run = Run("tiers", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(DTYPE),
               models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL)}, chunk_tokens=CHUNK_TOKENS,
               warm_up=WARM_UP_SHARE, places=NUM_PLACES, queue_places=QUEUE_PLACES,
@@ -217,6 +245,36 @@ def main() -> None:
     run.end(rows, draw, turns=tiers.num_turns, tokens=tiers.num_tokens, device_tokens=tiers.num_pages * PAGE_SIZE,
             host_bytes=tiers.host_bytes, policies=rounded(policies), read_buffers=rounded(buffers),
             write_overlap=rounded(overlap))  # fmt: skip
+
+
+def against_paper(args: argparse.Namespace) -> None:
+    dtype = choose_dtype("auto", torch.device("cpu"), "bfloat16")
+    run = Run("tiers_paper", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(dtype),
+              model=PAPER_MODEL, chunk_tokens=CHUNK_TOKENS, warm_up=WARM_UP_SHARE, places=PAPER_PLACES)  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
+        folder = Path(name)
+        model = make_model(PAPER_MODEL, CONTEXT, folder / "calibration", args.seed, dtype=dtype)
+        num_sessions = min(args.sessions, QUICK_SESSIONS) if args.quick else args.sessions
+        tiers = Tiers(model, folder, num_sessions, args.seed, answer_share=1.0, num_places=PAPER_PLACES)
+        facts = {"turns": tiers.num_turns, "tokens": tiers.num_tokens, "host_bytes": tiers.host_bytes,
+                 "device_tokens": tiers.num_pages * PAGE_SIZE}  # fmt: skip
+        rows: list[dict[str, Any]] = []
+        base = None
+        for arm in (NONE, DEVICE, WITH_HOST, COLD_DISK):
+            ran = tiers.run(arm)
+            base = base or cost(NONE, ran)
+            rows.append(row_of(arm, ran) | {"cost of none": cost(arm, ran) / base})
+            run.keep(rows, **facts)
+    first, last = rows[0], rows[-1]
+    checks = [
+        at_most("ttft_mean_disk_over_none", last["ttft mean ms"] / first["ttft mean ms"], 0.13),
+        at_least("prefill_rate_disk_over_none", last["prompt tokens/s"] / first["prompt tokens/s"], 7.8),
+        at_most("cost_disk_over_none", last["cost of none"], 0.3),
+        at_most("disk_in_page_cache", tiers.cached_share, 0.01, "of its files"),
+    ]
+    title = f"{tiers.num_turns} turns, {tiers.num_tokens} tokens, {dtype}"
+    run.show(PartResult(name="paper", title=title, rows=rows, checks=checks))
+    run.end(rows, **facts)
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
@@ -273,20 +331,20 @@ class Ran(NamedTuple):
         return sum(each.usage.prompt_tokens for each in self.turns)
 
 
-def make_sessions(num_sessions: int, seed: int) -> list[Conversation]:
+def make_sessions(num_sessions: int, seed: int, answer_share: float = ANSWER_SHARE) -> list[Conversation]:
     """Whole conversations, cut answers."""
     rng = random.Random(f"{seed}.sessions")
     found = []
     for _ in range(num_sessions):
-        turns = [Turn(t.num_in, max(int(t.num_out * ANSWER_SHARE), 1)) for t in _turns(rng)]
+        turns = [Turn(t.num_in, max(int(t.num_out * answer_share), 1)) for t in _turns(rng, answer_share)]
         found.append(Conversation(0.0, turns, 0, rng.getrandbits(48)))
     return found
 
 
-def _turns(rng: random.Random) -> list[Turn]:
+def _turns(rng: random.Random, answer_share: float) -> list[Turn]:
     """With questions as much longer as answers are shorter: histories are as long as ShareGPT's."""
     return [
-        Turn(turn.num_in + turn.num_out - int(turn.num_out * ANSWER_SHARE), turn.num_out)
+        Turn(turn.num_in + turn.num_out - int(turn.num_out * answer_share), turn.num_out)
         for turn in draw_turns(LENGTHS["sharegpt"], CONTEXT, rng)
     ]
 

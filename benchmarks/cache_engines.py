@@ -6,6 +6,7 @@ files are found again. An engine's own pages are emptied between turns, so that 
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -80,11 +81,13 @@ def bare_model(
     return CachedModel(decoder, fingerprint, _UNKNOWN)
 
 
-def make_model(shape: str, max_context: int, disk_folder: Path, seed: int) -> CachedModel:
+def make_model(
+    shape: str, max_context: int, disk_folder: Path, seed: int, *, dtype: torch.dtype = DTYPE
+) -> CachedModel:
     """A model of random weights, and what its steps and the tier's edges cost on this machine."""
     assert compiled_kernels() is not None, "what is compiled now is not to be measured"
     disk_folder.mkdir(parents=True, exist_ok=True)
-    model = bare_model(shape, max_context, seed)
+    model = bare_model(shape, max_context, seed, dtype=dtype)
     runner = Runner(model.decoder, pages_for(max_context), PAGE_SIZE)
     engine = EngineConfig(page_size=PAGE_SIZE)
     measured = calibrate(runner, engine, chunk_tokens=CHUNK_TOKENS, disk_folder=disk_folder)
@@ -231,6 +234,16 @@ class ThrottledFiles(FileOperations):
             num_bytes = super().read(fd, buffers, offset)
             self._sleep(num_bytes / bytes_per_s)
         return num_bytes
+
+
+class ColdFiles(FileOperations):
+    """A disk of which nothing stays in memory: what is closed is written out, and the kernel forgets it."""
+
+    def close(self, fd: int) -> None:
+        """See `FileOperations.close`."""
+        os.fsync(fd)  # only clean pages can go
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        super().close(fd)
 
 
 class Draw:

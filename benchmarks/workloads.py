@@ -15,6 +15,7 @@ documents is another. Greedy, end-of-text ignored. The model: a random Llama of 
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,4 +72,15 @@ def write_random_llama(directory: Path, seed: int = 0, **shape: int) -> Path:
 
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**{**MODEL_SHAPE, **shape})).save_pretrained(directory)
+    return directory
+
+
+def write_chat_llama(directory: Path) -> Path:
+    """Save the same model with the tokenizer and the chat template of mneme-tiny."""
+    from mneme.replicas.model.config import model_directory
+
+    write_random_llama(directory, vocab_size=3072, eos_token_id=3)
+    for file in model_directory("mneme-tiny").iterdir():
+        if file.name.startswith(("tokenizer", "chat_template")):
+            shutil.copy(file, directory)
     return directory

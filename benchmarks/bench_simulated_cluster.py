@@ -1,0 +1,96 @@
+"""The simulated cluster on a trace: how near our router comes to one infinite cache, beside others, and how fast.
+
+    python benchmarks/bench_simulated_cluster.py TRACE [--quick] [--only PART]... [--out FOLDER]
+
+TRACE is Mooncake's conversation trace (12,031 requests), or one like it. Parts:
+
+routers   100 replicas, two tenants that ask what the trace has, four times as fast: every router, steps skipped
+exact     the first 2,000 of those, ours, every step by the engine's scheduler and prefix forest
+thousand  1,000 replicas, ten tenants, six times as fast, the first `--requests`: ours, steps skipped
+
+All is as `mneme simulate cluster` would say; costs are those of Llama-2-70B on eight A800s. Times are those of this
+process on a CPU. What bounds the speed: a choice among all replicas, in numpy, and events in Python.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import Check, PartResult, Run, at_least, at_most, options_of
+
+from mneme.cachetier.simulate.costs import GB
+from mneme.cluster.simulate.play import ClusterShape, Simulation
+from mneme.cluster.simulate.replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, EngineShape
+from mneme.cluster.simulate.routers import ROUTERS
+from mneme.cluster.simulate.workload import Turn, read_workload, scaled
+from mneme.router.policies import MINE
+
+BLOCK_TOKENS = 512
+TITLES = {"routers": "100 replicas", "exact": "100 replicas, every step", "thousand": "1,000 replicas"}
+PARTS = tuple(TITLES)
+Rows = list[dict[str, Any]]  # by router, ours first
+SHOWN = (
+    "router", "replicas", "num_requests", "hit_ratio", "infinite_hit_ratio", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s",
+    "itl_p50_s", "load_skew", "in_flight_skew_p99", "busy_share", "simulated_requests_per_minute", "took_s",
+)  # fmt: skip
+
+
+def play(turns: list[Turn], replicas: int, router: str = MINE, *, exact: bool = False, seed: int = 0) -> dict[str, Any]:
+    costs = DEFAULT_RATES.cost_model()
+    tokens = int(DEFAULT_DEVICE_GB * GB / costs.calibration.kv_bytes_per_token)
+    engine = EngineShape(capacity_tokens=tokens)
+    shape = ClusterShape(
+        replicas=replicas, router=router, engine=engine, capacities=(tokens // BLOCK_TOKENS,), exact=exact, seed=seed
+    )
+    figures = Simulation(shape, turns, costs).run()
+    return {name: figures[name] for name in SHOWN}
+
+
+def checks_of(part: str, rows: Rows) -> list[Check]:
+    """What a part promises; without rows it was not measured."""
+    if part == "routers":
+        skipping = rows[0]["simulated_requests_per_minute"] if rows else None
+        checks = [at_least("skipping_requests_per_minute", skipping, 100_000, "1/min")]
+        for name in ("ttft_p50_s", "ttft_p90_s"):
+            ratio = rows[0][name] / min(row[name] for row in rows[1:]) if rows else None
+            checks.append(at_most(f"{name}_of_the_best_other", ratio, 1))
+        return checks
+    if part == "exact":
+        exact = rows[0]["simulated_requests_per_minute"] if rows else None
+        return [at_least("exact_requests_per_minute", exact, 10_000, "1/min")]
+    lost = 1 - rows[0]["hit_ratio"] / rows[0]["infinite_hit_ratio"] if rows else None
+    return [
+        at_most("below_one_infinite_cache_at_1000_replicas", lost, 0.05, ""),
+        at_most("most_over_mean_load_at_1000_replicas", rows[0]["load_skew"] if rows else None, 1.25),
+    ]
+
+
+def main() -> None:
+    parser = options_of(__doc__, quick="2,000 requests, and no thousand replicas", out=True)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--requests", type=int, default=120_000, help="that the thousand get")
+    args = parser.parse_args()
+    run = Run("simulated-cluster", args, trace=args.trace.name)
+    trace = read_workload(str(args.trace), BLOCK_TOKENS)
+    of_100 = scaled(trace, 2, 4.0, args.seed)[: 2_000 if args.quick else 12_000]
+    gc.freeze()
+    gc.disable()  # as the command does
+    take: dict[str, Callable[[], Rows]] = {
+        "routers": lambda: [play(of_100, 100, router, seed=args.seed) for router in ROUTERS],
+        "exact": lambda: [play(of_100[:2_000], 100, exact=True, seed=args.seed)],
+        "thousand": lambda: [play(scaled(trace, 10, 6.0, args.seed)[: args.requests], 1_000, seed=args.seed)],
+    }
+    found: dict[str, Rows] = {}
+    for part in PARTS:
+        found[part] = take[part]() if part in args.only and not (args.quick and part == "thousand") else []
+        run.show(PartResult(name=part, title=TITLES[part], rows=found[part], checks=checks_of(part, found[part])))
+        run.keep(found)
+    run.end(found)
+
+
+if __name__ == "__main__":
+    main()
