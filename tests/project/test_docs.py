@@ -32,6 +32,12 @@ def test_local_links_lead_somewhere() -> None:
     assert not broken
 
 
+def test_the_tests_that_the_security_page_names_are_there() -> None:
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (ROOT / "SECURITY.md").read_text())
+    assert named
+    assert [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()] == []
+
+
 def test_the_example_in_the_readme_answers() -> None:
     (example,) = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=200, check=True)

@@ -46,7 +46,7 @@ LEVELS = {
         "distributed",
     ),
     "replicas": (
-        "documents forest truncation",
+        "documents forest report truncation",
         "config request",
         "fuse text",
         "sequence",
@@ -56,8 +56,8 @@ LEVELS = {
         "engine",
         "llm quality",
     ),
-    "router": ("prefix_index replica_set token_hashes", "score", "chooser", "serve_router"),
-    "cluster": ("config logs tenancy", "serve", "metrics run", "http", "app", "cli"),
+    "router": ("prefix_index replica_set token_hashes", "policies", "score", "chooser", "serve_router"),
+    "cluster": ("bench logs simulate tenancy wire", "keys", "config", "serve", "metrics run", "http", "app", "cli"),
 }
 LEVEL = {
     f"{folder}.{room}": n
