@@ -27,7 +27,15 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, one runs all that starts a Ray cluster, first; other files go to whichever is idle."""
+    """With several workers, one runs all that starts a Ray cluster, first; other files go to whichever is idle.
+
+    Where a change is judged (CI=true), what fails beside a real cluster is tried once more, and the closing line says
+    so: such a test has limits of time, which a machine that is busy with other things passes.
+    """
+    if "CI" in os.environ:
+        for item in items:
+            if item.get_closest_marker("e2e"):
+                item.add_marker(pytest.mark.flaky(reruns=1))
     if not config.getoption("loadgroup", False):  # what --dist loadgroup is called in a worker
         return
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)

@@ -9,7 +9,7 @@ import httpx
 
 from tests.cluster.metric_samples import samples_of
 
-IDLE_LIMIT_S = 60.0
+IDLE_LIMIT_S = 180.0
 
 
 class Metrics(NamedTuple):
@@ -26,7 +26,7 @@ class Metrics(NamedTuple):
 
 
 def read_metrics(server: str) -> Metrics:
-    page = httpx.get(f"{server}/metrics", timeout=10).raise_for_status().text
+    page = httpx.get(f"{server}/metrics", timeout=60).raise_for_status().text
     return Metrics(samples_of(page))
 
 

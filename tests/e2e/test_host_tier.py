@@ -20,7 +20,7 @@ STORY = "Once upon a time there was a small library in which every book could re
 @pytest.fixture(scope="module")
 def http(small_process: ServerProcess) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=small_process.await_ready(), headers=headers, timeout=60) as http:
+    with httpx.Client(base_url=small_process.await_ready(), headers=headers, timeout=240) as http:
         yield http
 
 

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.e2e
 
 MODEL = "mneme-tiny"
 LONG = 1800  # tokens; seconds of work
-FREED_LIMIT_S = 60.0
+FREED_LIMIT_S = 180.0
 METRICS_AGE_S = 1.0
-PROXY_RESTART_LIMIT_S = 60.0
+PROXY_RESTART_LIMIT_S = 180.0
 PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
 
 
@@ -224,7 +224,7 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
     expected = [greedy(client, prompt, 300) for prompt in prompts]
     victim = min(cpu_seconds(server_process))
     texts: list[str] = [""] * len(prompts)
-    halfway = threading.Barrier(len(prompts) + 1, timeout=60)
+    halfway = threading.Barrier(len(prompts) + 1, timeout=240)
 
     def stream(i: int) -> None:
         with client.chat.completions.create(
@@ -249,7 +249,7 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
         thread.join(60)
         assert not thread.is_alive()
     assert texts == expected
-    await_metric(server, 'mneme_replicas{state="ready"}', 2, limit_s=120)
+    await_metric(server, 'mneme_replicas{state="ready"}', 2, limit_s=300)
 
 
 def test_a_killed_proxy_comes_back(server: str, server_process: ServerProcess) -> None:
@@ -295,7 +295,7 @@ def send_in_two_pieces(server: str, is_stream: bool) -> socket.socket:
 
 
 def leave_at_first_token(server: str, num_cycles: int) -> None:
-    with httpx.Client(base_url=server, timeout=30) as client:
+    with httpx.Client(base_url=server, timeout=240) as client:
         for _ in range(num_cycles):
             body = {
                 "model": MODEL,

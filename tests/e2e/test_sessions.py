@@ -27,7 +27,7 @@ def client(server: str) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def http(server: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server, timeout=60) as http:
+    with httpx.Client(base_url=server, timeout=240) as http:
         yield http
 
 

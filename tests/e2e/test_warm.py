@@ -24,7 +24,7 @@ def ask(http: httpx.Client, system: str, question: str) -> dict[str, int]:
 
 def test_a_warm_system_prompt_is_cached_on_every_replica_until_it_is_deleted(server: str) -> None:
     system = f"Number {time.monotonic_ns()}. You answer questions about a library in which books remember. " * 4
-    with httpx.Client(base_url=server, timeout=60) as http:
+    with httpx.Client(base_url=server, timeout=240) as http:
         body = {"model": MODEL, "messages": [{"role": "system", "content": system}]}
         pin = http.post("/v1/kv/warm", json=body).raise_for_status().json()
         assert pin["pinned"]
@@ -40,7 +40,7 @@ def test_a_warm_system_prompt_is_cached_on_every_replica_until_it_is_deleted(ser
 
 def test_configured_prompts_are_warm_when_the_server_is_ready(server: str) -> None:
     """The server of these tests is configured with one."""
-    with httpx.Client(base_url=server, timeout=60) as http:
+    with httpx.Client(base_url=server, timeout=240) as http:
         (pin,) = [each for each in http.get("/v1/kv/pins").json()["data"] if each["configured"]]
         assert pin["pinned"]
         assert len(pin["replicas"]) == 2

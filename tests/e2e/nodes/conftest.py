@@ -12,13 +12,12 @@ from tests.e2e.nodes.cache_cluster import CacheCluster, cache_cluster
 @pytest.fixture(scope="package")
 def nodes_cluster() -> Iterator[CacheCluster]:
     with cache_cluster() as started:
-        for name in "ab":
-            started.add_node(name)
         yield started
 
 
 @pytest.fixture(scope="module")
 def cluster(nodes_cluster: CacheCluster) -> Iterator[CacheCluster]:
-    """What a file's tests started of engines' processes and applications ends with them."""
+    """Both nodes; what a file's tests started of engines' processes and applications ends with them."""
+    nodes_cluster.restore_nodes()
     yield nodes_cluster
     nodes_cluster.end_applications()

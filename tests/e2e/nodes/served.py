@@ -45,12 +45,12 @@ class Served:
         return {str(getattr(state, "value", state)): count for state, count in found.items() if count}
 
     def metrics(self) -> dict[str, float]:
-        return samples_of(httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text)
+        return samples_of(httpx.get(f"{self.url}/metrics", timeout=240).raise_for_status().text)
 
     def await_replicas(self, count: int) -> None:
         """As many are ready, and none is on its way in or out."""
         eventually(lambda: self.states() == ({"RUNNING": count} if count else {}))
-        eventually(lambda: httpx.get(f"{self.url}/ready", timeout=30).json()["replicas"] == count)
+        eventually(lambda: httpx.get(f"{self.url}/ready", timeout=240).json()["replicas"] == count)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = httpx.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=ANSWER_LIMIT_S)
