@@ -37,6 +37,7 @@ from mneme.cluster.wire.openai import (
     EmbeddingsRequest,
     ForkRequest,
     TokenizeRequest,
+    ignored_fields,
     plain_documents,
     template_variables,
     validate,
@@ -156,10 +157,18 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
 
 
 async def _answer(api: ApiState, route: Route, request: Request) -> Any:
-    """Check the body of a route that has one and call its handler, whose answer is a response or an object of JSON."""
+    """Check the body of a route that has one and call its handler, whose answer is a response or an object of JSON.
+
+    `X-Mneme-Ignored-Fields` of the answer names what was given and is unknown.
+    """
     if route.is_admins and not request.state.is_admin:
         raise PermissionDenied
-    given = () if route.body is None else (validate(route.body, await api.parsed(request)),)
+    given: tuple[Any, ...] = ()
+    if route.body is not None:
+        body = await api.parsed(request)
+        given = (validate(route.body, body),)
+        if ignored := ignored_fields(route.body, body):
+            request.state.answer_headers.append((b"x-mneme-ignored-fields", ignored.encode()))
     answer = await route.handler(api, request, *given)
     return JSONResponse(answer) if isinstance(answer, dict) else answer
 

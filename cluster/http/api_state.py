@@ -57,6 +57,14 @@ class Prompt(NamedTuple):
     documents: tuple[DocumentSpan, ...] = ()
     history: History | None = None
 
+    def last(self, num_tokens: int | None) -> Prompt:
+        """Return its last tokens, which have no text, if it has more; None: all. Raises `InvalidRequest`."""
+        if num_tokens is None or len(self.token_ids) <= num_tokens:
+            return self
+        if self.documents:
+            raise InvalidRequest("truncate_prompt_tokens", num_tokens, "cannot cut a prompt with documents")
+        return Prompt(self.token_ids[-num_tokens:], None)
+
 
 @dataclass(slots=True, kw_only=True)
 class ApiState:
@@ -112,10 +120,12 @@ class ApiState:
         appends: bool = False,
         truncation: Truncation | None = None,
         documents: Sequence[object] = (),
+        is_cut: bool = False,
     ) -> Prompt:
         """The prompt of a conversation, or what it grows by; the template runs off the event loop.
 
         documents  those that are in no message
+        is_cut     as `encode` has it
         """
 
         def work() -> Prompt:
@@ -129,7 +139,8 @@ class ApiState:
             how = partial(render_appended, render) if appends else lambda some: Appended(render(some), 0)
             text, num_closing_chars = stand_ins.placed(how, said)
             parts = stand_ins.cut(text)
-            prompt = self.encode("messages", parts, model, add_special_tokens=False, truncation=truncation)
+            fits_any = is_cut or truncation is not None
+            prompt = self.encode("messages", parts, model, add_special_tokens=False, is_cut=fits_any)
             if appends or truncation is None or truncation.keep != "system":
                 return prompt._replace(num_closing_chars=num_closing_chars)
             encode = partial(stand_ins.encode_prefix, self.tokenizer)
@@ -186,23 +197,26 @@ class ApiState:
         model: ServedModel,
         *,
         add_special_tokens: bool,
-        truncation: Truncation | None = None,
+        is_cut: bool = False,
     ) -> Prompt:
-        """A text prompt; raises `ContextLengthExceeded` without tokenizing what can never fit."""
+        """A text prompt; raises `ContextLengthExceeded` without tokenizing what can never fit.
+
+        is_cut  what does not fit is cut off later: the prompt may have `MAX_WINDOWS` windows
+        """
         parts = [Part(given)] if isinstance(given, str) else given
         text = "".join(part.text for part in parts)
-        if self.tokenizer.min_num_tokens(text) >= _max_given(model, truncation):
-            raise _too_long(field, f"{len(text)} characters", model, truncation)
+        if self.tokenizer.min_num_tokens(text) >= _max_given(model, is_cut):
+            raise _too_long(field, f"{len(text)} characters", model, is_cut)
         ids, spans = encode_parts(self.tokenizer, parts, add_special_tokens=add_special_tokens)
         if not ids:
             raise InvalidRequest(field, text, "must have at least one token")
         return Prompt(tuple(ids), text, documents=spans)
 
-    def take_ids(self, field: str, ids: list[int], model: ServedModel, truncation: Truncation | None = None) -> Prompt:
-        """A prompt of token ids."""
+    def take_ids(self, field: str, ids: list[int], model: ServedModel, *, is_cut: bool = False) -> Prompt:
+        """A prompt of token ids; `is_cut` as `encode` has it."""
         self.check_ids(field, ids)
-        if len(ids) >= _max_given(model, truncation):
-            raise _too_long(field, f"{len(ids)} tokens", model, truncation)
+        if len(ids) >= _max_given(model, is_cut):
+            raise _too_long(field, f"{len(ids)} tokens", model, is_cut)
         return Prompt(tuple(ids), None)
 
     def check_ids(self, field: str, ids: list[int]) -> None:
@@ -212,11 +226,23 @@ class ApiState:
             raise InvalidRequest(field, worst, f"token ids are from 0 to {size - 1}")
 
 
-def _max_given(model: ServedModel, truncation: Truncation | None) -> int:
+def num_last(model: ServedModel, given: int | None, max_tokens: int | None) -> int | None:
+    """Return how many of a prompt's tokens `truncate_prompt_tokens` leaves; None: all. Raises `InvalidRequest`.
+
+    -1 leaves as many as fit beside `max_tokens` of output, of which one at least.
+    """
+    if given == -1:
+        return max(model.max_context - max(max_tokens or 1, 1), 1)
+    if given is not None and not 1 <= given <= model.max_context:
+        raise InvalidRequest("truncate_prompt_tokens", given, f"must be from 1 to {model.max_context}, or -1")
+    return given
+
+
+def _max_given(model: ServedModel, is_cut: bool) -> int:
     """Tokens of a prompt at which it is refused unread; what is truncated may be longer than the window."""
-    return model.max_context * (MAX_WINDOWS if truncation is not None else 1)
+    return model.max_context * (MAX_WINDOWS if is_cut else 1)
 
 
-def _too_long(field: str, size: str, model: ServedModel, truncation: Truncation | None) -> ContextLengthExceeded:
-    what = "prompt and output together have" if truncation is None else "a prompt that is truncated has"
-    return ContextLengthExceeded(field, size, f"{what} at most {_max_given(model, truncation)} tokens")
+def _too_long(field: str, size: str, model: ServedModel, is_cut: bool) -> ContextLengthExceeded:
+    what = "a prompt that is truncated has" if is_cut else "prompt and output together have"
+    return ContextLengthExceeded(field, size, f"{what} at most {_max_given(model, is_cut)} tokens")

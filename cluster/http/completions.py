@@ -9,7 +9,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from mneme.cluster.http.answers import Answer, ChatAnswer, Choice, CompletionAnswer, EmbeddingsAnswer, FieldNames
-from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
+from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel, num_last
 from mneme.cluster.http.stream import RequestLatency, RunResponse
 from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
 from mneme.cluster.wire.openai import (
@@ -67,6 +67,7 @@ async def run_chat(
     if use is not None:
         params = await _with_tools(api, params, use)
     turn = _turn(api, request, body, model, num_prompts=1, reads_header=reads_header)
+    last = num_last(model, body.truncate_prompt_tokens, params.max_tokens)
     prompt = await api.render(
         body.messages,
         model,
@@ -75,6 +76,7 @@ async def run_chat(
         appends=body.appends,
         truncation=turn.truncation,
         documents=body.documents_beside,
+        is_cut=last is not None,
     )
     names, is_forced = (use.schema_by_name, use.is_forced) if use is not None else ({}, False)
     is_thinking = api.dialect.is_thinking(prompt.text or "")
@@ -95,7 +97,7 @@ async def run_chat(
         body,
         turn,
         params,
-        [prompt],
+        [prompt.last(last)],
         [named],
         worded(params, model),
         lambda: api.dialect.parser(names, is_forced=is_forced, is_thinking=is_thinking),
@@ -135,13 +137,15 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
     given = body.prompts()
     turn = _turn(api, request, body, model, num_prompts=len(given))
     names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
+    last = num_last(model, body.truncate_prompt_tokens, params.max_tokens)
 
     def take(index: int) -> Prompt:
-        name, prompt, truncation = names[index], given[index], turn.truncation_of(index)
+        name, prompt = names[index], given[index]
+        is_cut = last is not None or turn.truncation_of(index) is not None
         if not isinstance(prompt, list):
             special = body.add_special_tokens and not body.appends
-            return api.encode(name, prompt, model, add_special_tokens=special, truncation=truncation)
-        return api.take_ids(name, prompt, model, truncation)
+            return api.encode(name, prompt, model, add_special_tokens=special, is_cut=is_cut).last(last)
+        return api.take_ids(name, prompt, model, is_cut=is_cut).last(last)
 
     size = sum(len(prompt) if isinstance(prompt, str | list) else sum(len(p.text) for p in prompt) for prompt in given)
     prompts = await api.off_loop(size, lambda: list(map(take, range(len(given)))))
@@ -165,12 +169,14 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
     is kept.
     """
     model, given = api.model(body.model), body.inputs()
+    last = num_last(model, body.truncate_prompt_tokens, _EMBEDDED.max_tokens)
 
     def take(index: int) -> Prompt:
-        name = "input" if len(given) == 1 else f"input[{index}]"
+        name, is_cut = "input" if len(given) == 1 else f"input[{index}]", last is not None
         if isinstance(given[index], list):
-            return api.take_ids(name, given[index], model)
-        return api.encode(name, given[index], model, add_special_tokens=body.add_special_tokens)
+            return api.take_ids(name, given[index], model, is_cut=is_cut).last(last)
+        special = body.add_special_tokens
+        return api.encode(name, given[index], model, add_special_tokens=special, is_cut=is_cut).last(last)
 
     prompts = await api.off_loop(sum(map(len, given)), lambda: list(map(take, range(len(given)))))
     request_id, choices = request.state.request_id, list[Choice]()
@@ -245,6 +251,7 @@ async def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> Sam
     api.check_ids("logit_bias", list(params.logit_bias))
     api.check_ids("stop_token_ids", list(params.stop_token_ids))
     body.check_stream_options()
+    body.check_truncation()
     if params.grammar is not None:
         await api.check_grammar(params.grammar)
     return params

@@ -47,6 +47,7 @@ class Guard:
     is_admin, meter        what the API key may do; the meter is None where it has no limits
     arrived_s, received_s  by the clock: when its headers were there, and when its body was
     body                   a `HeldBody`
+    answer_headers         a list: what routes put there is among the answer's headers
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Guard:
         arrived_s = self._clock()
         headers = self._headers(scope)
         known = {"request_id": response.request_id, "body": body, "arrived_s": arrived_s}
+        known["answer_headers"] = response.headers
         state = scope.setdefault("state", {})
         if scope["path"] in OPEN_PATHS:
             state.update(known, tenant=PUBLIC, is_admin=False, meter=None)
@@ -159,11 +161,12 @@ class _Response:
         self.given_id = given_id
         self.status: int | None = None
         self.meter: Meter | None = None
+        self.headers: list[tuple[bytes, bytes]] = []  # added to the answer's
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            added = [] if self.meter is None else self.meter.headers()
+            added = self.headers + ([] if self.meter is None else self.meter.headers())
             if self.given_id is None:
                 added.append((b"x-request-id", self.request_id.encode()))
             message["headers"] = [*message.get("headers", ()), *added]

@@ -10,12 +10,14 @@ are accepted.
 Everything else that is unknown is accepted and ignored, as clients of vLLM and SGLang expect; that includes
 `user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `prediction`,
 `prompt_cache_retention`, `prompt_cache_options`, `moderation`, `reasoning_effort`, `verbosity`, `priority`
-and `kv_transfer_params`, none of which changes what the tokens mean.
+and `kv_transfer_params`, none of which changes what the tokens mean. The answer names what was ignored
+(`ignored_fields`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -43,11 +45,13 @@ MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
 MAX_EMBEDDINGS = 2048  # OpenAI's, of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
+MAX_IGNORED, MAX_IGNORED_CHARS = 16, 64  # names of ignored fields that an answer tells, and characters of each
 
 M = TypeVar("M", bound="Body")
 _UNION_BRANCHES = frozenset(
     {"str", "int", "float", "bool", "none", "GivenDocument", "NamedToolChoice"}
 )  # pydantic puts them into error paths
+_NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.\-]")
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -59,6 +63,7 @@ class Body(BaseModel):
 
 Ttl = Annotated[float, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]  # seconds
 Text = Annotated[str, Field(min_length=1)]
+LastTokens = Annotated[int, Field(ge=-1)]  # vLLM's `truncate_prompt_tokens`; -1: as many as the model takes
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
@@ -168,6 +173,7 @@ class SamplingBody(Body):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     truncation: TruncationOptions | None = None
+    truncate_prompt_tokens: LastTokens | None = None
     documents: Documents | None = None
     blend: BlendBody | None = None
     response_format: ResponseFormat | None = None
@@ -226,6 +232,12 @@ class SamplingBody(Body):
     @property
     def appends(self) -> bool:
         return self.session is not None and self.session.append
+
+    def check_truncation(self) -> None:
+        """Raise `InvalidRequest` where two fields would shorten the prompt, or one what is not the whole prompt."""
+        other = "truncation" if self.truncation is not None else "session.append" if self.appends else None
+        if self.truncate_prompt_tokens is not None and other is not None:
+            raise InvalidRequest("truncate_prompt_tokens", None, f"cannot be combined with {other}")
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -461,6 +473,7 @@ class EmbeddingsRequest(Body):
     pooling: Pooling = "last"
     normalize: bool = True
     add_special_tokens: bool = True
+    truncate_prompt_tokens: LastTokens | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
     def inputs(self) -> list[Any]:
@@ -613,7 +626,6 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "use_beam_search": (_is_off, "beam search is not supported"),
     "prompt_embeds": (_is_off, "prompt embeddings are not supported"),
     "prompt_logprobs": (_is_off, "log-probabilities of the prompt are not supported"),
-    "truncate_prompt_tokens": (_is_off, "not supported; `truncation` says what happens to a prompt that is too long"),
     "continue_final_message": (_is_off, "not supported"),
     "chat_template": (_is_off, "the model's own template is used"),
     "suffix": (_one_of(None, ""), "suffixes are not supported"),
@@ -629,3 +641,15 @@ def validate(model: type[M], body: Mapping[str, Any]) -> M:
         return model.model_validate(body)
     except ValidationError as error:
         raise _first_breach(error) from None
+
+
+def ignored_fields(model: type[Body], body: Mapping[str, Any]) -> str:
+    """Return the names of what a body gives and nothing here knows, as the value of a header; empty: all is known.
+
+    At most `MAX_IGNORED` names and "..." for more; characters that are not of a name are "?".
+    """
+    fields = model.model_fields
+    known = fields.keys() | {each.alias for each in fields.values()} | _REFUSED.keys()
+    unknown = [name for name, value in body.items() if value is not None and name not in known]
+    names = [_NOT_OF_NAMES.sub("?", name[:MAX_IGNORED_CHARS]) for name in unknown[:MAX_IGNORED]]
+    return ", ".join(names + ["..."] * (len(unknown) > MAX_IGNORED))
