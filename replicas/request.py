@@ -214,6 +214,7 @@ class GenerationRequest:
     append: bool = False  # the prompt goes on where the session's token log ends
     num_closing_chars: int = 0  # of an appended `prompt_text`: what closes the answer before it
     session_ttl_s: float | None = None  # how long the session is kept unused; None: as before
+    priority: int = 0  # lower is sooner, among what its tenant asks without a session: `schedule/queue.py`
     timeout_s: float | None = None  # seconds that are left to it; None: the engine's default, if it has one
     output_offset: int = 0  # how many of the last prompt ids are output of this request, emitted before it was resumed
     truncation: Truncation | None = None  # None: refused if it is too long

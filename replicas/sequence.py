@@ -204,7 +204,7 @@ class Sequence:
     asked_s: float = 0.0  # when the cache tier was asked for it last
     was_admitted: bool = False
     num_expected: int = 0  # rows of its prompt, when it was added; where costs are known
-    due_s: float = 0.0  # when its prompt would be done, had what is left of it begun as it came
+    due_s: float = 0.0  # when its prompt would be done, had what is left of it begun as it came; no costs: as it came
     begun_s: float | None = None  # when it first had rows
     num_retries: int = 0  # steps that failed and were to be computed again
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV

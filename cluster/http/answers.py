@@ -223,9 +223,19 @@ class OpenAiAnswer(Answer):
     """What OpenAI's two completion APIs have in common."""
 
     def __init__(
-        self, answer_id: str, kind: str, created: int, model: str, tokenizer: Tokenizer, *, num_top: int
+        self,
+        answer_id: str,
+        kind: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        num_top: int,
+        service_tier: str | None = None,
     ) -> None:
-        self._fields = {"id": answer_id, "object": kind, "created": created, "model": model}
+        self._fields: dict[str, Any] = {"id": answer_id, "object": kind, "created": created, "model": model}
+        if service_tier is not None:
+            self._fields["service_tier"] = service_tier
         self._head = json.dumps(self._fields, separators=(",", ":"))[:-1] + ',"choices":['
         self._tokenizer = tokenizer
         self._num_top = num_top

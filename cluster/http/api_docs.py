@@ -130,6 +130,7 @@ class _Answer(TypedDict):
     id: str
     created: int
     model: str
+    service_tier: NotRequired[Literal["default", "flex", "priority"]]
     metrics: NotRequired[Metrics]
 
 

@@ -41,6 +41,7 @@ async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -
             model.id,
             api.tokenizer,
             num_top=params.logprobs or 0,
+            service_tier=body.used_tier,
             has_reasoning=body.include_reasoning is not False,
         ),
     )
@@ -156,6 +157,7 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
         model.id,
         api.tokenizer,
         num_top=params.logprobs or 0,
+        service_tier=body.used_tier,
         echoes=_echoes(api, prompts, params.n) if body.echo else (),
     )
     fields = [FieldNames(name, body.max_tokens_field or name) for name in names]
@@ -304,6 +306,7 @@ def _run(
                 kept=kept if j == 0 else (),
                 documents=prompt.documents,
                 blend=blend,
+                priority=body.whole_priority,
                 timeout_s=timeout_s,
             )
             choices.append(Choice.start(len(choices), i, engine_request, api.tokenizer, fields[i], make_parser()))

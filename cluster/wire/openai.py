@@ -8,10 +8,9 @@ answer means: a caller who asks for audio must hear that none will come. Its har
 are accepted.
 
 Everything else that is unknown is accepted and ignored, as clients of vLLM and SGLang expect; that includes
-`user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `prediction`,
-`prompt_cache_retention`, `prompt_cache_options`, `moderation`, `reasoning_effort`, `verbosity`, `priority`
-and `kv_transfer_params`, none of which changes what the tokens mean. The answer names what was ignored
-(`ignored_fields`).
+`user`, `store`, `metadata`, `safety_identifier`, `prediction`, `prompt_cache_retention`, `prompt_cache_options`,
+`moderation`, `reasoning_effort`, `verbosity` and `kv_transfer_params`, none of which changes what the tokens mean. The
+answer names what was ignored (`ignored_fields`).
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
 MAX_EMBEDDINGS = 2048  # OpenAI's, of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
+_PRIORITY_OF_TIER = {"auto": 0, "default": 0, "flex": 30, "priority": -30}
 MAX_IGNORED, MAX_IGNORED_CHARS = 16, 64  # names of ignored fields that an answer tells, and characters of each
 
 M = TypeVar("M", bound="Body")
@@ -182,6 +182,8 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     # From the arrival of the request at this server to the end of its answer.
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
@@ -223,6 +225,16 @@ class SamplingBody(Body):
         if len(given) > 1:
             raise InvalidRequest(given[0].field, None, f"cannot be combined with {given[1].field}")
         return given[0] if given else None
+
+    @property
+    def whole_priority(self) -> int:
+        """Return `priority`, with that of the tier."""
+        return (self.priority or 0) + _PRIORITY_OF_TIER[self.service_tier or "auto"]
+
+    @property
+    def used_tier(self) -> str | None:
+        """Return the tier that the answer names, as OpenAI does where one was asked for."""
+        return "default" if self.service_tier == "auto" else self.service_tier
 
     @property
     def documents_beside(self) -> list[Any]:

@@ -9,8 +9,10 @@ The paper's set of clients is fixed; here each session is a new flow, and withou
 sessions would stay ahead of a flow that had more than they. The level rises with every token, so nobody starves; it
 never falls, so where each flow has one request the order is that of arrival.
 
-Within a flow the order is by `Sequence.due_s`, when its prompt would be done had it begun as it came; where that is not
-known, by arrival.
+Within a flow the order is by `Sequence.due_s`, when its prompt would be done had it begun as it came; where costs are
+not known, by arrival. A request's priority moves it there by so many seconds, at most `MAX_PRIORITY_S`: who comes later
+than that, and what their prompts take, goes behind it whatever its priority. Between flows it counts for nothing, so no
+tenant has more by it.
 
 The head, once it was asked for, stays the head until it is taken or removed: a large request that does not fit yet is
 overtaken by nobody but suspended sequences, which go before all others by arrival; one that waits for the cache tier,
@@ -30,6 +32,7 @@ from mneme.replicas.sequence import Sequence
 
 OUTPUT_WEIGHT = 2  # service of an output token, in prompt tokens
 MAX_IDLE_FLOWS = 1024  # whose counters are remembered; the longest idle are forgotten, and come back at the level
+MAX_PRIORITY_S = 60.0  # a step of priority is a second
 _HEAP_SLACK = 64  # entries of flows that wait no more, before they are swept
 
 FlowKey = tuple[str, str | None]  # (tenant salt, session id or None)
@@ -235,7 +238,8 @@ def _flow_key(request: GenerationRequest) -> FlowKey:
 
 
 def _place(sequence: Sequence) -> tuple[float, int]:
-    return sequence.due_s, sequence.arrival
+    moved_s = max(-MAX_PRIORITY_S, min(sequence.request.priority, MAX_PRIORITY_S))
+    return sequence.due_s + moved_s, sequence.arrival
 
 
 def _size(sequence: Sequence) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule import queue as waiting_queue
-from mneme.replicas.schedule.queue import MAX_IDLE_FLOWS, WaitingQueue
+from mneme.replicas.schedule.queue import MAX_IDLE_FLOWS, MAX_PRIORITY_S, WaitingQueue
 from mneme.replicas.sequence import Sequence
 
 PARAMS = SamplingParams()
@@ -25,10 +25,15 @@ class Arrivals:
     def __init__(self) -> None:
         self._count = itertools.count()
 
-    def __call__(self, flow: str | None, num_tokens: int = 1, salt: str = "") -> Sequence:
+    def __call__(self, flow: str | None, num_tokens: int = 1, salt: str = "", priority: int = 0) -> Sequence:
         arrival = next(self._count)
         request = GenerationRequest(
-            request_id=str(arrival), prompt_token_ids=(0,), sampling=PARAMS, salt=salt, session_id=flow
+            request_id=str(arrival),
+            prompt_token_ids=(0,),
+            sampling=PARAMS,
+            salt=salt,
+            session_id=flow,
+            priority=priority,
         )
         ids = [0] * num_tokens
         return Sequence(request=request, ids=ids, num_prompt=num_tokens, max_tokens=1, arrival=arrival)
@@ -328,3 +333,40 @@ def test_who_overtakes_the_head_leaves_it_the_head() -> None:
     queue.add(again)
     assert (len(queue), queue.num_tokens, queue.num_taken_tokens) == (3, 30, 20)
     assert names(queue) == names(drained(queue)) == names([head, last, again])
+
+
+PRIORITIES = st.one_of(st.integers(-70, 70), st.sampled_from([-(2**40), 2**40]))
+
+
+@given(st.lists(st.tuples(PRIORITIES, st.floats(0, 30), st.floats(0, 20), st.integers(0, 3)), max_size=60))
+def test_priorities_order_a_flow_and_starve_nobody(todo: list[tuple[int, float, float, int]]) -> None:
+    """Whoever comes `2 * MAX_PRIORITY_S` after another was due goes behind it, whatever both say."""
+    queue, make, taken, now_s = WaitingQueue(), Arrivals(), list[Sequence](), 0.0
+    came_s: dict[Sequence, float] = {}
+    for priority, pause_s, takes_s, num_taken in todo:
+        now_s += pause_s
+        sequence = make(None, 5, priority=priority)
+        came_s[sequence], sequence.due_s = now_s, now_s + takes_s
+        queue.add(sequence)
+        while queue and num_taken > 0:
+            taken.append(queue.pop(5))
+            num_taken -= 1
+    waiting = drained(queue)
+    for index, sequence in enumerate(taken + waiting):
+        for earlier in (taken + waiting)[:index]:
+            assert came_s[earlier] <= sequence.due_s + 2 * MAX_PRIORITY_S
+    moved_s = [s.due_s + max(-MAX_PRIORITY_S, min(s.request.priority, MAX_PRIORITY_S)) for s in waiting]
+    assert moved_s == sorted(moved_s)
+
+
+@given(st.lists(st.tuples(PRIORITIES, st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_one_tenant_s_priorities_leave_the_others_their_turns(todo: list[tuple[int, str, bool]]) -> None:
+    def tenants(uses_priorities: bool) -> list[str]:
+        queue, make, taken = WaitingQueue(), Arrivals(), list[Sequence]()
+        for priority, tenant, takes in todo:
+            queue.add(make(None, 7, tenant, priority if uses_priorities else 0))
+            if takes:
+                taken.append(queue.pop(7))
+        return [sequence.request.salt for sequence in taken + drained(queue)]
+
+    assert tenants(True) == tenants(False)

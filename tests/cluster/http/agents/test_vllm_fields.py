@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, RENDERED, TOKENIZER, post, serving
@@ -104,3 +105,37 @@ def test_fields_of_the_other_apis_are_known_by_their_own_names() -> None:
     assert IGNORED not in post("/v1/responses", asked).headers
     answer = ask("completions", structured_outputs={"json": {"type": "object"}}, nonsense=1)
     assert answer.headers[IGNORED] == "nonsense"
+
+
+@pytest.mark.parametrize(
+    ("fields", "priority", "tier"),
+    [
+        ({}, 0, None),
+        ({"priority": -3}, -3, None),
+        ({"service_tier": "auto"}, 0, "default"),
+        ({"service_tier": "flex", "priority": 1}, 31, "flex"),
+        ({"service_tier": "priority"}, -30, "priority"),
+    ],
+)
+def test_priorities_reach_the_engine_and_answers_name_the_tier(
+    fields: dict[str, Any], priority: int, tier: str | None
+) -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    for path in ("chat/completions", "completions"):
+        answer = ask(path, engine, **fields)
+        assert engine.requests[-1].priority == priority
+        assert answer.json().get("service_tier") == tier
+        assert IGNORED not in answer.headers
+    with serving() as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", _strict_response_validation=True)
+        stream: Any = client.chat.completions.create(**CHAT, stream=True, extra_body=fields)
+        assert {chunk.service_tier for chunk in stream} == {tier}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"priority": 1.0}, {"priority": True}, {"priority": 2**31}, {"service_tier": "fast"}, {"service_tier": 1}],
+)
+def test_priorities_that_are_none_are_refused(fields: dict[str, Any]) -> None:
+    answer = ask("completions", **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
