@@ -94,6 +94,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...] = field(repr=False)
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = field(default=None, repr=False)  # None first; None: not asked
 
     @property
     def finished(self) -> bool:
@@ -515,6 +516,7 @@ class _Job:
         self._first_s: float | None = None
         self._last_s = self._started_s
         self._usage = PromptUsage(0, 0)
+        self._prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     def take(self, event: TokenEvent) -> None:
         self._last_s = time.perf_counter()
@@ -524,6 +526,8 @@ class _Job:
             self._first_s = self._last_s
         if event.usage is not None and event.request_id == self.requests[0].request_id:
             self._usage = event.usage
+            if event.prompt_logprobs is not None:
+                self._prompt_logprobs = (None, *event.prompt_logprobs.each())
         self._choices[event.request_id].take(event)
 
     def output(self) -> RequestOutput:
@@ -544,6 +548,7 @@ class _Job:
             prompt_token_ids=first.prompt_token_ids,
             outputs=tuple(choice.output() for choice in self._choices.values()),
             metrics=metrics,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

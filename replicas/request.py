@@ -12,9 +12,12 @@ Torch-free and Ray-free.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
@@ -113,6 +116,7 @@ class SamplingParams:
     ignore_eos          the model's end tokens do not end the answer
     skip_special_tokens  leave them out of the text; the ids have them
     logprobs            k: log-probabilities of the chosen token and of the k most likely; None: none
+    prompt_logprobs     k: the same of the prompt's tokens, all of which are computed then; None: none
     grammar             the answer matches it, and ends with it whatever `min_tokens` and `ignore_eos` say, or earlier
                         by `max_tokens`, a stop string or a stop token; None: any text
 
@@ -137,6 +141,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -155,6 +160,8 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest("grammar", type(self.grammar).__name__, "must be a Grammar")
         object.__setattr__(self, "stop", _checked_stops(self.stop))
@@ -163,11 +170,42 @@ class SamplingParams:
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of one output token, of the distribution before temperature and truncation."""
+    """Log-probabilities of one token, of the distribution before temperature and truncation."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of prompt tokens, of which the first of a prompt has none; arrays, as prompts are long.
+
+    token_ids  int32 [P]
+    logprobs   float32 [P]
+    ranks      int32 [P]       1: no token was likelier
+    top_ids    int32 [P, k]    the most likely first
+    top        float32 [P, k]  parallel
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int32]
+    top_ids: npt.NDArray[np.int32]
+    top: npt.NDArray[np.float32]
+
+    @staticmethod
+    def joined(pieces: Sequence[PromptLogprobs], num_top: int) -> PromptLogprobs:
+        """Join what steps found, in order; a prompt of one token has none."""
+        empty = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)
+        none = PromptLogprobs(*empty, np.empty((0, num_top), np.int32), np.empty((0, num_top), np.float32))
+        return PromptLogprobs(*(np.concatenate(arrays) for arrays in zip(none, *pieces, strict=True)))
+
+    def each(self) -> Iterator[Logprobs]:
+        """Yield those of each token."""
+        for token_id, logprob, top_ids, top in zip(
+            self.token_ids.tolist(), self.logprobs.tolist(), self.top_ids, self.top, strict=True
+        ):
+            yield Logprobs(token_id, logprob, tuple(zip(top_ids.tolist(), top.tolist(), strict=True)))
 
 
 class History(NamedTuple):
@@ -225,7 +263,7 @@ class GenerationRequest:
     documents: tuple[DocumentSpan, ...] = ()  # in order, apart; of the engine's sequence: of what that sees
     blend: BlendOptions = field(default_factory=BlendOptions)
     document_order: tuple[int, ...] = ()  # `BlendUsage.order`, from when an engine took it
-    pooling: Pooling | None = None  # its prompt's embedding is wanted; its salt is nobody else's
+    pooling: Pooling | None = None  # its prompt's embedding is wanted
 
     def in_order(self, order: Sequence[int]) -> GenerationRequest:
         """Put its documents in this order, for good; what stands between them stays in its place."""
@@ -249,6 +287,23 @@ class GenerationRequest:
         )
 
     @property
+    def reads_prompt(self) -> bool:
+        """Return whether the hidden states of its prompt are wanted: it computes all of them itself."""
+        return self.pooling is not None or self.sampling.prompt_logprobs is not None
+
+    @property
+    def kv_salt(self) -> str:
+        """The root of the forest under which its KV is: its own where it finds nothing and leaves nothing."""
+        return f"{self.salt}:{self.request_id}" if self.reads_prompt else self.salt
+
+    def check_prompt_logprobs(self, field: str = "prompt_logprobs") -> None:
+        """Raise `InvalidRequest`, with that field, where tokens of the prompt would not be computed one by one."""
+        others = {"a session": self.session_id, "truncation": self.truncation, "documents": self.documents}
+        given = [name for name, value in others.items() if value]
+        if self.sampling.prompt_logprobs is not None and given:
+            raise InvalidRequest(field, None, f"log-probabilities of the prompt cannot be combined with {given[0]}")
+
+    @property
     def is_warm_up(self) -> bool:
         """Return whether it runs as any other, and nothing is left of it: no KV, no count, no learned cost."""
         return self.salt == WARM_UP_SALT
@@ -256,7 +311,7 @@ class GenerationRequest:
     @property
     def leaves_nothing(self) -> bool:
         """Return whether its KV goes when it ends, and is not in the cache tier."""
-        return self.is_warm_up or self.pooling is not None
+        return self.is_warm_up or self.reads_prompt
 
 
 # Where KV of a prompt came from: "recomputed" by this request; "dropped": that too, but it had been there before.
@@ -302,6 +357,7 @@ class TokenEvent(NamedTuple):
     # Where that is because of the request: it could not run when its session was free, or its deadline has passed.
     refusal: MnemeError | None = None
     embedding: tuple[float, ...] | None = None  # in the first event of a request with `pooling`
+    prompt_logprobs: PromptLogprobs | None = None  # and of one that wants them: of all its prompt but the first
 
 
 class StepMessage(NamedTuple):

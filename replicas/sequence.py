@@ -19,7 +19,7 @@ from mneme.replicas.forest.pages import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.fuse.selectors import FloatArray
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, Source
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.grammar import Matcher
 
@@ -217,6 +217,8 @@ class Sequence:
     matcher: Matcher | None = None  # follows the output where there is a grammar
     pooled: FloatArray | None = None  # the sum of the first `num_pooled` hidden states of its prompt, or the last one
     num_pooled: int = 0
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of its prompt's tokens behind the first
+    num_scored: int = 0  # of these
 
     def __post_init__(self) -> None:
         self.context = self.context or self.ids
@@ -238,6 +240,22 @@ class Sequence:
             return None
         assert self.num_pooled == self.num_prompt
         return tuple((pooled / (1 if self.request.pooling == "last" else self.num_pooled)).tolist())
+
+    def unscored(self, part: StepRows) -> IntArray:
+        """Find the rows of a step, as indices, that tell something new of the next token of its prompt."""
+        if self.request.sampling.prompt_logprobs is None or self.num_scored >= self.num_prompt - 1:
+            return np.empty(0, np.int64)
+        positions = part.positions
+        return np.flatnonzero((positions >= self.num_scored) & (positions < self.num_prompt - 1))
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Return those of its prompt, once its output has begun; None: not asked for."""
+        num_top = self.request.sampling.prompt_logprobs
+        if num_top is None:
+            return None
+        assert self.num_scored == self.num_prompt - 1
+        pieces, self.prompt_logprobs = self.prompt_logprobs, []
+        return PromptLogprobs.joined(pieces, num_top)
 
     @property
     def is_over(self) -> bool:
@@ -440,6 +458,11 @@ class StepRows:
     def is_last(self) -> bool:
         """Return whether its last row is the sequence's last known token."""
         return self.end == len(self.sequence.context)
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether hidden states of its rows are wanted."""
+        return self.sequence.request.pooling is not None or len(self.sequence.unscored(self)) > 0
 
     @property
     def probes(self) -> bool:

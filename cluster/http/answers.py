@@ -21,7 +21,7 @@ import numpy as np
 from mneme.cluster.http.error_response import error_object
 from mneme.cluster.wire.openai import EmbeddingsRequest
 from mneme.errors import InvalidRequest, MnemeError
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import AnswerParser, CallPiece, whole_calls
@@ -56,6 +56,8 @@ class Delta(NamedTuple):
     is_first: bool
     reasoning: str = ""
     calls: tuple[CallPiece, ...] = ()
+    of_prompt: PromptLogprobs | None = None  # with the first, where they were asked for
+    prompt_token_ids: tuple[int, ...] = ()  # with these
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +76,7 @@ class Choice:
     usage: PromptUsage
     parser: AnswerParser | None = None  # finds calls and reasoning; None: all is text
     embedding: tuple[float, ...] | None = None
+    is_prompt_only: bool = False  # nothing is told of what is drawn
     num_tokens: int = 0
     num_told: int = 0  # of these tokens, those that were taken
     finish_reason: str | None = None
@@ -109,6 +112,8 @@ class Choice:
     def add(self, event: TokenEvent) -> None:
         if len(self._deltas) == MAX_DELTAS:
             self._deltas = [joined(self._deltas)]
+        if self.is_prompt_only:
+            event = event._replace(token_ids=(), logprobs=None, finish_reason=event.finish_reason and "length")
         is_first = not self.num_tokens and not self._deltas
         self.num_tokens += len(event.token_ids)
         text = self.stream.push(event.token_ids)
@@ -126,7 +131,10 @@ class Choice:
             text, reasoning, calls = self.parser.push(text, is_last=reason is not None)
             if reason == "stop" and self.parser.num_calls:
                 reason = "tool_calls"
-        self._deltas.append(Delta(self.index, text, logprobs, reason, len(event.token_ids), is_first, reasoning, calls))
+        num_tokens, of_prompt = len(event.token_ids), event.prompt_logprobs
+        ids = () if of_prompt is None else self.request.prompt_token_ids
+        delta = Delta(self.index, text, logprobs, reason, num_tokens, is_first, reasoning, calls, of_prompt, ids)
+        self._deltas.append(delta)
 
     def take(self) -> Iterator[Delta]:
         """Take what is new, one by one: `num_told` counts what was taken."""
@@ -148,6 +156,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         is_first=deltas[0].is_first,
         reasoning="".join(delta.reasoning for delta in deltas),
         calls=tuple(piece for delta in deltas for piece in delta.calls),
+        of_prompt=deltas[0].of_prompt,
+        prompt_token_ids=deltas[0].prompt_token_ids,
     )
 
 
@@ -232,13 +242,15 @@ class OpenAiAnswer(Answer):
         *,
         num_top: int,
         service_tier: str | None = None,
+        num_prompt_top: int | None = None,
     ) -> None:
+        """`num_prompt_top`: the likeliest that are told beside each token of the prompt; None: nothing of it is."""
         self._fields: dict[str, Any] = {"id": answer_id, "object": kind, "created": created, "model": model}
         if service_tier is not None:
             self._fields["service_tier"] = service_tier
         self._head = json.dumps(self._fields, separators=(",", ":"))[:-1] + ',"choices":['
         self._tokenizer = tokenizer
-        self._num_top = num_top
+        self._num_top, self._num_prompt_top = num_top, num_prompt_top
 
     def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
         """See `Answer`."""
@@ -246,7 +258,7 @@ class OpenAiAnswer(Answer):
             {
                 "index": delta.choice,
                 **self._said(delta),
-                "logprobs": None if delta.logprobs is None else self._logprobs(delta.choice, delta.logprobs),
+                "logprobs": None if delta.logprobs is None else self._logprobs(delta, delta.logprobs),
                 "finish_reason": delta.finish_reason,
             }
             for delta in deltas
@@ -269,13 +281,34 @@ class OpenAiAnswer(Answer):
     def _said(self, delta: Delta) -> dict[str, Any]:
         """The text of a whole choice."""
 
+    def _prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
+        """Return vLLM's `prompt_logprobs`: for each token of the prompt but the first, tokens by id."""
+        of_prompt = delta.of_prompt
+        if self._num_prompt_top is None or of_prompt is None:
+            return None
+        told: list[dict[str, Any] | None] = [None]
+        for item, rank in zip(of_prompt.each(), of_prompt.ranks.tolist(), strict=True):
+            likeliest = [(*top, place) for place, top in enumerate(item.top[: self._num_prompt_top], 1)]
+            told.append(
+                {
+                    str(token_id): {
+                        "logprob": _finite(logprob),
+                        "rank": place,
+                        "decoded_token": self._tokenizer.token_text(token_id),
+                    }
+                    for token_id, logprob, place in [(item.token_id, item.logprob, rank), *likeliest]
+                }
+            )
+        return told
+
     @abstractmethod
-    def _logprobs(self, choice: int, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
         """`choices[i].logprobs`; of a stream's chunks in their order."""
 
     def _end(self, delta: Delta, usage: str) -> str:
         """Return what follows the text in a chunk."""
-        logprobs = _dumped(self._logprobs(delta.choice, delta.logprobs)) if delta.logprobs else "null"
+        is_told = delta.logprobs is not None and (delta.logprobs or delta.of_prompt is not None)
+        logprobs = _dumped(self._logprobs(delta, delta.logprobs or ())) if is_told else "null"
         reason = "null" if delta.finish_reason is None else _quoted(delta.finish_reason)
         return f',"logprobs":{logprobs},"finish_reason":{reason}}}]{usage}}}'
 
@@ -286,6 +319,11 @@ class ChatAnswer(OpenAiAnswer):
     def __init__(self, *args: Any, has_reasoning: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._has_reasoning = has_reasoning
+
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+        """See `Answer`."""
+        told = {} if self._num_prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(deltas[0])}
+        return {**super().whole(choices, deltas), **told}
 
     def _chunks(self, delta: Delta, usage: str) -> Iterator[str]:
         """A choice begins with its role alone, as OpenAI's: what follows it are tokens."""
@@ -316,7 +354,7 @@ class ChatAnswer(OpenAiAnswer):
             message |= dict.fromkeys(_REASONING, delta.reasoning)
         return {"message": {**message, "tool_calls": calls} if calls else message}
 
-    def _logprobs(self, choice: int, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
         return {"content": token_logprobs(self._tokenizer, logprobs, self._num_top), "refusal": None}
 
 
@@ -332,21 +370,41 @@ class CompletionAnswer(OpenAiAnswer):
         yield f'{self._head}{{"index":{delta.choice},"text":{_quoted(self._text(delta))}{self._end(delta, usage)}'
 
     def _said(self, delta: Delta) -> dict[str, Any]:
-        return {"text": self._text(delta)}
+        told = {} if self._num_prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(delta)}
+        return {"text": self._text(delta), **told}
 
     def _text(self, delta: Delta) -> str:
         echo = self._echoes[delta.choice] if self._echoes and delta.is_first else ""
         return echo + delta.text
 
-    def _logprobs(self, choice: int, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
-        tokens = [self._tokenizer.token_text(item.token_id) for item in logprobs]
-        *offsets, self._offsets[choice] = accumulate(map(len, tokens), initial=self._offsets.get(choice, 0))
+    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+        """Tell those of the prompt before others where it is echoed; its first token has none."""
+        offset, told = self._offsets.get(delta.choice, 0), list(logprobs)
+        tokens, offsets = [], list[int]()
+        echo = self._echoes[delta.choice] if self._echoes and delta.is_first and delta.of_prompt is not None else None
+        if echo is not None and delta.of_prompt is not None:
+            prompt_ids = delta.prompt_token_ids
+            tokens = [self._tokenizer.token_text(token_id) for token_id in prompt_ids]
+            offsets = self._echo_offsets(echo, prompt_ids, tokens)
+            offset, told = len(echo), [*delta.of_prompt.each(), *told]
+        fresh = [self._tokenizer.token_text(item.token_id) for item in logprobs]
+        *further, self._offsets[delta.choice] = accumulate(map(len, fresh), initial=offset)
+        first = [] if echo is None else [None]
         return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(item.logprob) for item in logprobs],
-            "top_logprobs": [self._top_by_text(item) for item in logprobs],
-            "text_offset": offsets,
+            "tokens": tokens + fresh,
+            "token_logprobs": [*first, *(_finite(item.logprob) for item in told)],
+            "top_logprobs": [*first, *map(self._top_by_text, told)],
+            "text_offset": offsets + further,
         }
+
+    def _echo_offsets(self, echo: str, token_ids: Sequence[int], tokens: Sequence[str]) -> list[int]:
+        """Say where in the echo each of its tokens begins; special ones that it does not show take no place."""
+        offsets, offset = list[int](), 0
+        for token_id, text in zip(token_ids, tokens, strict=True):
+            offsets.append(min(offset, len(echo)))
+            if token_id not in self._tokenizer.special_token_ids or echo.startswith(text, offset):
+                offset += len(text)
+        return offsets
 
     def _top_by_text(self, item: Logprobs) -> dict[str, float]:
         """The most likely tokens and the chosen one; of two with the same text the likelier counts."""

@@ -414,9 +414,18 @@ class ChatChoice(TypedDict):
     finish_reason: str
 
 
+class PromptLogprob(TypedDict):
+    """vLLM's, of a token at a place of the prompt; `rank` 1 is the likeliest there."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]  # by token id; of the first token none
     usage: Usage
 
 
@@ -445,8 +454,8 @@ class ChatChunk(_Answer):
 
 class CompletionLogprobs(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None: of an echo's first token
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -455,6 +464,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class Completion(_Answer):

@@ -42,6 +42,7 @@ async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -
             api.tokenizer,
             num_top=params.logprobs or 0,
             service_tier=body.used_tier,
+            num_prompt_top=body.prompt_logprobs,
             has_reasoning=body.include_reasoning is not False,
         ),
     )
@@ -158,17 +159,17 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
         api.tokenizer,
         num_top=params.logprobs or 0,
         service_tier=body.used_tier,
+        num_prompt_top=body.prompt_logprobs,
         echoes=_echoes(api, prompts, params.n) if body.echo else (),
     )
     fields = [FieldNames(name, body.max_tokens_field or name) for name in names]
-    return _run(api, request, body, turn, params, prompts, fields, answer)
+    return _run(api, request, body, turn, params, prompts, fields, answer, is_prompt_only=body.is_prompt_only)
 
 
 async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -> RunResponse:
     """Return the last hidden states of each text, pooled.
 
-    A text runs as a request of one output token under a salt of its own: all its tokens are computed, and nothing of it
-    is kept.
+    A text runs as a request of one output token: all its tokens are computed, and nothing of it is kept.
     """
     model, given = api.model(body.model), body.inputs()
     last = num_last(model, body.truncate_prompt_tokens, _EMBEDDED.max_tokens)
@@ -187,7 +188,7 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
             request_id=f"{request_id}-{index}.0",
             prompt_token_ids=prompt.token_ids,
             sampling=_EMBEDDED,
-            salt=kv_salt(request.state.tenant, f"embedding-{request_id}-{index}"),
+            salt=kv_salt(request.state.tenant, None),
             pooling=body.pooling,
             timeout_s=body.timeout_s or api.default_timeout_s,
         )
@@ -278,6 +279,8 @@ def _run(
     answer: Answer,
     make_parser: Callable[[], AnswerParser | None] = lambda: None,
     kept: tuple[KeptPrefix, ...] = (),
+    *,
+    is_prompt_only: bool = False,
 ) -> RunResponse:
     """Make a request of each choice; ids are `<turn>.<choice index>`, a turn for each prompt."""
     request_id: str = request.state.request_id
@@ -309,7 +312,9 @@ def _run(
                 priority=body.whole_priority,
                 timeout_s=timeout_s,
             )
+            engine_request.check_prompt_logprobs("echo" if body.prompt_logprobs is None else "prompt_logprobs")
             choices.append(Choice.start(len(choices), i, engine_request, api.tokenizer, fields[i], make_parser()))
+            choices[-1].is_prompt_only = is_prompt_only
     return RunResponse(
         client=api.client,
         choices=choices,

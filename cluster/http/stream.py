@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 
@@ -24,6 +24,8 @@ from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.request import TokenEvent
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -118,23 +120,36 @@ class RunResponse:
         if generation.failure is not None:
             raise generation.failure
         whole = [joined(list(choice.take())) for choice in self.choices]
-        answer = self.answer.whole(self.choices, whole)
+        answer = await self._worded(lambda: self.answer.whole(self.choices, whole))
         await self.answer.keep(self.choices)
-        return Response(json.dumps(answer, ensure_ascii=False), media_type="application/json")
+        text = await self._worded(lambda: json.dumps(answer, ensure_ascii=False))
+        return Response(text, media_type="application/json")
+
+    async def _worded(self, word: Callable[[], T]) -> T:
+        """Word an answer, off the event loop where it has something to say of each token of a prompt."""
+        is_long = any(choice.request.sampling.prompt_logprobs is not None for choice in self.choices)
+        return await asyncio.to_thread(word) if is_long else word()
 
     async def _stream(self, generation: Generation, options: StreamOptions, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         usage = self._usage_writer(options)
         while not generation.is_done:
-            await self._send(send, self.answer.events(self.choices, generation.take(), usage))
+            await self._send(send, await self._events(generation, usage))
             await generation.news()
-        last = self.answer.events(self.choices, generation.take(), usage)
+        last = await self._events(generation, usage)
         if generation.failure is not None:
             last += self.answer.failed(generation.failure)
         else:
             await self.answer.keep(self.choices)
             last += self.answer.end(self.choices, has_usage=bool(options.include_usage))
         await self._send(send, last, is_last=True)
+
+    async def _events(self, generation: Generation, usage: Callable[[], str]) -> bytes:
+        deltas: Iterable[Delta] = generation.take()
+        if all(choice.request.sampling.prompt_logprobs is None for choice in self.choices):
+            return self.answer.events(self.choices, deltas, usage)  # one by one: usage counts what was taken
+        taken = list(deltas)
+        return await self._worded(lambda: self.answer.events(self.choices, taken, usage))
 
     def _usage_writer(self, options: StreamOptions) -> Callable[[], str]:
         """Choose what each chunk says of usage: nothing, null, or the count so far."""

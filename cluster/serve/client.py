@@ -105,7 +105,8 @@ class PlacedChoice:
         sampling, num_emitted = self.request.sampling, len(self.emitted)
         if num_emitted:
             left = None if sampling.max_tokens is None else sampling.max_tokens - num_emitted
-            sampling = replace(sampling, max_tokens=left, min_tokens=max(sampling.min_tokens - num_emitted, 0))
+            min_tokens = max(sampling.min_tokens - num_emitted, 0)
+            sampling = replace(sampling, max_tokens=left, min_tokens=min_tokens, prompt_logprobs=None)  # they were told
         return replace(
             self.request,
             request_id=self.attempt_id,
@@ -382,7 +383,7 @@ class RayEngineClient:
             documents = [(*sink_ids, *ids[span.start : span.end]) for span in request.documents]
         return self.chooser.select_and_reserve(
             request.prompt_token_ids,
-            salt=request.salt,
+            salt=request.kv_salt,
             session_id=request.session_id,
             affinity=request.affinity,
             num_choices=num_choices,
@@ -490,6 +491,8 @@ class RayEngineClient:
     def _remember(self, placement: Placement) -> None:
         """The replica now holds the answers' KV too: the next turn starts with them."""
         first = next(iter(placement.choices.values())).request
+        if first.leaves_nothing:
+            return
         if not first.append:
             self._hot.note(first.prompt_token_ids, salt=first.salt)
         for choice in placement.choices.values():

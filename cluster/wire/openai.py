@@ -162,6 +162,7 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -187,8 +188,14 @@ class SamplingBody(Body):
     # From the arrival of the request at this server to the end of its answer.
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
-    def sampling(self, *, logprobs: int | None, max_tokens: int | None, seed: int) -> SamplingParams:
-        """Raises `InvalidRequest` for values out of range; `seed` is taken where none is given."""
+    def sampling(
+        self, *, logprobs: int | None, max_tokens: int | None, seed: int, echoed: int | None = None
+    ) -> SamplingParams:
+        """Raises `InvalidRequest` for values out of range; `seed` is taken where none is given.
+
+        echoed  as `prompt_logprobs`, where the prompt is a part of the answer's text
+        """
+        of_prompt = [each for each in (self.prompt_logprobs, echoed) if each is not None]
         plain = ("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         flags = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
         names = (*plain, "presence_penalty", "frequency_penalty", *flags)
@@ -201,6 +208,7 @@ class SamplingBody(Body):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
+            prompt_logprobs=max(of_prompt, default=None),
             grammar=self.grammar(),
         )
 
@@ -254,6 +262,8 @@ class SamplingBody(Body):
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", None, "only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs", self.prompt_logprobs, "only allowed when stream is false")
 
 
 class ContentPart(Body):
@@ -454,13 +464,19 @@ class CompletionRequest(SamplingBody):
         """None: the client gave no limit."""
         return None if self.max_tokens is None else "max_tokens"
 
+    @property
+    def is_prompt_only(self) -> bool:
+        """Return whether the echo is all that is wanted."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def sampling_params(self, seed: int) -> SamplingParams:
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.is_prompt_only:
+            limit = 1  # an engine draws one, and nobody hears of it
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequest("best_of", self.best_of, "must be absent or equal to n")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo", True, "log-probabilities of the prompt are not supported")
-        return self.sampling(logprobs=self.logprobs, max_tokens=limit, seed=seed)
+        echoed = self.logprobs if self.echo else None
+        return self.sampling(logprobs=self.logprobs, max_tokens=limit, seed=seed, echoed=echoed)
 
     def prompts(self) -> list[str | list[int] | tuple[Part, ...]]:
         """One entry per prompt, none empty."""
@@ -637,7 +653,6 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "bad_words": (_is_off, "not supported"),
     "use_beam_search": (_is_off, "beam search is not supported"),
     "prompt_embeds": (_is_off, "prompt embeddings are not supported"),
-    "prompt_logprobs": (_is_off, "log-probabilities of the prompt are not supported"),
     "continue_final_message": (_is_off, "not supported"),
     "chat_template": (_is_off, "the model's own template is used"),
     "suffix": (_one_of(None, ""), "suffixes are not supported"),

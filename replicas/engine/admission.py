@@ -33,6 +33,7 @@ def check_request(request: GenerationRequest, vocab_size: int, window: int, *, i
     is_windowed  whether some of the model's layers do not see the whole context
     """
     _check_token_ids(request, vocab_size)
+    request.check_prompt_logprobs()
     check_spans(request.documents, len(request.prompt_token_ids) - request.output_offset)
     _check_truncation(request, window, is_windowed)
     _check_timeout(request)

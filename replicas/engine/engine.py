@@ -393,7 +393,7 @@ class Engine:
             self.connector.end(sequence, is_sound=is_sound)
         self.scheduler.remove(sequence)
         if request.leaves_nothing:
-            self.forest.drop_salts(lambda salt: salt == request.salt, is_counted=False)
+            self.forest.drop_salts(lambda salt: salt == request.kv_salt, is_counted=False)
         del self._sequence_by_id[request.request_id]
         if sequence.parent is not None:
             self.scheduler.note_gathered(sequence, sequence.parent)

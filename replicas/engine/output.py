@@ -108,7 +108,8 @@ class Outbox:
         refusal = error if isinstance(error, MnemeError) else None
         message = None if error is None else str(error)
         embedding = sequence.take_embedding() if fresh and sequence.request.pooling else None
-        told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding)
+        of_prompt = sequence.take_prompt_logprobs() if fresh and usage is not None else None
+        told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding, of_prompt)
         self._events.append(TokenEvent(*told))
 
     def report_unstarted(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:

@@ -132,7 +132,12 @@ class Decoder:
             num_sampled = len(inputs.sampled_rows)
             inputs.read(normed[num_sampled:])
             normed = normed[:num_sampled]
-        return weights.head(normed, torch.float32)
+        return self.logits(normed)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Last hidden states, behind the norm [S, H] -> float32 [S, vocab]."""
+        return self._weights.head(hidden, torch.float32)
 
     def _attend(
         self,

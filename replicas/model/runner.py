@@ -41,6 +41,7 @@ from mneme.replicas.fuse.selectors import FloatArray, filter_counts
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import MakeGraphs
+from mneme.replicas.model.sampler import prompt_logprobs
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.sequence import StepRows
 
@@ -48,6 +49,7 @@ from mneme.replicas.sequence import StepRows
 _SPARE_PAGES = 1
 _SPARE_SLOT = 0
 _SPARE_RUN = (0, 0, 1)
+_MAX_LOGITS = 1 << 24  # of prompts at a time: 64 MB, and as much again for their log-probabilities
 _NO_PAGES = PageTable.own([])  # of sequences that pad a decode step
 
 
@@ -141,8 +143,8 @@ class Runner:
         self._observers, self._compared, self._fusor = [], [], None
         if any(part.sequence.blend is not None for part in ordered):
             self._follow_blends(inputs, ordered, slots)
-        if any(part.sequence.request.pooling for part in ordered):
-            self._read_pooled(inputs, ordered)
+        if any(part.is_read for part in ordered):
+            self._read_prompts(inputs, ordered)
         if saves and self._saver is not None:
             self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
@@ -188,19 +190,31 @@ class Runner:
             self._fusor = Fusor([*(rows for _, rows in self._compared), *narrowed], len(slots))
             inputs.fusor = self._fusor
 
-    def _read_pooled(self, inputs: StepInputs, ordered: list[StepRows]) -> None:
-        """Let the step give sequences whose embeddings are wanted their hidden states."""
+    def _read_prompts(self, inputs: StepInputs, ordered: list[StepRows]) -> None:
+        """Let the step give sequences what they want to know of their prompts' hidden states."""
         ends = accumulate(part.num_rows for part in ordered)
-        pooled = [(part, end) for part, end in zip(ordered, ends, strict=True) if part.sequence.request.pooling]
-        inputs.read_rows = self._tensor(np.concatenate([np.arange(end - part.num_rows, end) for part, end in pooled]))
+        wanted = [(part, end) for part, end in zip(ordered, ends, strict=True) if part.is_read]
+        inputs.read_rows = self._tensor(np.concatenate([np.arange(end - part.num_rows, end) for part, end in wanted]))
 
         def read(hidden: torch.Tensor) -> None:
-            states = hidden.double().cpu().numpy()
-            for part, _ in pooled:
-                part.sequence.pool(part.positions, states[: part.num_rows])
-                states = states[part.num_rows :]
+            for part, _ in wanted:
+                states, hidden = hidden[: part.num_rows], hidden[part.num_rows :]
+                if part.sequence.request.pooling is not None:
+                    part.sequence.pool(part.positions, states.double().cpu().numpy())
+                self._score(part, states)
 
         inputs.read = read
+
+    def _score(self, part: StepRows, states: torch.Tensor) -> None:
+        """Give a sequence the log-probabilities of its prompt's tokens that follow these rows, [rows, H]."""
+        sequence, num_top = part.sequence, part.sequence.request.sampling.prompt_logprobs
+        size = max(_MAX_LOGITS // self.vocab_size, 1)
+        rows = sequence.unscored(part)
+        for some in np.split(rows, range(size, len(rows), size)) if num_top is not None else []:
+            token_ids = [sequence.ids[position + 1] for position in part.positions[some]]
+            logits = self._decoder.logits(states[self._tensor(some)])
+            sequence.prompt_logprobs.append(prompt_logprobs(logits, token_ids, num_top or 0))
+            sequence.num_scored += len(some)
 
     def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:
         both = zip(ordered, accumulate(part.num_rows for part in ordered), strict=True)
@@ -331,7 +345,7 @@ class Runner:
         """The rows that a step in which all sequences decode is padded to; None if it is not to be."""
         if self.graphs is None or not all(part.num_rows == 1 and part.samples for part in ordered):
             return None
-        if any(part.sequence.request.pooling for part in ordered):
+        if any(part.is_read for part in ordered):
             return None
         return self.graphs.bucket(len(ordered))
 

@@ -22,7 +22,7 @@ import torch
 
 from mneme.kernels.ops import best_tokens, draw_tokens, draw_whole
 from mneme.kernels.torch.ops import invert
-from mneme.replicas.request import Logprobs, SamplingParams
+from mneme.replicas.request import Logprobs, PromptLogprobs, SamplingParams
 from mneme.replicas.sequence import TokenCounts
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
@@ -253,3 +253,22 @@ def _logprobs(
         None if token_id is None else Logprobs(token_id, own, tuple(zip(top[: p.logprobs], best, strict=False)))
         for token_id, p, (own, top, best) in told
     ]
+
+
+@torch.inference_mode()
+def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
+    """Return what the model says of given tokens.
+
+    logits  float32 [rows, vocab_size]; of each row, the distribution of its token
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    top, top_ids = logprobs.topk(num_top)
+    return PromptLogprobs(
+        np.array(token_ids, np.int32),
+        own[:, 0].cpu().numpy(),
+        ranks.int().cpu().numpy(),
+        top_ids.int().cpu().numpy(),
+        top.cpu().numpy(),
+    )

@@ -40,7 +40,9 @@ class PathOpener:
         """
         path = None if sequence.root is None else self._forest.open_kept(sequence.root, sequence.context)
         if path is None:
-            path, sequence.root = self._forest.open_path(sequence.request.salt, sequence.context), None
+            request = sequence.request  # one that reads its prompt finds nothing, public pages neither
+            known = () if request.reads_prompt else sequence.context
+            path, sequence.root = self._forest.open_path(request.kv_salt, known), None
         self._forest.extend(path, sequence.context, len(sequence.context))
         if sequence.is_over and not (sequence.event and sequence.found is not None):
             return self.shorten(sequence, path, sequence.num_history)

@@ -86,7 +86,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         sequence.due_s = sequence.request.taken_s
         if self._costs is not None:
-            num_resident = sum(self._forest.resident(sequence.request.salt, sequence.context))
+            num_resident = 0
+            if not sequence.request.reads_prompt:
+                num_resident = sum(self._forest.resident(sequence.request.salt, sequence.context))
             sequence.num_expected = max(len(sequence.context) - num_resident, 1)
             sequence.due_s += self._costs.prefill_s(sequence.num_expected, num_resident)
         if sequence.leader is not None or (sequence.blend is not None and sequence.blend.num_missing):

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
@@ -15,7 +17,7 @@ from mneme.replicas.engine.commands import COMMANDS, KvCommand, KvTier, Query
 from mneme.replicas.engine.output import Explanations, said_to_client
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn
@@ -234,12 +236,25 @@ class _Speaker:
         self.is_finished = reason is not None
         usage, self._usage = self._usage, None
         event = TokenEvent(self.request.request_id, (token_id,), reason, self._logprobs(token_id), usage)
+        if usage is not None and self.request.sampling.prompt_logprobs is not None:
+            event = event._replace(prompt_logprobs=self._prompt_logprobs(self.request.sampling.prompt_logprobs))
         return event if self.request.pooling is None else event._replace(embedding=(3.0, 0.0, -4.0))
 
     def _finish_reason(self) -> str | None:
         if self._text.stopped or (not self._is_endless and self._num_said == len(self._ids)):
             return "stop"
         return "length" if self._num_said == self._limit else None
+
+    def _prompt_logprobs(self, num_top: int) -> PromptLogprobs:
+        """Token i of the prompt has -i, the likeliest -0.25, -1.25 and so on."""
+        count = len(self._prompt) - 1
+        return PromptLogprobs(
+            np.array(self._prompt[1:], np.int32),
+            -np.arange(1, count + 1, dtype=np.float32),
+            np.full(count, 9, np.int32),
+            np.tile(np.arange(3, 3 + num_top, dtype=np.int32), (count, 1)),
+            np.tile(-np.arange(num_top, dtype=np.float32) - 0.25, (count, 1)),
+        )
 
     def _logprobs(self, token_id: int) -> tuple[Logprobs, ...] | None:
         num_top = self.request.sampling.logprobs

@@ -317,3 +317,18 @@ def footprint(process: ServerProcess) -> dict[int, tuple[int, float]]:
             rss_mb = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
         result[pid] = (len(os.listdir(f"/proc/{pid}/fd")), rss_mb)
     return result
+
+
+def test_an_echo_has_the_log_probabilities_of_its_prompt(client: OpenAI) -> None:
+    """As evaluations ask; those of a longer prompt begin alike, though the shorter one was computed before."""
+    told = []
+    for text in (PROMPT, f"{PROMPT} And then"):
+        body = {"model": MODEL, "prompt": text, "max_tokens": 0, "logprobs": 1, "echo": True}
+        answer = httpx.post(f"{client.base_url}completions", json=body, timeout=60).json()
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "length")
+        assert answer["usage"]["completion_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        told.append(choice["logprobs"]["token_logprobs"])
+        assert len(told[-1]) == answer["usage"]["prompt_tokens"]
+    num_common = len(told[0]) - 1  # the last token may be another one in the longer text
+    assert told[1][1:num_common] == pytest.approx(told[0][1:num_common], abs=1e-3)

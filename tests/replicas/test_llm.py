@@ -455,3 +455,16 @@ def test_the_template_writes_tools(llm: LLM) -> None:
     assert parser is not None
     (call,) = whole_calls(parser.push(output.outputs[0].text, is_last=True).calls)
     assert (call.name, call.arguments) == ("weather", "{}")
+
+
+def test_prompts_are_told_with_their_logprobs(llm: LLM) -> None:
+    told = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, n=2)
+    first, again = llm.generate(["The server and the client", "The server and the client"], told)
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    items = [item for item in first.prompt_logprobs if item is not None]
+    assert tuple(item.token_id for item in items) == first.prompt_token_ids[1:]
+    assert {len(item.top) for item in items} == {2}
+    assert all(item.logprob <= item.top[0][1] <= 0 for item in items)
+    assert (first.metrics.cached_tokens, again.metrics.cached_tokens) == (0, 0)
+    assert llm.generate("The server", GREEDY)[0].prompt_logprobs is None

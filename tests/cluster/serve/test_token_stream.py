@@ -514,6 +514,7 @@ def test_a_resumed_request_asks_for_the_rest() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         await all_open(client)
         asked = request(num=60, min_tokens=40)
+        asked = replace(asked, sampling=replace(asked.sampling, prompt_logprobs=1))
         work = asyncio.ensure_future(tokens(client, asked))
         await until(lambda: running(calls) == 1)
         (home,) = [r for r, engine in calls.engines.items() if engine.admitted]
@@ -530,6 +531,7 @@ def test_a_resumed_request_asks_for_the_rest() -> None:
         assert resumed.prompt_token_ids == (*asked.prompt_token_ids, *ids[:num_emitted])
         assert resumed.sampling.max_tokens == 60 - num_emitted
         assert resumed.sampling.min_tokens == max(40 - num_emitted, 0)
+        assert resumed.sampling.prompt_logprobs is None  # they were told
 
     run(scenario, step_s=0.005)
 

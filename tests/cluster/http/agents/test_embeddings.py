@@ -22,7 +22,7 @@ def test_each_text_has_a_vector_and_shares_nothing() -> None:
     found = embed(engine, input=["the fox", "the fox", "quick"], pooling="mean").json()
     assert [(each["object"], each["index"]) for each in found["data"]] == [("embedding", i) for i in range(3)]
     assert found["data"][0]["embedding"] == pytest.approx([0.6, 0.0, -0.8])
-    assert len({request.salt for request in engine.requests}) == 3
+    assert len({request.kv_salt for request in engine.requests}) == 3
     assert {(request.pooling, request.sampling.max_tokens) for request in engine.requests} == {("mean", 1)}
     assert list(engine.requests[0].prompt_token_ids) == ids
     num_tokens = sum(len(request.prompt_token_ids) for request in engine.requests)

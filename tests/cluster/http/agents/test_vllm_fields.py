@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, RENDERED, TOKENIZER, post, serving
+from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, RENDERED, TOKENIZER, Server, post, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
 
 IGNORED = "x-mneme-ignored-fields"
@@ -18,6 +18,10 @@ IDS = TOKENIZER.encode("the quick brown fox", add_special_tokens=True)
 def ask(path: str, engine: FakeEngineClient | None = None, **fields: Any) -> httpx.Response:
     given = {"chat/completions": CHAT, "completions": COMPLETION, "embeddings": {"model": "tiny", "input": IDS}}[path]
     return post(f"/v1/{path}", {**given, **fields}, engine=engine)
+
+
+def strict_client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", _strict_response_validation=True)
 
 
 @pytest.mark.parametrize(("path", "prompt"), [("completions", "prompt"), ("embeddings", "input")])
@@ -126,8 +130,7 @@ def test_priorities_reach_the_engine_and_answers_name_the_tier(
         assert engine.requests[-1].priority == priority
         assert answer.json().get("service_tier") == tier
         assert IGNORED not in answer.headers
-    with serving() as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", _strict_response_validation=True)
+    with serving() as server, strict_client(server) as client:
         stream: Any = client.chat.completions.create(**CHAT, stream=True, extra_body=fields)
         assert {chunk.service_tier for chunk in stream} == {tier}
 
@@ -139,3 +142,95 @@ def test_priorities_reach_the_engine_and_answers_name_the_tier(
 def test_priorities_that_are_none_are_refused(fields: dict[str, Any]) -> None:
     answer = ask("completions", **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+
+
+def echoed(**fields: Any) -> Any:
+    return ask("completions", prompt=IDS, max_tokens=1, logprobs=2, echo=True, **fields).json()
+
+
+def test_an_echo_tells_the_prompt_s_tokens_before_the_answer_s() -> None:
+    answer = echoed()
+    (choice,) = answer["choices"]
+    told, texts = choice["logprobs"], list(map(TOKENIZER.token_text, IDS))
+    assert told["tokens"][: len(IDS)] == texts
+    assert told["token_logprobs"] == [None, *(-float(i) for i in range(1, len(IDS))), -0.5]
+    assert told["top_logprobs"][0] is None
+    likeliest = {TOKENIZER.token_text(3): -0.25, TOKENIZER.token_text(4): -1.25}
+    assert told["top_logprobs"][1] == likeliest | {texts[1]: -1.0}
+    assert len(told["top_logprobs"]) == len(told["text_offset"]) == len(told["tokens"]) == len(IDS) + 1
+    (hidden, *shown), (_, *offsets) = told["tokens"], told["text_offset"]
+    assert hidden not in choice["text"]  # a special one
+    assert all(choice["text"].startswith(text, offset) for text, offset in zip(shown, offsets, strict=True))
+    assert told["text_offset"][:2] == [0, 0]
+    assert "prompt_logprobs" not in choice
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_an_echo_without_an_answer() -> None:
+    (told,) = (answer := ask("completions", prompt=IDS, max_tokens=0, logprobs=0, echo=True).json())["choices"]
+    assert told["text"] == TOKENIZER.decode(IDS, skip_special_tokens=True)
+    assert told["finish_reason"] == "length"
+    assert told["logprobs"]["tokens"] == list(map(TOKENIZER.token_text, IDS))
+    assert answer["usage"]["completion_tokens"] == 0
+    (bare,) = ask("completions", prompt=IDS, max_tokens=0, echo=True).json()["choices"]
+    assert (bare["text"], bare["logprobs"]) == (told["text"], None)
+
+
+@pytest.mark.parametrize("prompt", [[IDS, IDS[:1], IDS[1:]], ["the fox", "a", "<|im_end|>"]])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_streamed_echo_adds_up_to_the_whole_one(max_tokens: int, prompt: Any) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "n": 2}
+    body |= {"logprobs": 1, "echo": True}
+    # Not strict: the client's types have no null for the first token, which OpenAI's own echoes have.
+    with serving() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        whole = client.completions.create(**body)
+        stream: Any = client.completions.create(**body, stream=True, stream_options={"include_usage": True})
+        *chunks, last = stream
+    assert last.usage.completion_tokens == whole.usage.completion_tokens == 6 * max_tokens
+    for choice in whole.choices:
+        pieces = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            told = [item for piece in pieces if piece.logprobs for item in getattr(piece.logprobs, name)]
+            assert told == getattr(choice.logprobs, name)
+
+
+def test_what_lm_eval_asks_and_how_it_reads_the_answer() -> None:
+    """A batch of token ids, each context and continuation: the log-probabilities of what continues, and if greedy."""
+    engine, num_context = FakeEngineClient(TOKENIZER), 2
+    body = {"prompt": [IDS, IDS[:3]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = ask("completions", engine, **body).json()
+    for choice, ids in zip(sorted(answer["choices"], key=lambda each: each["index"]), body["prompt"], strict=True):
+        told = choice["logprobs"]
+        logprobs = told["token_logprobs"][num_context:-1]
+        assert logprobs == [-float(i) for i in range(num_context, len(ids))]
+        assert [max(top.values()) for top in told["top_logprobs"][num_context:-1]] == [-0.25] * len(logprobs)
+    assert len({request.kv_salt for request in engine.requests}) == 2
+    assert {(request.salt, request.sampling.prompt_logprobs) for request in engine.requests} == {("", 1)}
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_logprobs_of_the_prompt_as_vllm_has_them(num_top: int) -> None:
+    with serving() as server, strict_client(server) as client:
+        extra = {"prompt_logprobs": num_top}
+        completion: Any = client.completions.create(**{**COMPLETION, "prompt": [IDS, IDS[:1]]}, extra_body=extra)
+        chat: Any = client.chat.completions.create(**CHAT, n=2, extra_body=extra)
+    told, none = (choice.prompt_logprobs for choice in completion.choices)
+    assert none == told[:1] == [None]
+    likeliest = {"3": -0.25, "4": -1.25} if num_top else {}
+    for place, token_id in enumerate(IDS[1:], 1):
+        found = {key: each["logprob"] for key, each in told[place].items()}
+        assert found == {str(token_id): -float(place)} | likeliest
+        own = {"logprob": -float(place), "rank": 9, "decoded_token": TOKENIZER.token_text(token_id)}
+        assert told[place][str(token_id)] == own
+        assert [each["rank"] for key, each in told[place].items() if key != str(token_id)] == [1, 2][:num_top]
+    assert len(chat.prompt_logprobs) == len(TOKENIZER.encode_rendered(RENDERED))
+    assert completion.choices[0].logprobs is None
+    assert "prompt_logprobs" not in ask("completions").json()["choices"][0]
+
+
+def test_an_echo_and_vllm_s_field_each_have_their_own_number() -> None:
+    (choice,) = echoed(prompt_logprobs=0)["choices"]
+    assert [len(each) for each in choice["prompt_logprobs"][1:]] == [1] * (len(IDS) - 1)
+    assert {len(each) for each in choice["logprobs"]["top_logprobs"][1:-1]} == {3}
