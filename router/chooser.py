@@ -230,7 +230,7 @@ class Reservation:
     _work_ns: int
     _context_tokens: int
     _reserved_s: float
-    _chain: Sequence[int]
+    chain: Sequence[int]  # hashes of the prompt's blocks
     _chooser: ReplicaChooser
     _session: _Session | None
     _on_release: Callable[[Reservation], None] | None = None  # of a session's turn
@@ -439,7 +439,7 @@ class ReplicaChooser:
             _work_ns=round(work_s * 1e9),
             _context_tokens=asked.num_tokens,
             _reserved_s=now_s,
-            _chain=chains[0],
+            chain=chains[0],
             _chooser=self,
             _session=session,
             _by_policy=by_policy,
@@ -520,7 +520,7 @@ class ReplicaChooser:
             self._resent_s = now_s
             for each in self._unstarted:
                 if self._loads.get(each.replica_id) is each._load:
-                    self._send(each._chain, each.replica_id)
+                    self._send(each.chain, each.replica_id)
 
     def _note_first(self, reservation: Reservation, cached_tokens: int, is_private: bool) -> None:
         """Compare what was predicted with what came."""
@@ -549,7 +549,7 @@ class ReplicaChooser:
             self.accuracy[name] += amount
         brought = route.asked.in_host[route.chosen] + route.asked.at_peers[route.chosen]
         if brought and missing > self.config.block_tokens:  # the tier has lost it, as far as is known
-            self._in_tier.drop(reservation._chain[cached_tokens // self.config.block_tokens :])
+            self._in_tier.drop(reservation.chain[cached_tokens // self.config.block_tokens :])
 
     def _answering(self, session: _Session | None) -> str | None:
         """The replica where the session's latest turn is in flight; a replica that came back is another one."""

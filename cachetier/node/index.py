@@ -100,7 +100,10 @@ class NodeIndex:
         self._past = Bounded[bytes, bool](_MIN_PAST_KEYS)  # see `note_gone`
 
     def __contains__(self, key: bytes) -> bool:
-        return any(key in tier for tier in self.tiers)
+        for tier in self.tiers:  # as a loop: the simulator asks this a million times
+            if key in tier:
+                return True
+        return False
 
     def get(self, key: bytes) -> Entry | None:
         for tier in self.tiers:
@@ -217,6 +220,7 @@ class Tier(ABC):
         self._pinned: dict[bytes, int] = {}  # blocks
         self._tenant_blocks = None if tenant_bytes is None else tenant_bytes // BLOCK_BYTES
         self._coming: dict[bytes, tuple[bytes, int]] = {}  # tenant and blocks of what room was reserved for
+        self._coming_blocks = 0  # all of these
         self._entries: dict[bytes, Entry] = {}  # oldest use first
         self._keys_by_tenant: dict[bytes, dict[bytes, None]] = {}  # likewise; only with a quota
         self._children: dict[bytes, bytes | set[bytes]] = {}  # most have one: a set for each would cost 200 bytes
@@ -243,7 +247,7 @@ class Tier(ABC):
     @property
     def taken_blocks(self) -> int:
         """Blocks of its chunks and of what room was reserved for: what the bounds are about."""
-        return self.num_blocks + sum(num_blocks for _, num_blocks in self._coming.values())
+        return self.num_blocks + self._coming_blocks
 
     @property
     def used_blocks(self) -> int:
@@ -303,12 +307,15 @@ class Tier(ABC):
             return False
         if not self.evict_to(most - num_blocks, self._max_chunks - 1, spared):
             return False
+        self.cancel(key)
         self._coming[key] = tenant, num_blocks
+        self._coming_blocks += num_blocks
         return True
 
     def cancel(self, key: bytes) -> None:
         """Free what was reserved for a chunk; called twice it does nothing."""
-        self._coming.pop(key, None)
+        if (coming := self._coming.pop(key, None)) is not None:
+            self._coming_blocks -= coming[1]
 
     def add(self, entry: Entry) -> None:
         """A chunk whose key is not there, used last of all. A key that is pinned is pinned here too."""

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cluster.simulate.replica import Status
 from mneme.cluster.simulate.workload import Turn
@@ -19,7 +21,6 @@ from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.policies import MINE, POLICIES, Policy, Request
 from mneme.router.score import RouterConfig
-from mneme.router.token_hashes import block_hashes
 
 _RATED_TOKENS = 8192  # of a long prompt
 
@@ -93,11 +94,11 @@ class Mneme:
         self._went: dict[int, list[int]] = {}
 
     def place(self, turn: Turn) -> int:
-        ids = [block_id for block_id in turn.block_ids for _ in range(-(-turn.block_tokens // self._grain))]
-        del ids[-(-turn.input_tokens // self._grain) :]
-        self._name(turn, ids)
+        grains = np.repeat(np.array(turn.block_ids, np.int32), -(-turn.block_tokens // self._grain))
+        ids = array("i", grains[: -(-turn.input_tokens // self._grain)].tobytes())
         reservation = self._chooser.select_and_reserve(ids, session_id=f"{turn.session}")
         assert reservation is not None, "a cluster has replicas"
+        self._name(turn, reservation.chain)
         reservation.admitted()  # a simulated call takes no time
         self._reservations[id(turn)] = reservation
         return int(reservation.replica_id)
@@ -149,11 +150,11 @@ class Mneme:
 
     def polled(self) -> None: ...
 
-    def _name(self, turn: Turn, ids: Sequence[int]) -> None:
+    def _name(self, turn: Turn, chain: Sequence[int]) -> None:
         """Note what the blocks are called that end with a block of the chooser's."""
         size, known = BLOCK_TOKENS * self._grain, self._world.hash_by_block
         if turn.block_ids[-1] not in known:
-            for number, block_hash in enumerate(block_hashes(ids), 1):
+            for number, block_hash in enumerate(chain, 1):
                 if number * size % turn.block_tokens == 0:
                     known[turn.block_ids[number * size // turn.block_tokens - 1]] = block_hash
 
