@@ -51,7 +51,7 @@ class RouterConfig:
     move_tokens: int = (
         256  # what it costs a session, hint or prefix to leave its home, beyond the KV that is known there
     )
-    work_share: float = 0.25  # of the prefill and loads of a request, that others would have had of them
+    work_weight: float = 2.0  # how often a request's prefill and loads are paid for again, by others who wait
 
     def __post_init__(self) -> None:
         check_range("router.block_tokens", self.block_tokens, 1, 4096)
@@ -60,7 +60,7 @@ class RouterConfig:
         check_range("router.load_slack", self.load_slack, 0, 10**6)
         check_range("router.running_tokens", self.running_tokens, 0, 10**6)
         check_range("router.move_tokens", self.move_tokens, 0, 10**9)
-        check_range("router.work_share", self.work_share, 0.0, 100.0)
+        check_range("router.work_weight", self.work_weight, 0.0, 100.0)
 
 
 class Loads(NamedTuple):
@@ -141,7 +141,11 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     row_s = token_s(figures)
     # Two replicas predict the same work differently, by what they measured. A load that is hidden behind a millisecond
     # is no reason to leave the replica that has the KV already, and to hold it twice.
-    is_away = asked.is_away | (asked.matched + _CHUNK_TOKENS < asked.matched.max(initial=0))
+    best = asked.matched.max(initial=0)
+    is_away = asked.is_away | (asked.matched + _CHUNK_TOKENS < best)
+    # What several have already will be asked for again: whoever computes it too is one more who has it. By the square,
+    # as by the number alone two of eight replicas stay without a prompt that is under everything.
+    num_holders = max(np.count_nonzero(asked.matched == best), 1)
     terms = [
         loads.queue_s,
         compute_s,
@@ -149,7 +153,7 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
         decode_s,
         loads.overhead_s,
         loads.running * config.running_tokens * row_s,
-        (compute_s + bringing_s) * config.work_share,
+        (compute_s + bringing_s) * config.work_weight / num_holders**2,
         is_away * config.move_tokens * row_s,
     ]
     return Prices(*np.maximum(np.fmin(terms, _MAX_S), 0))  # NaN is the worst

@@ -11,7 +11,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -100,10 +100,7 @@ class NodeIndex:
         self._past = Bounded[bytes, bool](_MIN_PAST_KEYS)  # see `note_gone`
 
     def __contains__(self, key: bytes) -> bool:
-        for tier in self.tiers:  # as a loop: the simulator asks this a million times
-            if key in tier:
-                return True
-        return False
+        return any(key in tier for tier in self.tiers)
 
     def get(self, key: bytes) -> Entry | None:
         for tier in self.tiers:
@@ -319,17 +316,23 @@ class Tier(ABC):
 
     def add(self, entry: Entry) -> None:
         """A chunk whose key is not there, used last of all. A key that is pinned is pinned here too."""
-        key = entry.key
-        self.cancel(key)
-        is_new = key not in self.index
-        if self.index.take_back(key) and is_new:
-            entry.has_returned = True
-        self._insert(entry)
-        self.policy.withdraw(entry.parent)
-        if key in self.index.pinned_until_s:
-            self.pin(key)
-        self.offer(key)
-        self._tell(entry, is_added=True)
+        self.add_chain([entry])
+
+    def add_chain(self, entries: Sequence[Entry]) -> None:
+        """Add chunks of which each is the only one behind the one before: the last alone may be evicted."""
+        for entry in entries:
+            key = entry.key
+            self.cancel(key)
+            is_new = key not in self.index
+            if self.index.take_back(key) and is_new:
+                entry.has_returned = True
+            self._insert(entry)
+            if key in self.index.pinned_until_s:
+                self.pin(key)
+        self.policy.withdraw(entries[0].parent)
+        self.offer(entries[-1].key)
+        for entry in entries:
+            self._tell(entry, is_added=True)
 
     def fill(self, entries: Iterable[Entry]) -> None:
         """Many at once, oldest use first, of keys that are not there: what has descendants is never ranked."""

@@ -84,6 +84,10 @@ class SimulatedLoads:
     def first_token(self, input_tokens: int, block_tokens: int, found: Sequence[int]) -> FirstToken:
         """`found`: blocks by tier, device first; those nearer to the head are in faster tiers."""
         num_resident, below = found[0], list(zip(_EDGES, found[1:], strict=False))
+        if not any(found[1:]):  # nothing to plan
+            num_new = max(input_tokens - num_resident * block_tokens, 1)
+            compute_s = self._costs.prefill_s(num_new, input_tokens - num_new)
+            return FirstToken(compute_s, compute_s, tuple(found))
         block_bytes = self.block_bytes(block_tokens)
         chunks = [Loadable(block_tokens, block_bytes, edge) for edge, count in below for _ in range(count)]
         plan = self._controller.plan(num_resident * block_tokens, input_tokens, chunks)
@@ -119,6 +123,19 @@ class BlockTier(Tier):
 
     def admits_block(self, key: bytes) -> bool:
         return self.admits(key, 1, self.max_blocks)
+
+    def fill_chain(self, chain: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Take a chain of which nothing is there but its first parent, if all have room; its end alone is ranked."""
+        if not chain or self.taken_blocks + len(chain) > self.max_blocks or any(key in self.index for _, key in chain):
+            return False
+        first_parent = chain[0][0]
+        if first_parent and first_parent not in self:
+            return False
+        now_s = self.index.clock()
+        entries = [Entry(key, parent, b"", b"", LineageKind.PREFIX, 0, now_s) for parent, key in chain]
+        self.add_chain(entries)
+        self.num_written += len(entries)
+        return True
 
     def take(self, key: bytes, parent: bytes, spared: Container[bytes] = ()) -> bool:
         """A block comes if there is room; what it follows does not go for it. Whether it is there now."""
@@ -194,6 +211,8 @@ class BlockTiers:
 
     def _compute(self, chain: Sequence[tuple[bytes, bytes]], tiers: Sequence[BlockTier]) -> None:
         """Put blocks, each behind its parent, into the device or into the node, as far as they can be found there."""
+        if len(tiers) == 1 and tiers[0].fill_chain(chain):
+            return
         for parent, key in chain:
             if not parent or any(parent in tier for tier in tiers):
                 for tier in tiers:  # a disk takes what it has room for, as a node's does
