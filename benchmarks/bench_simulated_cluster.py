@@ -6,7 +6,7 @@ TRACE is Mooncake's conversation trace (12,031 requests), or one like it. Parts:
 
 routers   100 replicas, two tenants that ask what the trace has, four times as fast: every router, steps skipped
 exact     the first 2,000 of those, ours, every step by the engine's scheduler and prefix forest
-thousand  1,000 replicas, ten tenants, six times as fast, the first `--requests`: ours, steps skipped
+thousand  1,000 replicas, ten tenants, eight times as fast, the first `--requests`: ours, steps skipped
 
 All is as `mneme simulate cluster` would say; costs are those of Llama-2-70B on eight A800s. Times are those of this
 process on a CPU. What bounds the speed: a choice among all replicas, in numpy, and events in Python.
@@ -82,7 +82,7 @@ def main() -> None:
     take: dict[str, Callable[[], Rows]] = {
         "routers": lambda: [play(of_100, 100, router, seed=args.seed) for router in ROUTERS],
         "exact": lambda: [play(of_100[:2_000], 100, exact=True, seed=args.seed)],
-        "thousand": lambda: [play(scaled(trace, 10, 6.0, args.seed)[: args.requests], 1_000, seed=args.seed)],
+        "thousand": lambda: [play(scaled(trace, 10, 8.0, args.seed)[: args.requests], 1_000, seed=args.seed)],
     }
     found: dict[str, Rows] = {}
     for part in PARTS:

@@ -41,6 +41,7 @@ def test_an_address_where_no_ray_is() -> None:
 
 def test_sessions_on_three_nodes_move_when_one_goes(cluster: CacheCluster, tmp_path: Path) -> None:
     """A replica on each; what a session said on the node that is removed another goes on with, to the token."""
+    cluster.restore_nodes()
     port = free_port()
     # All nodes of this cluster have one address, and so one port: only the head's proxy listens.
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
