@@ -59,6 +59,8 @@ def test_sessions_on_three_nodes_move_when_one_goes(cluster: CacheCluster, tmp_p
             first = [say(http, STORY, session) for session in sessions]
             for session, found in zip(sessions, first, strict=True):
                 await_saved(http, found["usage"]["total_tokens"], session_id=session)
+            # A turn's log is copied to another node behind the answer: what is lost at once with its node is lost.
+            eventually(lambda: num_logs(str(http.base_url)) == 2 * len(sessions))
             stayed = answer(say(http, "And then?", sessions[0], append=True))
             cluster.remove_node("b")
             moved = [answer(say_again(http, session)) for session in sessions[1:]]
@@ -71,6 +73,12 @@ def test_sessions_on_three_nodes_move_when_one_goes(cluster: CacheCluster, tmp_p
         assert ray.is_initialized()  # the cluster is as it was
     finally:
         serve.shutdown()
+
+
+def num_logs(server: str) -> float:
+    """Session logs of all nodes, copies too."""
+    values = read_metrics(server).values
+    return sum(value for name, value in values.items() if name.startswith("mneme_session_logs"))
 
 
 def say_again(http: httpx.Client, session: str) -> dict[str, Any]:
