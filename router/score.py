@@ -145,7 +145,7 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     is_away = asked.is_away | (asked.matched + _CHUNK_TOKENS < best)
     # What several have already will be asked for again: whoever computes it too is one more who has it. By the square,
     # as by the number alone two of eight replicas stay without a prompt that is under everything.
-    num_holders = max(np.count_nonzero(asked.matched == best), 1)
+    num_holders = max(int(np.count_nonzero(asked.matched == best)), 1)
     terms = [
         loads.queue_s,
         compute_s,
