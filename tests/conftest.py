@@ -7,6 +7,7 @@ test may cause, so the choice is made here; what compiles kernels does so in a p
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of several processes starve each other
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,6 +24,12 @@ hypothesis.settings.load_profile("any-machine")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """What made a test be tried again is shown, too."""
+    if str(report.outcome) == "rerun":  # pytest-rerunfailures' own
+        print(f"\n{report.nodeid} is tried again:\n{report.longreprtext}", file=sys.__stdout__, flush=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
