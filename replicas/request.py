@@ -255,6 +255,7 @@ class GenerationRequest:
     priority: int = 0  # lower is sooner, among what its tenant asks without a session: `schedule/queue.py`
     timeout_s: float | None = None  # seconds that are left to it; None: the engine's default, if it has one
     output_offset: int = 0  # how many of the last prompt ids are output of this request, emitted before it was resumed
+    num_prompt: int | None = None  # of a resumed request, where it is known: tokens of its prompt, its session's too
     truncation: Truncation | None = None  # None: refused if it is too long
     num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
     taken_s: float = 0.0  # when the engine took it, by the engine's clock

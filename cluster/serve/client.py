@@ -113,6 +113,7 @@ class PlacedChoice:
             prompt_token_ids=(*self.request.prompt_token_ids, *self.emitted),
             timeout_s=None if time_left_s == inf else time_left_s,
             output_offset=num_emitted,
+            num_prompt=self.usage.prompt_tokens if self.usage and not self.usage.truncated_tokens else None,
             sampling=sampling,
         )
 

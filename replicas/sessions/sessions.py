@@ -93,7 +93,8 @@ class Sessions:
     def begin(self, request: GenerationRequest) -> TurnPrompt | None:
         """Return what to run, or None: an earlier turn is answering and this one is queued behind it.
 
-        Raises `Overloaded` if too many turns wait already, `SessionNotFound` if there is nothing to append to.
+        Raises `Overloaded` if too many turns wait already, `SessionNotFound` if there is nothing to append to, and
+        `ReplicaUnavailable` if a turn that was resumed here began behind more than is known here.
         """
         key = session_key(request)
         if key is None or self._max_sessions == 0:
@@ -105,10 +106,13 @@ class Sessions:
             self.queued.put(log, running, request)
             return None
         is_again = root_turn(request) == log.last_turn  # its replica's stream broke, and it was sent again
-        if request.append and (not log.ids or (request.output_offset and not is_again)):
-            raise _not_found(key)  # also an older copy of the session, which has not seen the turn begin
+        is_resumed = request.output_offset > 0
+        if request.append and not log.ids and not is_resumed:
+            raise _not_found(key)
         num_base = log.num_base if is_again else len(log.ids)
         ids, num_marks, num_chars = self._ids(log, request, num_base)
+        if request.append and is_resumed and not is_again and len(ids) - request.output_offset != request.num_prompt:
+            raise ReplicaUnavailable("what is left of the session's log is older than the turn that was lost")
         if running is None:
             running = log.running = RunningTurn(turn, num_base, num_marks)
         running.name, running.num_base, running.num_marks = turn, num_base, num_marks

@@ -345,8 +345,21 @@ def test_an_appended_turn_that_is_sent_again_is_appended_once() -> None:
     again = replace(appended("2~1"), prompt_token_ids=(*first.prompt_token_ids, 3000, 3001), output_offset=2)
     assert begin(sessions, again) == [*stored, *encode("new"), 3000, 3001]
     sessions.end(again, None)
-    with pytest.raises(SessionNotFound):  # a log that has not seen the turn begin is an older one
-        begin(sessions, replace(again, request_id="9~1.0"))
+
+
+def test_an_appended_turn_goes_on_behind_a_copy_that_has_not_seen_it_begin_if_nothing_is_missing() -> None:
+    """Its node went before its log was copied: the length of its prompt says whether all turns before it are there."""
+    sessions, _ = make()
+    conversation(sessions, 1)
+    stored = log_of(sessions)
+    new = appended("9~1")
+    resumed = replace(new, prompt_token_ids=(*new.prompt_token_ids, 3000, 3001), output_offset=2)
+    for num_prompt in (None, len(stored) + len(encode("new")) + 1):
+        with pytest.raises(ReplicaUnavailable):
+            begin(sessions, replace(resumed, num_prompt=num_prompt))
+    assert log_of(sessions) == stored
+    whole = replace(resumed, num_prompt=len(stored) + len(encode("new")))
+    assert begin(sessions, whole) == [*stored, *encode("new"), 3000, 3001]
 
 
 def test_a_fork_has_the_same_past_and_a_future_of_its_own() -> None:
