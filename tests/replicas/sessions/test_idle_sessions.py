@@ -47,14 +47,14 @@ def converse(engine: Engine, first: int, count: int) -> None:
 def traced_bytes() -> int:
     """What is allocated, but for what there is once per page: nodes, candidates for eviction, the runner's slots."""
     gc.collect()
-    per_page = [tracemalloc.Filter(False, f"*/{name}.py") for name in PER_PAGE]
+    per_page = [tracemalloc.Filter(False, f"*/{name}.py", all_frames=True) for name in PER_PAGE]
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(per_page).traces)
 
 
 @pytest.mark.parametrize("num_pages", [64, PAGES_EACH * NUM_SESSIONS + 64], ids=["KV gone", "KV cached"])
 def test_an_idle_session_costs_an_engine_at_most_1_kb_and_4_bytes_a_token(num_pages: int) -> None:
     """All of it but the pages: token log, places in tables, claim on a path, a time of its own; long names."""
-    tracemalloc.start()
+    tracemalloc.start(2)  # a heap's entries belong to the file that pushed them
     engine = make_engine(
         num_pages, PAGE_SIZE, tokenizer=LetterTokenizer(), session_ttl_s=1e9, max_running=32, max_batch_tokens=256
     )
