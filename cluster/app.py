@@ -1,4 +1,4 @@
-"""The Serve application: ingress replicas in front of engine replicas.
+"""The Serve application: ingress replicas in front of each model's engine replicas.
 
 `mneme.cluster.app:build` builds it for a RayService's serveConfigV2; `args` is the `ClusterConfig` mapping.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -15,10 +16,10 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from mneme.cluster.config import ClusterConfig, from_mapping
-from mneme.cluster.http.api_state import ServedModel
+from mneme.cluster.http.api_state import Backend, ServedModel
 from mneme.cluster.serve.autoscaling import serve_options
 from mneme.cluster.serve.engine_client import EngineClient
-from mneme.cluster.serve.gpus import EnginePlacement, place_engines
+from mneme.cluster.serve.gpus import EnginePlacement, place_models
 from mneme.cluster.serve.ingress import BuildApi, Ingress
 from mneme.cluster.serve.ray_private import own_replica_id
 from mneme.cluster.serve.replica import EngineReplica, LoadEngine
@@ -42,30 +43,22 @@ def build(args: dict[str, Any]) -> Application:
     """The application of a RayService; raises `ConfigError` for a bad mapping."""
     config = from_mapping(args)
     num_gpus = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
-    return build_application(config, place_engines(config, num_gpus, may_grow=True))
+    return build_application(config, place_models(config, num_gpus, may_grow=True))
 
 
 def build_application(
     config: ClusterConfig,
-    placement: EnginePlacement,
+    placements: Sequence[EnginePlacement],
     *,
     load_engine: LoadEngine | None = None,
     build_api: BuildApi | None = None,
 ) -> Application:
-    """Bind both deployments; the two functions run in the replicas' processes (tests give their own)."""
-    mapping = config.as_mapping()
-    engines = serve.deployment(
-        name=ENGINE_DEPLOYMENT,
-        **_number(config, placement),
-        max_ongoing_requests=_MAX_ONGOING,
-        graceful_shutdown_timeout_s=config.drain_grace_s + _END_S,
-        graceful_shutdown_wait_loop_s=0.1,
-        # Where a replica reserves nothing there is room for its successor beside it; else the old one goes first.
-        max_surge_percent=0 if placement.gpus_per_replica or config.cpus_per_replica else _SURGE_PERCENT,
-        request_router_config=RequestRouterConfig(request_router_class="mneme.router.serve_router.MnemeRequestRouter"),
-        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": placement.gpus_per_replica},
-        logging_config=_LOGGING,
-    )(EngineReplica).bind(mapping, placement, load_engine or _load_engine)
+    """Bind the ingress and a deployment for each model; the two functions run in the replicas' processes.
+
+    placements  of each model; tests give functions of their own
+    """
+    each = zip(config.each_model(), placements, strict=True)
+    engines = [_engines(i, *model, load_engine or _load_engine) for i, model in enumerate(each)]
     ingress = serve.deployment(
         name=INGRESS_DEPLOYMENT,
         num_replicas=config.ingress.replicas,
@@ -76,13 +69,30 @@ def build_application(
         ray_actor_options={"num_cpus": config.ingress.cpus},
         logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
-    return ingress.bind(mapping, engines, build_api or _build_api)
+    return ingress.bind(config.as_mapping(), engines, build_api or _build_api)
 
 
-def _number(config: ClusterConfig, placement: EnginePlacement) -> dict[str, Any]:
+def _engines(index: int, config: ClusterConfig, placement: EnginePlacement, load_engine: LoadEngine) -> Application:
+    """Bind a model's replicas; `config` is of this model alone."""
+    name = f"{ENGINE_DEPLOYMENT}-{index + 1}" if index else ENGINE_DEPLOYMENT
+    return serve.deployment(
+        name=name,
+        **_number(config, placement, name),
+        max_ongoing_requests=_MAX_ONGOING,
+        graceful_shutdown_timeout_s=config.drain_grace_s + _END_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        # Where a replica reserves nothing there is room for its successor beside it; else the old one goes first.
+        max_surge_percent=0 if placement.gpus_per_replica or config.cpus_per_replica else _SURGE_PERCENT,
+        request_router_config=RequestRouterConfig(request_router_class="mneme.router.serve_router.MnemeRequestRouter"),
+        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": placement.gpus_per_replica},
+        logging_config=_LOGGING,
+    )(EngineReplica).bind(config.as_mapping(), placement, load_engine)
+
+
+def _number(config: ClusterConfig, placement: EnginePlacement, deployment: str) -> dict[str, Any]:
     if config.autoscale is None:
         return {"num_replicas": placement.replicas}
-    return {"autoscaling_config": serve_options(config.autoscale, ENGINE_DEPLOYMENT)}
+    return {"autoscaling_config": serve_options(config.autoscale, deployment)}
 
 
 def _load_engine(*args: Any, **kwargs: Any) -> Any:
@@ -91,9 +101,15 @@ def _load_engine(*args: Any, **kwargs: Any) -> Any:
     return load_engine_loop(*args, **kwargs)
 
 
-def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
+def _build_api(clients: Sequence[EngineClient], config: ClusterConfig) -> FastAPI:
     from mneme.cluster.http.api import build_api
 
+    backends = list(map(_backend, clients, config.each_model()))
+    return build_api(backends, config.http, ingress=own_replica_id())
+
+
+def _backend(client: EngineClient, config: ClusterConfig) -> Backend:
+    """What the API needs of one model; `config` is of this model alone."""
     directory = model_directory(config.model)
     tokenizer = Tokenizer.load(directory)
     tokenizer.warm_up()  # before /ready is asked: while the replicas load
@@ -104,12 +120,10 @@ def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
         created=int(time.time()),
         root=str(directory),
     )
-    return build_api(
+    return Backend(
         client,
-        [model],
+        model,
         tokenizer,
-        config.http,
-        ingress=own_replica_id(),
         truncation=config.engine.truncation,
         blend=config.engine.blend,
         default_timeout_s=config.engine.request_timeout_s,

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,28 @@ class RayConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherModel:
+    """Another model beside the first, on replicas of its own; the fields are those of `ClusterConfig`.
+
+    What it leaves out has that field's default, not what the first model has.
+    """
+
+    model: str
+    served_name: str | None = None
+    replicas: int | None = None
+    autoscale: AutoscaleConfig | None = None
+    cpus_per_replica: float = 0.0
+    gpus_per_replica: float | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Everything `mneme serve` needs to know."""
 
     model: str = EMBEDDED_MODEL  # the embedded model's name, or a local Hugging Face directory
     served_name: str | None = None  # what clients call it; None: the model's or the directory's name
+    models: tuple[FurtherModel, ...] = ()  # others that clients may ask for; who names none gets the first
     replicas: int | None = None  # None: one for each GPU, or two on the CPU (gpus.py)
     autoscale: AutoscaleConfig | None = None  # instead of a fixed number
     host: str = "127.0.0.1"
@@ -144,6 +161,28 @@ class ClusterConfig:
             check_range("gpus_per_replica", self.gpus_per_replica, 0, 1)  # an engine uses one device
         check_range("start_timeout_s", self.start_timeout_s, 1, 86_400)
         check_range("drain_grace_s", self.drain_grace_s, 0, 86_400)
+        self._check_models()
+
+    def _check_models(self) -> None:
+        names = [self.model_name]
+        for i, model in enumerate(self.models):
+            path = f"models[{i}]"
+            try:
+                name = self._with(model).model_name
+            except ConfigError as error:
+                raise ConfigError(f"{path}.{error}") from None
+            if name in names:
+                raise ConfigError(f"{path}.served_name: two models are called {shown(name)}")
+            if model.engine.session_ttl_s != self.engine.session_ttl_s:
+                raise ConfigError(f"{path}.engine.session_ttl_s: must be the first model's: they share session logs")
+            names.append(name)
+
+    def each_model(self) -> tuple[ClusterConfig, ...]:
+        """Return the configuration of a cluster for each model alone, the first one's first."""
+        return replace(self, models=()), *map(self._with, self.models)
+
+    def _with(self, model: FurtherModel) -> ClusterConfig:
+        return replace(self, models=(), **{each.name: getattr(model, each.name) for each in fields(model)})
 
     @property
     def model_name(self) -> str:

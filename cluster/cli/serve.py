@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.run.lifecycle import LocalCluster, Progress
-from mneme.cluster.serve.gpus import EnginePlacement
+from mneme.cluster.run.lifecycle import LocalCluster, Placements, Progress
 from mneme.errors import MnemeError
 
 if TYPE_CHECKING:
@@ -26,19 +25,17 @@ def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build
     started_at = time.monotonic()
     cluster = LocalCluster(config)
 
-    def application(placement: EnginePlacement) -> object:
+    def application(placements: Placements) -> object:
         from mneme.cluster.app import build_application  # imports Ray Serve, whose knobs are set by now
 
-        return build_application(config, placement, load_engine=load_engine, build_api=build_api)
+        return build_application(config, placements, load_engine=load_engine, build_api=build_api)
 
     try:
-        placement = _with_progress(lambda *progress: cluster.start(application, *progress))
+        num_replicas = _with_progress(lambda *progress: cluster.start(application, *progress))
         seconds = time.monotonic() - started_at
         service = _service(cluster.url)
-        print(
-            f"ready: {cluster.url} model={config.model_name} replicas={placement.replicas} seconds={seconds:.1f}",
-            flush=True,
-        )
+        names = ",".join(each.model_name for each in config.each_model())
+        print(f"ready: {cluster.url} model={names} replicas={num_replicas} seconds={seconds:.1f}", flush=True)
         if service is not None:
             print(_summary(cluster.url, service), flush=True)
             threading.Thread(target=_report_throughput, args=(cluster.url, service), daemon=True).start()
@@ -104,7 +101,7 @@ def throughput_line(before: dict[str, Any], now: dict[str, Any], seconds: float)
     )
 
 
-def _with_progress(work: Callable[[Progress, Callable[[], None]], EnginePlacement]) -> EnginePlacement:
+def _with_progress(work: Callable[[Progress, Callable[[], None]], int]) -> int:
     """Run `work` behind a progress bar on stderr, or with a line for each stage where that is no terminal.
 
     It is given what shows a stage, and what ends the bar and gives the terminal its cursor back.

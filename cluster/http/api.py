@@ -1,6 +1,7 @@
 """The HTTP API: OpenAI's completions and responses, Anthropic's messages, probes, metrics, over any `EngineClient`.
 
-A request passes `Guard` (id, API key, whole body), `body` and `wire` (types, ranges), and its route's handler.
+A request passes `Guard` (id, API key, whole body), `body` and `wire` (types, ranges), and its route's handler, which is
+given the `ApiState` of the model that the request names, or the whole `Service`.
 A completion passes `api_state` there (template and tokenizer, off the event loop), and becomes a `RunResponse`, which
 runs it on the engine client and sends its text.
 """
@@ -22,13 +23,12 @@ from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import api_docs as docs
 from mneme.cluster.http import completions, kv, messages, responses, sessions
 from mneme.cluster.http.api_docs import Route
-from mneme.cluster.http.api_state import ApiState, ServedModel
+from mneme.cluster.http.api_state import MAX_PROMPT_RECORDS, ApiState, Backend, ServedModel, Service
 from mneme.cluster.http.error_response import MESSAGES, http_exception_response
 from mneme.cluster.http.guard import Guard
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
-from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.wire.anthropic import CountRequest, MessagesRequest
 from mneme.cluster.wire.openai import (
     ChatRequest,
@@ -44,56 +44,42 @@ from mneme.cluster.wire.openai import (
 )
 from mneme.cluster.wire.responses import ResponsesRequest
 from mneme.errors import InvalidRequest, PermissionDenied, shown
-from mneme.replicas.documents import BlendOptions
+from mneme.primitives import Bounded
 from mneme.replicas.text.parts import prompt_parts
-from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.truncation import Truncation
 from mneme.version import __version__
 
 _RESPONSE = "/v1/responses/{response_id}"
 
 
 def build_api(
-    client: EngineClient,
-    models: Sequence[ServedModel],
-    tokenizer: Tokenizer,
+    backends: Sequence[Backend],
     config: HttpConfig | None = None,
     *,
     ingress: str = "local",
-    default_timeout_s: float | None = None,
     clock: Clock = time.perf_counter,
-    truncation: Truncation | None = None,
-    blend: BlendOptions | None = None,
 ) -> FastAPI:
-    """The application; all `models` are names of the one model behind `client`, `ingress` is this process's own.
-
-    `truncation` is what sessions get that outgrow the window and say nothing of it, `blend` the same of documents.
-    """
+    """The application; the first of `backends` answers requests that name no model, `ingress` is this process's own."""
     config = config or HttpConfig()
-    metrics, keyring = MetricsPage(client, ingress, models[0].id), config.keyring(clock)
-    api = ApiState(
-        client=client,
-        models={model.id: model for model in models},
-        tokenizer=tokenizer,
-        config=config,
-        needs_key=not keyring.is_open,
-        metrics=metrics,
-        default_timeout_s=default_timeout_s,
-        clock=clock,
-        truncation=truncation or Truncation(),
-        blend=blend or BlendOptions(),
-    )
+    keyring = config.keyring(clock)
+    metrics = MetricsPage({each.model.id: each.client for each in backends}, ingress)
+    prompts = Bounded[tuple[str, str], Any](MAX_PROMPT_RECORDS)
+    apis = [
+        ApiState(
+            **each._asdict(), config=config, latencies=metrics.latencies.of(each.model.id), clock=clock, prompts=prompts
+        )
+        for each in backends
+    ]
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(app, api)
+    _add_routes(app, Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open))
     app.add_exception_handler(HTTPException, _refused_by_framework)
     app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock, keyring=keyring)
     return app
 
 
-def _add_routes(app: FastAPI, api: ApiState) -> None:
-    sent = ("X-Session-ID", *api.config.affinity_headers)
-    salt = ("cache_salt",)
-    routes = [
+def _add_routes(app: FastAPI, service: Service) -> None:
+    hints = service.apis[0].config.affinity_headers
+    sent, salt = ("X-Session-ID", *hints), ("cache_salt", "model")
+    of_model = [
         Route(
             *("POST", "/v1/chat/completions", completions.chat_completions, docs.ChatCompletion, ChatRequest),
             others={"text/event-stream": docs.ChatChunk},
@@ -113,7 +99,7 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route(
             *("POST", "/v1/responses", responses.create_response, docs.Response, ResponsesRequest),
             others={"text/event-stream": docs.ResponseEvent},
-            headers=api.config.affinity_headers,
+            headers=hints,
         ),
         Route("GET", _RESPONSE, responses.get_response, docs.Response, query=salt),
         Route("DELETE", _RESPONSE, responses.delete_response, docs.Deleted, query=salt),
@@ -125,8 +111,6 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route("POST", "/v1/embeddings", completions.embeddings, docs.Embeddings, EmbeddingsRequest),
         Route("POST", "/tokenize", tokenize, docs.Tokens, TokenizeRequest),
         Route("POST", "/detokenize", detokenize, docs.Text, DetokenizeRequest),
-        Route("GET", "/v1/models", _list_models, docs.ModelList),
-        Route("GET", "/v1/models/{model_id:path}", _get_model, docs.Model),
         Route("GET", "/v1/sessions/{session_id:path}", sessions.get_session, docs.Session, query=salt),
         Route("DELETE", "/v1/sessions/{session_id:path}", sessions.delete_session, docs.Deleted, query=salt),
         Route(
@@ -138,10 +122,14 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route("POST", "/v1/kv/lookup", kv.lookup, docs.Lookup, kv.LookupRequest),
         Route("POST", "/v1/kv/pin", kv.pin, docs.TierPin, kv.PinRequest),
         Route("POST", "/v1/kv/unpin", kv.unpin, docs.Deleted, kv.UnpinRequest),
+        Route("DELETE", "/v1/kv/pins/{pin_id:path}", kv.delete_pin, docs.Deleted, query=("model",)),
+    ]
+    of_all = [
+        Route("GET", "/v1/models", _list_models, docs.ModelList),
+        Route("GET", "/v1/models/{model_id:path}", _get_model, docs.Model),
         Route("DELETE", "/v1/kv", kv.drop, docs.Dropped, kv.DropRequest),
         Route("GET", "/v1/kv/stats", kv.stats, docs.KvStats, is_admins=True),
         Route("GET", "/v1/kv/pins", kv.list_pins, docs.PinList),
-        Route("DELETE", "/v1/kv/pins/{pin_id:path}", kv.delete_pin, docs.Deleted),
         Route("GET", "/health", _health, docs.Status),
         Route("GET", "/ready", _ready, docs.Ready),
         Route("GET", "/metrics", _metrics, None, others={"text/plain": str}),
@@ -150,13 +138,26 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route("GET", "/docs", _docs, None, others={"text/html": str}),
         Route("GET", "/openapi.json", _openapi, docs.OpenApi),
     ]
-    for route in routes:
-        app.router.add_route(route.path, partial(_answer, api, route), methods=[route.method])
-    api.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
+    for answer, each in ((_answer_of_model, of_model), (_answer, of_all)):
+        for route in each:
+            app.router.add_route(route.path, partial(answer, service, route), methods=[route.method])
+    routes = [*of_model, *of_all]
+    service.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
     app.state.openapi = docs.openapi(routes)
 
 
-async def _answer(api: ApiState, route: Route, request: Request) -> Any:
+async def _answer_of_model(service: Service, route: Route, request: Request) -> Any:
+    """Answer as `_answer` does, by the model that the request names; without a name, by one that knows its object."""
+
+    async def handler(service: Service, request: Request, *given: Any) -> Any:
+        name = getattr(given[0], "model", None) if given else None
+        name = request.query_params.get("model") if name is None else name
+        return await service.first(name, lambda api: route.handler(api, request, *given))
+
+    return await _answer(service, route._replace(handler=handler), request)
+
+
+async def _answer(service: Service, route: Route, request: Request) -> Any:
     """Check the body of a route that has one and call its handler, whose answer is a response or an object of JSON.
 
     `X-Mneme-Ignored-Fields` of the answer names what was given and is unknown.
@@ -165,71 +166,73 @@ async def _answer(api: ApiState, route: Route, request: Request) -> Any:
         raise PermissionDenied
     given: tuple[Any, ...] = ()
     if route.body is not None:
-        body = await api.parsed(request)
+        body = await service.apis[0].parsed(request)
         given = (validate(route.body, body),)
         if ignored := ignored_fields(route.body, body):
             request.state.answer_headers.append((b"x-mneme-ignored-fields", ignored.encode()))
-    answer = await route.handler(api, request, *given)
+    answer = await route.handler(service, request, *given)
     return JSONResponse(answer) if isinstance(answer, dict) else answer
 
 
-async def _list_models(api: ApiState, request: Request) -> dict[str, Any]:
+async def _list_models(service: Service, request: Request) -> dict[str, Any]:
     """The names that `model` may have."""
-    return {"object": "list", "data": [_model_object(model) for model in api.models.values()]}
+    return {"object": "list", "data": [_model_object(api.model) for api in service.apis]}
 
 
-async def _get_model(api: ApiState, request: Request) -> dict[str, Any]:
+async def _get_model(service: Service, request: Request) -> dict[str, Any]:
     """The model of this name."""
-    return _model_object(api.model(request.path_params["model_id"]))
+    return _model_object(service.of(request.path_params["model_id"]).model)
 
 
-async def _health(api: ApiState, request: Request) -> dict[str, Any]:
+async def _health(service: Service, request: Request) -> dict[str, Any]:
     """This process answers."""
     return {"status": "ok"}
 
 
-async def _ready(api: ApiState, request: Request) -> Response:
-    """Return how many replicas requests may go to; status 503 if none."""
-    num_ready = api.client.num_ready()
+async def _ready(service: Service, request: Request) -> Response:
+    """Return how many replicas requests may go to; status 503 if a model has none."""
+    each = [api.client.num_ready() for api in service.apis]
+    num_ready = sum(each) if all(each) else 0
     headers = {} if num_ready else {"retry-after": "1"}
     return JSONResponse({"ready": num_ready > 0, "replicas": num_ready}, 200 if num_ready else 503, headers)
 
 
-async def _metrics(api: ApiState, request: Request) -> Response:
+async def _metrics(service: Service, request: Request) -> Response:
     """Figures for Prometheus."""
-    return Response(await api.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(await service.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-async def _version(api: ApiState, request: Request) -> dict[str, Any]:
+async def _version(service: Service, request: Request) -> dict[str, Any]:
     """The server's version."""
     return {"version": __version__}
 
 
-async def _docs(api: ApiState, request: Request) -> Response:
+async def _docs(service: Service, request: Request) -> Response:
     """This description as a page for a browser."""
     return HTMLResponse(docs.docs_page(request.app.state.openapi))
 
 
-async def _openapi(api: ApiState, request: Request) -> dict[str, Any]:
+async def _openapi(service: Service, request: Request) -> dict[str, Any]:
     """This description in OpenAPI's form."""
     document: dict[str, Any] = request.app.state.openapi
     return document
 
 
-async def _root(api: ApiState, request: Request) -> Response:
+async def _root(service: Service, request: Request) -> Response:
     """Return what runs here and how busy it is: a page for a browser, JSON for others."""
-    model = api.model(None)
-    replicas = (await api.client.stats()).values()
+    model = service.apis[0].model
+    replicas = (await service.stats()).values()
 
     def total(*path: str) -> int:
         return round(sum(number_at(each, path) for each in replicas))
 
-    service: docs.Service = {
+    about: docs.Service = {
         "service": "mneme",
         "version": __version__,
         "model": model.id,
+        "models": [api.model.id for api in service.apis],
         "max_model_len": model.max_context,
-        "needs_key": api.needs_key,
+        "needs_key": service.needs_key,
         "replicas": len(replicas),
         "device": next((each.get("device") for each in replicas), None),
         "dtype": next((each.get("dtype") for each in replicas), None),
@@ -241,8 +244,8 @@ async def _root(api: ApiState, request: Request) -> Response:
         "generated_tokens": total("tokens", "generated"),
     }
     if "text/html" in request.headers.get("accept", ""):
-        return HTMLResponse(docs.service_page(service, str(request.base_url).rstrip("/")))
-    return JSONResponse(service)
+        return HTMLResponse(docs.service_page(about, str(request.base_url).rstrip("/")))
+    return JSONResponse(about)
 
 
 async def _refused_by_framework(request: Request, error: Exception) -> Response:
@@ -268,7 +271,7 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
 
 async def tokenize(api: ApiState, request: Request, body: TokenizeRequest) -> dict[str, Any]:
     """Ids of a text, or of a conversation as the chat endpoint would render it."""
-    model, text = api.model(body.model), body.prompt
+    text = body.prompt
     if (text is None) == (body.messages is None):
         raise InvalidRequest("prompt", None, "give either a prompt or messages")
     documents = plain_documents(body.documents)
@@ -276,20 +279,19 @@ async def tokenize(api: ApiState, request: Request, body: TokenizeRequest) -> di
         begin = body.add_generation_prompt
         variables = template_variables(None, body.tools)
         prompt = await api.render(
-            body.messages, model, add_generation_prompt=begin, template_variables=variables, documents=documents
+            body.messages, add_generation_prompt=begin, template_variables=variables, documents=documents
         )
     else:
         assert text is not None
         special, given = body.add_special_tokens, prompt_parts(text, documents)
-        prompt = await api.off_loop(len(text), lambda: api.encode("prompt", given, model, add_special_tokens=special))
+        prompt = await api.off_loop(len(text), lambda: api.encode("prompt", given, add_special_tokens=special))
     ids = list(prompt.token_ids)
     strings = {"token_strs": list(map(api.tokenizer.token_text, ids))} if body.return_token_strs else {}
-    return {"count": len(ids), "max_model_len": model.max_context, "tokens": ids, **strings}
+    return {"count": len(ids), "max_model_len": api.model.max_context, "tokens": ids, **strings}
 
 
 async def detokenize(api: ApiState, request: Request, body: DetokenizeRequest) -> dict[str, Any]:
     """The text of ids."""
-    api.model(body.model)
 
     def decode() -> str:
         api.check_ids("tokens", body.tokens)

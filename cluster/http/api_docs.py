@@ -23,6 +23,7 @@ _REF = "#/components/schemas/{model}"
 _PARAMETERS = {
     "X-Session-ID": "the session that this is a turn of",
     "cache_salt": "the one that the session or request was opened under",
+    "model": "the one that it belongs to; unless given, the first that knows it",
     "after": "the id of the item to go on behind",
     "limit": "items at most, from 1 to 100; 20 unless given",
     "order": "asc: oldest first; desc, unless given: newest first",
@@ -752,7 +753,8 @@ class Service(TypedDict):
 
     service: Literal["mneme"]
     version: str
-    model: str
+    model: str  # the one that answers where none is named
+    models: list[str]
     max_model_len: int
     needs_key: bool
     replicas: int
@@ -819,7 +821,7 @@ def _parameter(name: str, where: str, description: str = "") -> dict[str, Any]:
 def service_page(service: Service, url: str) -> str:
     """`GET /` for a browser."""
     shown = {
-        "model": service["model"],
+        "model": ", ".join(service["models"]),
         "context": f"{service['max_model_len']:,} tokens",
         "replicas": f"{service['replicas']} on {service['device']}, {service['dtype']}",
         "KV on the device": f"{service['kv_capacity_tokens']:,} tokens, {service['kv_usage']:.0%} in use",

@@ -1,4 +1,4 @@
-"""Holds what the routes share: engine client, tokenizer, models, and the threads that do blocking work."""
+"""Holds what the routes share: each model's engine client and tokenizer, and the threads that do blocking work."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
-from mneme.cluster.metrics.latency import Clock
+from mneme.cluster.metrics.latency import Clock, ModelLatencies
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.wire.openai import Message, conversation
@@ -49,6 +49,17 @@ class ServedModel:
     root: str | None = None  # the model's directory: load tools on the same machine take its tokenizer
 
 
+class Backend(NamedTuple):
+    """A model, and what answers for it."""
+
+    client: EngineClient
+    model: ServedModel
+    tokenizer: Tokenizer
+    truncation: Truncation = Truncation()  # of sessions that outgrow the window, where a request says nothing
+    blend: BlendOptions = BlendOptions()  # of documents, where a request says nothing
+    default_timeout_s: float | None = None  # of requests that name none
+
+
 class Prompt(NamedTuple):
     token_ids: tuple[int, ...]
     text: str | None  # None where the client gave ids
@@ -68,17 +79,16 @@ class Prompt(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ApiState:
-    """One per application."""
+    """One per model."""
 
     client: EngineClient
-    models: Mapping[str, ServedModel]
+    model: ServedModel
     tokenizer: Tokenizer
+    truncation: Truncation = field(default_factory=Truncation)
+    blend: BlendOptions = field(default_factory=BlendOptions)
+    default_timeout_s: float | None = None
     config: HttpConfig
-    needs_key: bool
-    metrics: MetricsPage
-    truncation: Truncation = field(default_factory=Truncation)  # of sessions, where a request says nothing
-    blend: BlendOptions = field(default_factory=BlendOptions)  # of documents, where a request says nothing
-    default_timeout_s: float | None = None  # of requests that name none
+    latencies: ModelLatencies
     clock: Clock = time.perf_counter
     wall_clock: Clock = time.time
     draw_seed: Callable[[], int] = lambda: secrets.randbits(63)
@@ -95,15 +105,6 @@ class ApiState:
         self._grammars = Grammars(self.tokenizer)
         self.dialect = Dialect(self.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
 
-    def model(self, name: str | None) -> ServedModel:
-        """Find it by id, or by `root` as `vllm bench serve` asks /tokenize; None: the first. Raises `ModelNotFound`."""
-        if name is None:
-            return next(iter(self.models.values()))
-        model = self.models.get(name) or next((m for m in self.models.values() if m.root == name), None)
-        if model is None:
-            raise ModelNotFound(f"model: no model is called {name[:80]!r}; GET /v1/models lists them")
-        return model
-
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The request's body, a JSON object; it can be taken once."""
         check_json_type(request.headers)
@@ -113,7 +114,6 @@ class ApiState:
     async def render(
         self,
         messages: list[Message],
-        model: ServedModel,
         *,
         add_generation_prompt: bool,
         template_variables: Mapping[str, Any] | None = None,
@@ -140,7 +140,7 @@ class ApiState:
             text, num_closing_chars = stand_ins.placed(how, said)
             parts = stand_ins.cut(text)
             fits_any = is_cut or truncation is not None
-            prompt = self.encode("messages", parts, model, add_special_tokens=False, is_cut=fits_any)
+            prompt = self.encode("messages", parts, add_special_tokens=False, is_cut=fits_any)
             if appends or truncation is None or truncation.keep != "system":
                 return prompt._replace(num_closing_chars=num_closing_chars)
             encode = partial(stand_ins.encode_prefix, self.tokenizer)
@@ -194,7 +194,6 @@ class ApiState:
         self,
         field: str,
         given: str | Sequence[Part],
-        model: ServedModel,
         *,
         add_special_tokens: bool,
         is_cut: bool = False,
@@ -205,18 +204,18 @@ class ApiState:
         """
         parts = [Part(given)] if isinstance(given, str) else given
         text = "".join(part.text for part in parts)
-        if self.tokenizer.min_num_tokens(text) >= _max_given(model, is_cut):
-            raise _too_long(field, f"{len(text)} characters", model, is_cut)
+        if self.tokenizer.min_num_tokens(text) >= self._max_given(is_cut):
+            raise self._too_long(field, f"{len(text)} characters", is_cut)
         ids, spans = encode_parts(self.tokenizer, parts, add_special_tokens=add_special_tokens)
         if not ids:
             raise InvalidRequest(field, text, "must have at least one token")
         return Prompt(tuple(ids), text, documents=spans)
 
-    def take_ids(self, field: str, ids: list[int], model: ServedModel, *, is_cut: bool = False) -> Prompt:
+    def take_ids(self, field: str, ids: list[int], *, is_cut: bool = False) -> Prompt:
         """A prompt of token ids; `is_cut` as `encode` has it."""
         self.check_ids(field, ids)
-        if len(ids) >= _max_given(model, is_cut):
-            raise _too_long(field, f"{len(ids)} tokens", model, is_cut)
+        if len(ids) >= self._max_given(is_cut):
+            raise self._too_long(field, f"{len(ids)} tokens", is_cut)
         return Prompt(tuple(ids), None)
 
     def check_ids(self, field: str, ids: list[int]) -> None:
@@ -225,24 +224,61 @@ class ApiState:
             worst = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequest(field, worst, f"token ids are from 0 to {size - 1}")
 
+    def num_last(self, given: int | None, max_tokens: int | None) -> int | None:
+        """Return how many of a prompt's tokens `truncate_prompt_tokens` leaves; None: all. Raises `InvalidRequest`.
 
-def num_last(model: ServedModel, given: int | None, max_tokens: int | None) -> int | None:
-    """Return how many of a prompt's tokens `truncate_prompt_tokens` leaves; None: all. Raises `InvalidRequest`.
+        -1 leaves as many as fit beside `max_tokens` of output, of which one at least.
+        """
+        most = self.model.max_context
+        if given == -1:
+            return max(most - max(max_tokens or 1, 1), 1)
+        if given is not None and not 1 <= given <= most:
+            raise InvalidRequest("truncate_prompt_tokens", given, f"must be from 1 to {most}, or -1")
+        return given
 
-    -1 leaves as many as fit beside `max_tokens` of output, of which one at least.
-    """
-    if given == -1:
-        return max(model.max_context - max(max_tokens or 1, 1), 1)
-    if given is not None and not 1 <= given <= model.max_context:
-        raise InvalidRequest("truncate_prompt_tokens", given, f"must be from 1 to {model.max_context}, or -1")
-    return given
+    def _max_given(self, is_cut: bool) -> int:
+        """Tokens of a prompt at which it is refused unread; what is truncated may be longer than the window."""
+        return self.model.max_context * (MAX_WINDOWS if is_cut else 1)
+
+    def _too_long(self, field: str, size: str, is_cut: bool) -> ContextLengthExceeded:
+        what = "a prompt that is truncated has" if is_cut else "prompt and output together have"
+        return ContextLengthExceeded(field, size, f"{what} at most {self._max_given(is_cut)} tokens")
 
 
-def _max_given(model: ServedModel, is_cut: bool) -> int:
-    """Tokens of a prompt at which it is refused unread; what is truncated may be longer than the window."""
-    return model.max_context * (MAX_WINDOWS if is_cut else 1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One per application: the models' states, the first one that of requests which name none."""
 
+    apis: Sequence[ApiState]
+    metrics: MetricsPage
+    needs_key: bool
 
-def _too_long(field: str, size: str, model: ServedModel, is_cut: bool) -> ContextLengthExceeded:
-    what = "a prompt that is truncated has" if is_cut else "prompt and output together have"
-    return ContextLengthExceeded(field, size, f"{what} at most {_max_given(model, is_cut)} tokens")
+    def of(self, name: str | None) -> ApiState:
+        """Find a model by id, or by `root` as `vllm bench serve` asks /tokenize. Raises `ModelNotFound`."""
+        by_id = (api for api in self.apis if name in (None, api.model.id))
+        by_root = (api for api in self.apis if name == api.model.root)
+        found = next(chain(by_id, by_root), None)
+        if found is None:
+            raise ModelNotFound(f"model: no model is called {str(name)[:80]!r}; GET /v1/models lists them")
+        return found
+
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        """Figures of all models' replicas, as `EngineClient.stats` has them."""
+        each = await asyncio.gather(*(api.client.stats() for api in self.apis))
+        return {replica_id: figures for stats in each for replica_id, figures in stats.items()}
+
+    async def first(self, name: str | None, ask: Callable[[ApiState], Awaitable[T]]) -> T:
+        """Ask the named model, or without a name one after the other, until one knows what is asked for.
+
+        Raises what the first one says if none does.
+        """
+        refusal: InvalidRequest | None = None
+        for api in self.apis if name is None else [self.of(name)]:
+            try:
+                return await ask(api)
+            except InvalidRequest as error:
+                if error.http_status != 404:
+                    raise
+                refusal = refusal or error
+        assert refusal is not None  # there is a model
+        raise refusal

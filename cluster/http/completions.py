@@ -9,7 +9,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from mneme.cluster.http.answers import Answer, ChatAnswer, Choice, CompletionAnswer, EmbeddingsAnswer, FieldNames
-from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel, num_last
+from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.stream import RequestLatency, RunResponse
 from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
 from mneme.cluster.wire.openai import (
@@ -34,11 +34,11 @@ async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -
         api,
         request,
         body,
-        lambda params, model: ChatAnswer(
+        lambda params: ChatAnswer(
             f"chatcmpl-{request.state.request_id}",
             "chat.completion.chunk" if body.stream else "chat.completion",
             int(api.wall_clock()),
-            model.id,
+            api.model.id,
             api.tokenizer,
             num_top=params.logprobs or 0,
             service_tier=body.used_tier,
@@ -52,7 +52,7 @@ async def run_chat(
     api: ApiState,
     request: Request,
     body: ChatRequest,
-    worded: Callable[[SamplingParams, ServedModel], Answer],
+    worded: Callable[[SamplingParams], Answer],
     *,
     fields: FieldNames | None = None,
     reads_header: bool = True,
@@ -64,15 +64,14 @@ async def run_chat(
     reads_header  `X-Session-ID` may name the session
     kept_of       what stays resident of the prompt
     """
-    model, use = api.model(body.model), body.tool_use()
+    use = body.tool_use()
     params = await _sampling(api, body)
     if use is not None:
         params = await _with_tools(api, params, use)
-    turn = _turn(api, request, body, model, num_prompts=1, reads_header=reads_header)
-    last = num_last(model, body.truncate_prompt_tokens, params.max_tokens)
+    turn = _turn(api, request, body, num_prompts=1, reads_header=reads_header)
+    last = api.num_last(body.truncate_prompt_tokens, params.max_tokens)
     prompt = await api.render(
         body.messages,
-        model,
         add_generation_prompt=body.add_generation_prompt,
         template_variables=body.variables,
         appends=body.appends,
@@ -101,7 +100,7 @@ async def run_chat(
         params,
         [prompt.last(last)],
         [named],
-        worded(params, model),
+        worded(params),
         lambda: api.dialect.parser(names, is_forced=is_forced, is_thinking=is_thinking),
         () if kept_of is None or body.appends else await kept_of(prompt),
     )
@@ -134,20 +133,19 @@ async def _with_tools(api: ApiState, params: SamplingParams, use: ToolUse) -> Sa
 
 async def completions(api: ApiState, request: Request, body: CompletionRequest) -> RunResponse:
     """Run n choices of each prompt; choice j of prompt i has index i * n + j."""
-    model = api.model(body.model)
     params = await _sampling(api, body)
     given = body.prompts()
-    turn = _turn(api, request, body, model, num_prompts=len(given))
+    turn = _turn(api, request, body, num_prompts=len(given))
     names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
-    last = num_last(model, body.truncate_prompt_tokens, params.max_tokens)
+    last = api.num_last(body.truncate_prompt_tokens, params.max_tokens)
 
     def take(index: int) -> Prompt:
         name, prompt = names[index], given[index]
         is_cut = last is not None or turn.truncation_of(index) is not None
         if not isinstance(prompt, list):
             special = body.add_special_tokens and not body.appends
-            return api.encode(name, prompt, model, add_special_tokens=special, is_cut=is_cut).last(last)
-        return api.take_ids(name, prompt, model, is_cut=is_cut).last(last)
+            return api.encode(name, prompt, add_special_tokens=special, is_cut=is_cut).last(last)
+        return api.take_ids(name, prompt, is_cut=is_cut).last(last)
 
     size = sum(len(prompt) if isinstance(prompt, str | list) else sum(len(p.text) for p in prompt) for prompt in given)
     prompts = await api.off_loop(size, lambda: list(map(take, range(len(given)))))
@@ -155,7 +153,7 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
         f"cmpl-{request.state.request_id}",
         "text_completion",
         int(api.wall_clock()),
-        model.id,
+        api.model.id,
         api.tokenizer,
         num_top=params.logprobs or 0,
         service_tier=body.used_tier,
@@ -171,15 +169,15 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
 
     A text runs as a request of one output token: all its tokens are computed, and nothing of it is kept.
     """
-    model, given = api.model(body.model), body.inputs()
-    last = num_last(model, body.truncate_prompt_tokens, _EMBEDDED.max_tokens)
+    given = body.inputs()
+    last = api.num_last(body.truncate_prompt_tokens, _EMBEDDED.max_tokens)
 
     def take(index: int) -> Prompt:
         name, is_cut = "input" if len(given) == 1 else f"input[{index}]", last is not None
         if isinstance(given[index], list):
-            return api.take_ids(name, given[index], model, is_cut=is_cut).last(last)
+            return api.take_ids(name, given[index], is_cut=is_cut).last(last)
         special = body.add_special_tokens
-        return api.encode(name, given[index], model, add_special_tokens=special, is_cut=is_cut).last(last)
+        return api.encode(name, given[index], add_special_tokens=special, is_cut=is_cut).last(last)
 
     prompts = await api.off_loop(sum(map(len, given)), lambda: list(map(take, range(len(given)))))
     request_id, choices = request.state.request_id, list[Choice]()
@@ -197,9 +195,9 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
     return RunResponse(
         client=api.client,
         choices=choices,
-        answer=EmbeddingsAnswer(model.id, body),
+        answer=EmbeddingsAnswer(api.model.id, body),
         stream=None,
-        latency=RequestLatency(api.metrics.latencies, api.clock, request.state.received_s),
+        latency=RequestLatency(api.latencies, api.clock, request.state.received_s),
         stall_timeout_s=api.config.client_stall_timeout_s,
     )
 
@@ -219,7 +217,6 @@ def _turn(
     api: ApiState,
     request: Request,
     body: SamplingBody,
-    model: ServedModel,
     *,
     num_prompts: int,
     reads_header: bool = True,
@@ -232,7 +229,7 @@ def _turn(
     given = body.truncation.given() if body.truncation is not None else None
     truncation = resolved(given, api.truncation, has_session=session is not None)
     if truncation is not None:
-        truncation.check_window(model.max_context)
+        truncation.check_window(api.model.max_context)
     return _Turn(session, truncation)
 
 
@@ -320,7 +317,7 @@ def _run(
         choices=choices,
         answer=answer,
         stream=(body.stream_options or StreamOptions()) if body.stream else None,
-        latency=RequestLatency(api.metrics.latencies, api.clock, request.state.received_s),
+        latency=RequestLatency(api.latencies, api.clock, request.state.received_s),
         stall_timeout_s=api.config.client_stall_timeout_s,
     )
 

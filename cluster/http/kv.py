@@ -27,7 +27,7 @@ from starlette.requests import Request
 from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
-from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
+from mneme.cluster.http.api_state import ApiState, Prompt, Service
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
 from mneme.cluster.wire.openai import Body, GivenDocument, Messages, Text, TokenIds, Tools, Ttl, template_variables
@@ -160,19 +160,19 @@ async def _release(api: ApiState, request: Request, pin_id: str) -> dict[str, An
     return {"id": pin_id, "object": "kv.pin.deleted", "deleted": True}
 
 
-async def list_pins(api: ApiState, request: Request) -> dict[str, Any]:
+async def list_pins(service: Service, request: Request) -> dict[str, Any]:
     """Return what the API key has pinned, and where, and what is public."""
     tenant = kv_tenant(request.state.tenant)
     described_by_id: dict[str, dict[str, Any]] = {}
     replicas_by_id: dict[str, list[str]] = {}
     for owner in (tenant, tenant_id(PUBLIC_SALT)):
-        for replica_id, pins in (await api.client.query(commands.list_pins(owner))).items():
+        for replica_id, pins in (await _query_all(service, commands.list_pins(owner))).items():
             for each in pins:
                 known = described_by_id.setdefault(each["id"], each)
                 known["pinned"] = known["pinned"] and each["pinned"]
                 replicas_by_id.setdefault(each["id"], []).append(replica_id)
     on_devices = [_device_pin(known, replicas_by_id[pin_id]) for pin_id, known in described_by_id.items()]
-    in_tier = await ask_tier(api.client, commands.list_kv_pins(tenant)) or ()
+    in_tier = await ask_tier(service.apis[0].client, commands.list_kv_pins(tenant)) or ()
     return {"object": "list", "data": [*on_devices, *map(_tier_pin, in_tier)]}
 
 
@@ -185,30 +185,44 @@ def _device_pin(described: dict[str, Any], replicas: Sequence[str]) -> dict[str,
     return {"id": shown.pop("id"), "object": "kv.pin", "where": "device", **shown, "replicas": sorted(replicas)}
 
 
-async def drop(api: ApiState, request: Request, body: DropRequest) -> dict[str, Any]:
-    """Forget KV; what runs or is pinned on a device stays there until it is let go."""
+async def drop(service: Service, request: Request, body: DropRequest) -> dict[str, Any]:
+    """Forget KV; what runs or is pinned on a device stays there until it is let go.
+
+    `tenant` means that of all models.
+    """
     field = _one_given(body, "session_id", "tenant")
-    salt = kv_salt(request.state.tenant, None if field == "tenant" else body.cache_salt)
     if field == "tenant":
-        of_engines, of_tier = commands.delete_tenant_pages(salt), commands.delete_tenant_kv(salt)
+        salt = kv_salt(request.state.tenant, None)
+        engines = await _query_all(service, commands.delete_tenant_pages(salt))
+        tier = await ask_tier(service.apis[0].client, commands.delete_tenant_kv(salt))  # last, as below
     else:
-        chosen = await _select(api, request, body, visible=False, others=("tenant",))
-        of_engines = commands.delete_sequence_pages(salt, chosen.token_ids, chosen.session)
-        of_tier = commands.delete_kv(salt, chosen.token_ids, chosen.session)
-    engines = await api.client.query(of_engines)
-    tier = await ask_tier(api.client, of_tier)  # last: what a replica saves meanwhile goes too
+        engines, tier = await service.first(body.model, lambda api: _drop_sequence(api, request, body))
     return {"object": "kv.deleted", "by": field, "replicas": _by_replica(engines), "tier": tier}
 
 
-async def stats(api: ApiState, request: Request) -> dict[str, Any]:
+async def _drop_sequence(api: ApiState, request: Request, body: DropRequest) -> tuple[dict[str, Any], Any]:
+    """Return what the replicas and the cache tier dropped."""
+    chosen = await _select(api, request, body, visible=False, others=("tenant",))
+    selected = chosen.salt, chosen.token_ids, chosen.session
+    engines = await api.client.query(commands.delete_sequence_pages(*selected))
+    return engines, await ask_tier(api.client, commands.delete_kv(*selected))  # last: a replica may save meanwhile
+
+
+async def stats(service: Service, request: Request) -> dict[str, Any]:
     """Sums of all that is kept, and the caller's own share."""
-    tier = await ask_tier(api.client, commands.kv_stats(kv_salt(request.state.tenant, None)))
+    tier = await ask_tier(service.apis[0].client, commands.kv_stats(kv_salt(request.state.tenant, None)))
     replicas = [
         {"replica": replica_id, **{name: figures.get(name) for name in ("pages", "host_pages", "tokens")}}
-        for replica_id, figures in (await api.client.stats()).items()
+        for replica_id, figures in (await service.stats()).items()
     ]
     own = None if tier is None else tier.pop("tenant")
     return {"object": "kv.stats", "replicas": replicas, "tier": tier, "tenant": own}
+
+
+async def _query_all(service: Service, query: commands.Query) -> dict[str, Any]:
+    """Ask the replicas of all models."""
+    answers = await asyncio.gather(*(api.client.query(query) for api in service.apis))
+    return {replica_id: answer for each in answers for replica_id, answer in each.items()}
 
 
 def _by_replica(answers: dict[str, Any]) -> list[dict[str, Any]]:
@@ -340,33 +354,33 @@ async def _select(
 
 async def _select_prompt(api: ApiState, request: Request, body: PromptSelector, field: str) -> Selection:
     """The tokens of a prompt, given ids, or what all conversations begin with that begin with these messages."""
-    model, salt = api.model(body.model), kv_salt(request.state.tenant, body.cache_salt)
+    salt = kv_salt(request.state.tenant, body.cache_salt)
     if body.documents is not None:
         raise InvalidRequest("documents", len(body.documents), "not taken here: make them parts of the messages")
     if body.document is not None:
-        ids = await _token_ids(api, field, _document_prompt(body.document, field), model, special=False)
-        return Selection(field, salt, _bounded(field, (*api.tokenizer.sink_ids, *ids), model))
+        ids = await _token_ids(api, field, _document_prompt(body.document, field), special=False)
+        return Selection(field, salt, _bounded(api, field, (*api.tokenizer.sink_ids, *ids)))
     if body.messages is None:
-        ids = await _token_ids(api, field, getattr(body, field), model, special=body.add_special_tokens)
+        ids = await _token_ids(api, field, getattr(body, field), special=body.add_special_tokens)
         return Selection(field, salt, ids)
     ids = await api.render_prefix(body.messages, template_variables(body.chat_template_kwargs, body.tools))
     if not ids:
         raise InvalidRequest(field, None, "the chat template writes nothing for them alone")
-    return Selection(field, salt, _bounded(field, ids, model))
+    return Selection(field, salt, _bounded(api, field, ids))
 
 
 async def _token_ids(
-    api: ApiState, field: str, given: str | tuple[Part, ...] | list[int], model: ServedModel, *, special: bool
+    api: ApiState, field: str, given: str | tuple[Part, ...] | list[int], *, special: bool
 ) -> tuple[int, ...]:
     """Ids of a text or of parts, or those that were given."""
 
     def take() -> Prompt:
         if isinstance(given, list):
-            return api.take_ids(field, given, model)
-        return api.encode(field, given, model, add_special_tokens=special)
+            return api.take_ids(field, given)
+        return api.encode(field, given, add_special_tokens=special)
 
     size = sum(len(part.text) for part in given) if isinstance(given, tuple) else len(given)
-    return _bounded(field, (await api.off_loop(size, take)).token_ids, model)
+    return _bounded(api, field, (await api.off_loop(size, take)).token_ids)
 
 
 def _document_prompt(given: str | GivenDocument | list[int], field: str) -> tuple[Part, ...] | list[int]:
@@ -377,8 +391,8 @@ def _document_prompt(given: str | GivenDocument | list[int], field: str) -> tupl
     return Part(""), Part(document.text, document)
 
 
-def _bounded(field: str, ids: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
+def _bounded(api: ApiState, field: str, ids: tuple[int, ...]) -> tuple[int, ...]:
     """Raises `ContextLengthExceeded` for what no completion could have computed."""
-    if len(ids) >= model.max_context:
-        raise ContextLengthExceeded(field, f"{len(ids)} tokens", f"may have {model.max_context - 1} tokens")
+    if len(ids) >= api.model.max_context:
+        raise ContextLengthExceeded(field, f"{len(ids)} tokens", f"may have {api.model.max_context - 1} tokens")
     return ids

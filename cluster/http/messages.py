@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 
 from mneme.cluster.http.answers import Answer, Choice, Delta, event
-from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
+from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.completions import run_chat
 from mneme.cluster.http.error_response import anthropic_error
 from mneme.cluster.http.stream import RunResponse
@@ -37,8 +37,8 @@ async def messages(api: ApiState, request: Request, body: MessagesRequest) -> Ru
     marks = body.cache_marks(strips=api.config.strip_client_lines)
     tenant: str = request.state.tenant
 
-    def worded(_params: SamplingParams, model: ServedModel) -> MessagesAnswer:
-        return MessagesAnswer(request.state.request_id, model.id, is_silent=not body.max_tokens, compare=compare)
+    def worded(_params: SamplingParams) -> MessagesAnswer:
+        return MessagesAnswer(request.state.request_id, api.model.id, is_silent=not body.max_tokens, compare=compare)
 
     def compare(message_id: str, prompt_token_ids: Sequence[int]) -> dict[str, Any] | None:
         """Remember the prompt of a message, and say how it differs from an earlier one."""
@@ -58,8 +58,7 @@ async def messages(api: ApiState, request: Request, body: MessagesRequest) -> Ru
 async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> dict[str, Any]:
     """Count the tokens of a prompt, without running it."""
     chat = _chat(api, body)
-    model = api.model(chat.model)
-    prompt = await api.render(chat.messages, model, add_generation_prompt=True, template_variables=chat.variables)
+    prompt = await api.render(chat.messages, add_generation_prompt=True, template_variables=chat.variables)
     return {"input_tokens": len(prompt.token_ids)}
 
 
@@ -89,7 +88,6 @@ async def _kept(api: ApiState, chat: ChatRequest, mark: CacheMark, prompt: Promp
         messages.append(Message(role="user", content=_NOBODY_SAYS))
     begun = await api.render(
         messages,
-        api.model(chat.model),
         add_generation_prompt=False,
         template_variables=chat.variables,
         truncation=Truncation(strategy="reuse_kv"),

@@ -73,7 +73,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
         kept, home = await _found(api, before, "previous_response_id")
     items = body.items(response_id)
     about = {"id": response_id, "object": "response", "created_at": int(api.wall_clock())}
-    echo = {**body.echo(), **about, "model": api.model(body.model).id}
+    echo = {**body.echo(), **about, "model": api.model.id}
     appends = kept is not None and all(kept.response.get(name) == echo[name] for name in _HEAD)
     said = items if kept is None or appends else [*kept.history, *items]
     system = [{"role": "system", "content": body.instructions}] if body.instructions and not appends else []
@@ -101,7 +101,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
         chat = validate(ChatRequest, asked)
         run = await run_chat(
             *(api, request, chat),
-            lambda *_: ResponsesAnswer(echo, keeper, is_prewarm=body.is_prewarm),
+            lambda _: ResponsesAnswer(echo, keeper, is_prewarm=body.is_prewarm),
             fields=FieldNames("input", "input" if body.max_output_tokens is None else "max_output_tokens"),
             reads_header=False,
             kept_of=kept_of,

@@ -17,7 +17,7 @@ from mneme.cluster.http.answers import Answer, Choice, Delta, joined, usage_obje
 from mneme.cluster.http.body import ClientGone, Receive
 from mneme.cluster.http.guard import Send
 from mneme.cluster.keys import Meter
-from mneme.cluster.metrics.latency import Clock, Latencies
+from mneme.cluster.metrics.latency import Clock, ModelLatencies
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.wire.openai import StreamOptions
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
@@ -38,7 +38,7 @@ _tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no strong
 class RequestLatency:
     """Measures one request from when its body was there, `started_s` of the same clock."""
 
-    def __init__(self, latencies: Latencies, clock: Clock, started_s: float) -> None:
+    def __init__(self, latencies: ModelLatencies, clock: Clock, started_s: float) -> None:
         self._latencies = latencies
         self._clock = clock
         self._started_s = started_s

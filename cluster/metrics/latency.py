@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from prometheus_client import Histogram, Metric, disable_created_metrics
 
@@ -15,60 +16,86 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be a ga
 
 
 class Latencies:
-    """Holds the histograms of one ingress, labelled with it and the model.
+    """Holds the histograms of one ingress: `of` a model, those with its label.
 
-    Their names are vLLM's. Three are exposed a second time under a `mneme_` name, without the model's label.
+    Their names are vLLM's. Three are exposed a second time under a `mneme_` name.
     """
 
-    def __init__(self, ingress: str, model: str) -> None:
-        self._families: list[Histogram] = []
+    def __init__(self, ingress: str) -> None:
+        self._ingress = ingress
         self._own_names: dict[str, str] = {}
-
-        def histogram(
-            name: str, description: str, *, own: str | None = None, buckets: tuple[float, ...] = _BUCKETS_S
-        ) -> Histogram:
-            labels = ("ingress", "model_name")
-            family = Histogram(f"vllm:{name}", description, labels, registry=None, buckets=buckets)
-            self._families.append(family)
-            if own is not None:
-                self._own_names[family._name] = own
-            return family.labels(ingress, model)
-
-        self.ttft = histogram(
+        self._families: dict[str, Histogram] = {}
+        self._add(
+            "ttft",
             "time_to_first_token_seconds",
             "From the whole request to the first token of each choice, at this ingress.",
             own="mneme_time_to_first_token_seconds",
         )
-        self.itl = histogram(
+        self._add(
+            "itl",
             "inter_token_latency_seconds",
             "Between two events of one choice, per token of the second, at this ingress.",
             own="mneme_inter_token_latency_seconds",
         )
-        self.e2e = histogram(
+        self._add(
+            "e2e",
             "e2e_request_latency_seconds",
             "From the whole request to the end of its answer, at this ingress.",
             own="mneme_request_seconds",
         )
-        self.tpot = histogram("request_time_per_output_token_seconds", "Mean of a choice, after its first token.")
-        self.queue = histogram("request_queue_time_seconds", "From an engine's taking a choice to its first rows.")
-        self.prefill = histogram("request_prefill_time_seconds", "From a choice's first rows to its first token.")
-        self.decode = histogram("request_decode_time_seconds", "From a choice's first token to its last.")
-        self.inference = histogram("request_inference_time_seconds", "From a choice's first rows to its last token.")
-        self.prompt_tokens = histogram("request_prompt_tokens", "Of each choice.", buckets=_BUCKETS_TOKENS)
-        self.generation_tokens = histogram("request_generation_tokens", "Of each choice.", buckets=_BUCKETS_TOKENS)
+        add = self._add
+        add("tpot", "request_time_per_output_token_seconds", "Mean of a choice, after its first token.")
+        add("queue", "request_queue_time_seconds", "From an engine's taking a choice to its first rows.")
+        add("prefill", "request_prefill_time_seconds", "From a choice's first rows to its first token.")
+        add("decode", "request_decode_time_seconds", "From a choice's first token to its last.")
+        add("inference", "request_inference_time_seconds", "From a choice's first rows to its last token.")
+        add("prompt_tokens", "request_prompt_tokens", "Of each choice.", buckets=_BUCKETS_TOKENS)
+        add("generation_tokens", "request_generation_tokens", "Of each choice.", buckets=_BUCKETS_TOKENS)
+
+    def of(self, model: str) -> ModelLatencies:
+        return ModelLatencies(**{name: family.labels(self._ingress, model) for name, family in self._families.items()})
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._families:
+        for family in self._families.values():
             for metric in family.collect():
                 yield metric
                 if metric.name in self._own_names:
                     yield _renamed(metric, self._own_names[metric.name])
 
+    def _add(
+        self,
+        attribute: str,
+        name: str,
+        description: str,
+        *,
+        own: str | None = None,
+        buckets: tuple[float, ...] = _BUCKETS_S,
+    ) -> None:
+        labels = ("ingress", "model_name")
+        family = Histogram(f"vllm:{name}", description, labels, registry=None, buckets=buckets)
+        self._families[attribute] = family
+        if own is not None:
+            self._own_names[family._name] = own
+
+
+class ModelLatencies(NamedTuple):
+    """One model's histograms at one ingress; `Latencies` says what they measure."""
+
+    ttft: Histogram
+    itl: Histogram
+    e2e: Histogram
+    tpot: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    prompt_tokens: Histogram
+    generation_tokens: Histogram
+
 
 def _renamed(metric: Metric, name: str) -> Metric:
-    """The same samples under a name of ours, which have no label of the model's."""
+    """The same samples under a name of ours."""
     found = Metric(name, metric.documentation, metric.type)
     for sample in metric.samples:
-        labels = {key: value for key, value in sample.labels.items() if key != "model_name"}
-        found.add_sample(name + sample.name.removeprefix(metric.name), labels, sample.value)
+        found.add_sample(name + sample.name.removeprefix(metric.name), sample.labels, sample.value)
     return found

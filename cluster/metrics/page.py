@@ -40,12 +40,11 @@ _NODES_TIMEOUT_S = 2.0  # more than the tier's administrator gives a node
 class MetricsPage:
     """Renders the page; its figures are as old as `EngineClient.stats()`, at most 1 s."""
 
-    def __init__(self, client: EngineClient, ingress: str, model: str) -> None:
-        """`model` is the label `model_name` of families with vLLM's names."""
-        self._client = client
+    def __init__(self, clients: Mapping[str, EngineClient], ingress: str) -> None:
+        """`clients`: each model's; its name is the label `model_name` of latencies and of vLLM's families."""
+        self._clients = clients
         self._labels: Labels = (("ingress", ingress),)
-        self._model: Labels = (("model_name", model),)
-        self.latencies = Latencies(ingress, model)
+        self.latencies = Latencies(ingress)
         self._responses: Counter[Labels] = Counter()
         self.known_paths: frozenset[str] = frozenset()  # labels of answers; the rest is "other"
 
@@ -55,17 +54,21 @@ class MetricsPage:
 
     async def render(self) -> bytes:
         """Write the page in Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
-        stats = await self._client.stats()
-        engines = [each["cache"] for each in stats.values() if isinstance(each.get("cache"), dict)]
+        answers = await asyncio.gather(*(client.stats() for client in self._clients.values()))
+        stats = dict(zip(self._clients, answers, strict=True))
+        figures = (each.get("cache") for replicas in answers for each in replicas.values())
+        engines = [each for each in figures if isinstance(each, dict)]
         nodes = await self._cache_nodes() if engines else []
         wanted = await self._num_wanted()
         return generate_latest(_Found([*self._metrics(stats, wanted), *cache_metrics(nodes, engines)]))
 
     async def _num_wanted(self) -> int | None:
-        """Ask in a thread how many replicas there should be; None if that takes long."""
+        """Ask in threads how many replicas there should be; None if that takes long, or is not known of a model."""
+        asked = (asyncio.to_thread(client.num_wanted) for client in self._clients.values())
         try:
             async with asyncio.timeout(_WANTED_TIMEOUT_S):
-                return await asyncio.to_thread(self._client.num_wanted)
+                known = [each for each in await asyncio.gather(*asked) if each is not None]
+            return sum(known) if len(known) == len(self._clients) else None
         except Exception as error:  # where it stands may be down
             logger.warning("the wanted number of replicas is not known: %s", type(error).__name__)
             return None
@@ -74,32 +77,44 @@ class MetricsPage:
         """Ask the cache tier for its nodes' figures; none if it does not answer soon."""
         try:
             async with asyncio.timeout(_NODES_TIMEOUT_S):
-                figures = await ask_tier(self._client, kv_stats(None))
+                figures = await ask_tier(next(iter(self._clients.values())), kv_stats(None))
         except (TimeoutError, MnemeError) as error:
             logger.warning("the cache tier did not say its figures: %s", type(error).__name__)
             return []
         return [] if figures is None else list(figures["nodes"])
 
-    def _metrics(self, stats: Mapping[str, Mapping[str, Any]], wanted: int | None) -> Iterator[Metric]:
-        engines = list(stats.values())
-        yield metric("mneme_ready", "Whether every model has a replica.", {(): self._client.num_ready() > 0})
-        replicas: dict[Labels, float] = {(("state", "ready"),): len(stats)}
+    def _metrics(self, stats: Mapping[str, Mapping[str, Mapping[str, Any]]], wanted: int | None) -> Iterator[Metric]:
+        """`stats`: of each model's replicas."""
+        by_replica = {name: each for replicas in stats.values() for name, each in replicas.items()}
+        engines = list(by_replica.values())
+        is_ready = all(client.num_ready() for client in self._clients.values())
+        yield metric("mneme_ready", "Whether every model has a replica.", {(): is_ready})
+        replicas: dict[Labels, float] = {(("state", "ready"),): len(engines)}
         replicas |= {} if wanted is None else {(("state", "wanted"),): wanted}
         yield metric("mneme_replicas", "Replicas that answered, and those that there should be.", replicas)
         yield from summed(ENGINES, engines)
-        rss: dict[Labels, float] = {(("replica", name),): number_at(s, ("rss_bytes",)) for name, s in stats.items()}
+        rss: dict[Labels, float] = {
+            (("replica", name),): number_at(s, ("rss_bytes",)) for name, s in by_replica.items()
+        }
         yield metric("mneme_resident_memory_bytes", "Resident memory per replica.", rss)
         yield metric("mneme_http_responses_total", "Answers of this ingress.", self._responses)
         gpus = {gpu["gpu"]: gpu for gpu in (each.get("gpu") for each in engines) if gpu}  # replicas may share one
         yield from summed(GPUS if gpus else (), list(gpus.values()), by="gpu")
         unhealthy: dict[Labels, float] = {(("gpu", name),): gpu["problem"] is not None for name, gpu in gpus.items()}
         yield metric("mneme_gpu_unhealthy", "Whether a GPU cannot be trusted any more.", unhealthy)
-        yield from summed(ROUTING, [self._client.routing()], self._labels)
-        yield from summed(VLLM, engines, self._model)
-        num_pages = sum(number_at(each, ("pages", "total")) for each in engines)
-        used = sum(number_at(each, ("pages", "in_use")) for each in engines) / max(num_pages, 1)
-        yield metric("vllm:kv_cache_usage_perc", "Share of pages in use; 1 is all.", {self._model: used})
+        yield from summed(ROUTING, [client.routing() for client in self._clients.values()], self._labels)
+        reports = [{**each, "model_name": model} for model, replicas in stats.items() for each in replicas.values()]
+        yield from summed(VLLM, [*({"model_name": model} for model in stats), *reports], by="model_name")
+        usage: dict[Labels, float] = {
+            (("model_name", model),): _kv_usage(list(replicas.values())) for model, replicas in stats.items()
+        }
+        yield metric("vllm:kv_cache_usage_perc", "Share of pages in use; 1 is all.", usage)
         yield from self.latencies.collect()
+
+
+def _kv_usage(engines: Sequence[Mapping[str, Any]]) -> float:
+    num_pages = sum(number_at(each, ("pages", "total")) for each in engines)
+    return sum(number_at(each, ("pages", "in_use")) for each in engines) / max(num_pages, 1)
 
 
 def cache_metrics(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

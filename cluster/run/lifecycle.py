@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from mneme.cachetier.node.folder import check_usable
 from mneme.cluster.config import SETTLE_S, ClusterConfig
 from mneme.cluster.run import environment
 from mneme.cluster.run.janitor import Janitor
-from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_engines
+from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_models
 from mneme.errors import CheckpointError, MnemeError
 from mneme.replicas.model.config import load_model_config, model_directory
 
@@ -50,7 +50,8 @@ _LEAVE_S = 3.0  # for the word that an application is to go
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _RAISED = re.compile(r"^(?:[\w.]*\.)?(\w*(?:Error|Exception|Unavailable|Interrupt)): (.+)$")
 
-BuildApplication = Callable[[EnginePlacement], object]
+Placements = Sequence[EnginePlacement]  # of each model
+BuildApplication = Callable[[Placements], object]
 Progress = Callable[[str, float], None]  # what is going on, fraction done
 
 
@@ -59,14 +60,15 @@ class StartFailed(MnemeError):
 
 
 def check_files(config: ClusterConfig) -> None:
-    """Check the model's files and the cache's folder before anything is started; tensors are for replicas to check.
+    """Check the models' files and the cache's folder before anything is started; tensors are for replicas to check.
 
     Raises `ConfigError` or `CheckpointError`.
     """
-    directory = model_directory(config.model)
-    load_model_config(directory)
-    _check_tokenizer_files(directory)
-    _check_weight_files(directory)
+    for each in config.each_model():
+        directory = model_directory(each.model)
+        load_model_config(directory)
+        _check_tokenizer_files(directory)
+        _check_weight_files(directory)
     disk = config.cache.disk if config.cache.enabled else None
     if disk is not None and "%n" not in disk.folder:  # else a replica finds it, which knows its node's name
         check_usable(disk.folder)
@@ -127,8 +129,8 @@ class LocalCluster:
 
     def start(
         self, application: BuildApplication, on_progress: Progress, end_progress: Callable[[], object] = lambda: None
-    ) -> EnginePlacement:
-        """Start Ray and the application (built only once Ray's knobs are set); returns where its engines are.
+    ) -> int:
+        """Start Ray and the application (built only once Ray's knobs are set); returns how many engines it has.
 
         `end_progress` is called, on any thread, before a signal ends the process: the terminal is clean then.
         Raises `StartFailed`, `ConfigError` or `CheckpointError`.
@@ -136,30 +138,31 @@ class LocalCluster:
         self._end_progress = end_progress
         check_files(self.config)
         if self.config.ray.address is None:
-            placement = self._begin(on_progress)
+            placements = self._begin(on_progress)
         else:
             self._watch_signals()
             on_progress("joining Ray", 0.0)
-            placement = self._join(self.config.ray.address)
+            placements = self._join(self.config.ray.address)
         _take_signals()  # again: `ray.init` sets its own handlers
         on_progress("starting replicas", 0.0)
         with _reading_progress(on_progress):
-            self._run(lambda: application(placement))
-            self._await_ready(placement.replicas)
+            self._run(lambda: application(placements))
+            num_replicas = sum(placement.replicas for placement in placements)
+            self._await_ready(num_replicas)
         self._is_up = True
-        return placement
+        return num_replicas
 
-    def _begin(self, on_progress: Progress) -> EnginePlacement:
+    def _begin(self, on_progress: Progress) -> Placements:
         environment.check_port(self.config)
-        placement = place_engines(self.config, count_gpus())
+        placements = place_models(self.config, count_gpus())
         directory = environment.make_directory(self.config)
         marker = secrets.token_hex(16)
         self._janitor = Janitor(marker, directory)
         self._watch_signals()
         environment.apply(environment.cluster_environment(self.config, marker, directory))
         on_progress("starting Ray", 0.0)
-        self._start_ray(directory, placement)
-        return placement
+        self._start_ray(directory, placements)
+        return placements
 
     def wait(self) -> None:
         """Return when a signal asks to stop."""
@@ -182,7 +185,7 @@ class LocalCluster:
         self._janitor.clean()
         deadline.cancel()
 
-    def _join(self, address: str) -> EnginePlacement:
+    def _join(self, address: str) -> Placements:
         import ray
         from ray import serve
 
@@ -206,7 +209,7 @@ class LocalCluster:
                 f"ray.address: no Ray cluster can be joined at {address}: {_first_line(error)}"
             ) from error
         self._is_joined = True
-        return place_engines(self.config, int(ray.cluster_resources().get("GPU", 0)), may_grow=True)
+        return place_models(self.config, int(ray.cluster_resources().get("GPU", 0)), may_grow=True)
 
     def _leave(self) -> None:
         """Take the application from the cluster; what streams ends with an error, what is on disks stays."""
@@ -222,7 +225,7 @@ class LocalCluster:
             _close_cache_tier()
         _shut_ray_down()
 
-    def _start_ray(self, directory: Path, placement: EnginePlacement) -> None:
+    def _start_ray(self, directory: Path, placements: Placements) -> None:
         import ray
 
         from mneme.cluster.serve.ray_private import single_node
@@ -231,7 +234,7 @@ class LocalCluster:
             with single_node():
                 ray.init(
                     address="local",
-                    num_cpus=self._reserved_cpus(placement.replicas),  # Ray starts one idle worker per CPU
+                    num_cpus=self._reserved_cpus(placements),  # Ray starts one idle worker per CPU
                     object_store_memory=self.config.ray.object_store_bytes,
                     include_dashboard=False,
                     log_to_driver=False,
@@ -243,10 +246,11 @@ class LocalCluster:
         except Exception as error:
             raise StartFailed(f"Ray did not start: {_first_line(error)}") from error
 
-    def _reserved_cpus(self, num_replicas: int) -> int:
-        config = self.config
-        most = num_replicas if config.autoscale is None else config.autoscale.max
-        reserved = most * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
+    def _reserved_cpus(self, placements: Placements) -> int:
+        reserved = self.config.ingress.replicas * self.config.ingress.cpus
+        for model, placement in zip(self.config.each_model(), placements, strict=True):
+            most = placement.replicas if model.autoscale is None else model.autoscale.max
+            reserved += most * model.cpus_per_replica
         return max(1, math.ceil(reserved))
 
     def _run(self, application: Callable[[], object]) -> None:

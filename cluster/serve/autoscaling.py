@@ -56,7 +56,7 @@ class AutoscalingPolicy:
     def __init__(self, *, deployment: str, **config: Any) -> None:
         self._autoscaler = Autoscaler(AutoscaleConfig(**config))
         self._reported: dict[str, float] = {}  # when each replica made its last report, by its own clock
-        self._noted: int | None = None
+        self._deployment, self._noted = deployment, -1
         stop_first(deployment, self._autoscaler.cheapest_first)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
@@ -71,7 +71,7 @@ class AutoscalingPolicy:
     def _decide(self, context: Any, target: int) -> int:
         wanted = self._autoscaler.decide(self._loads(context), target, context.current_time)
         if wanted != self._noted:
-            note_wanted(wanted)
+            note_wanted(self._deployment, wanted)
             self._noted = wanted
         if wanted != target:
             needed = self._autoscaler.needed()

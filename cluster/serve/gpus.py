@@ -58,6 +58,26 @@ def place_engines(config: ClusterConfig, num_gpus: int, *, may_grow: bool = Fals
     return EnginePlacement(replicas, "cuda", gpus)
 
 
+def place_models(config: ClusterConfig, num_gpus: int, *, may_grow: bool = False) -> tuple[EnginePlacement, ...]:
+    """Decide as `place_engines` does for each model; those that do not say how many share the GPUs others leave.
+
+    Raises `ConfigError`.
+    """
+    each = config.each_model()
+    if len(each) == 1 or not num_gpus:
+        return tuple(place_engines(one, num_gpus, may_grow=may_grow) for one in each)
+    said = {one.model_name: place_engines(one, num_gpus, may_grow=may_grow) for one in each if _first(one)}
+    used = sum(placement.replicas * placement.gpus_per_replica for placement in said.values())
+    others = [one for one in each if one.model_name not in said and one.engine.device != "cpu"]
+    share = max(0, int(num_gpus - used)) // max(1, len(others))
+    if (others and not share) or (used > num_gpus and not may_grow):
+        raise ConfigError(
+            f"models: {len(each)} do not fit on {num_gpus} GPUs; "
+            "replicas says how many engines each has, gpus_per_replica lets them share a GPU"
+        )
+    return tuple(said.get(one.model_name) or place_engines(one, share, may_grow=may_grow) for one in each)
+
+
 def _first(config: ClusterConfig) -> int | None:
     """Return how many engines run at first, if the configuration says so."""
     return config.replicas if config.autoscale is None else max(config.autoscale.min, 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -34,39 +35,47 @@ _WARM_UP = GenerationRequest(
     salt=WARM_UP_SALT,
 )
 
-BuildApi = Callable[[EngineClient, ClusterConfig], FastAPI]
+BuildApi = Callable[[Sequence[EngineClient], ClusterConfig], FastAPI]  # a client for each model
 
 
 class Ingress:
     """Built by Serve in each ingress process; Serve asks it for the ASGI application."""
 
-    def __init__(self, config: dict[str, Any], engines: DeploymentHandle[Any], build_api: BuildApi) -> None:
+    def __init__(self, config: dict[str, Any], engines: Sequence[DeploymentHandle[Any]], build_api: BuildApi) -> None:
+        """`engines`: each model's."""
         log_to_serve()
         keep_to_loopback()
         http_protocol.use_everywhere()  # of the server that Serve starts next
         self._config = parse(ClusterConfig, config)
         self._build_api = build_api
-        self._loop = asyncio.get_running_loop()
-        self._client = RayEngineClient(
-            HandleCalls(engines),
-            name=own_replica_id(),
-            router=self._config.router,
-            warm_up=_WARM_UP,
-            num_wanted=read_wanted,
-            starts_from_zero=self._config.autoscale is not None and not self._config.autoscale.min,
-            has_session_logs=self._config.cache.enabled and self._config.cache.disk is not None,
-        )
-        start_router(engines)
-        replica_set.listen(engines.deployment_name, self._replicas_changed)
+        self._clients = [_client(*model) for model in zip(self._config.each_model(), engines, strict=True)]
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._build_api(self._client, self._config)
+        return self._build_api(self._clients, self._config)
 
     async def end_answers(self) -> None:
         """Take no more requests, and let clients hear how their answers end."""
-        await self._client.stop(self._config.http.shutdown_grace_s)
+        await asyncio.gather(*(client.stop(self._config.http.shutdown_grace_s) for client in self._clients))
         await asyncio.sleep(_LAST_EVENTS_S)
 
-    def _replicas_changed(self, replica_ids: frozenset[str]) -> None:
+
+def _client(config: ClusterConfig, engines: DeploymentHandle[Any]) -> RayEngineClient:
+    """Follow a model's replicas, on this event loop; `config` is of this model alone."""
+    deployment, loop = engines.deployment_name, asyncio.get_running_loop()
+    client = RayEngineClient(
+        HandleCalls(engines),
+        name=own_replica_id(),
+        router=config.router,
+        warm_up=_WARM_UP,
+        num_wanted=partial(read_wanted, deployment),
+        starts_from_zero=config.autoscale is not None and not config.autoscale.min,
+        has_session_logs=config.cache.enabled and config.cache.disk is not None,
+    )
+
+    def replicas_changed(replica_ids: frozenset[str]) -> None:
         """Called on the router's thread."""
-        self._loop.call_soon_threadsafe(self._client.set_replicas, replica_ids)
+        loop.call_soon_threadsafe(client.set_replicas, replica_ids)
+
+    start_router(engines)
+    replica_set.listen(deployment, replicas_changed)
+    return client

@@ -25,13 +25,18 @@ from ray.util import get_node_ip_address
 from mneme.cluster.serve.calls import CALLS, StreamItem
 
 _PROGRESS_NAMESPACE = b"mneme-progress"
-_WANTED_KEY, _WANTED_NAMESPACE = b"engine", b"mneme-wanted"
+_WANTED_NAMESPACE = b"mneme-wanted"
 _STOP_ORDERS: dict[str, Callable[[], Sequence[str]]] = {}  # by deployment
 
 
 def own_replica_id() -> str:
     """The id of the Serve replica this process is; the router knows it by the same."""
     return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def own_deployment() -> str:
+    """The Serve deployment that this process is a replica of."""
+    return str(serve.get_replica_context().deployment)
 
 
 def own_application() -> str:
@@ -168,14 +173,15 @@ def report_progress(replica_id: str, stage: str, fraction: float) -> None:
     internal_kv._internal_kv_put(replica_id.encode(), note, overwrite=True, namespace=_PROGRESS_NAMESPACE)
 
 
-def note_wanted(num_replicas: int) -> None:
-    """Note how many engine replicas there should be, for metrics."""
-    internal_kv._internal_kv_put(_WANTED_KEY, b"%d" % num_replicas, overwrite=True, namespace=_WANTED_NAMESPACE)
+def note_wanted(deployment: str, num_replicas: int) -> None:
+    """Note how many replicas a deployment should have, for metrics."""
+    number = b"%d" % num_replicas
+    internal_kv._internal_kv_put(deployment.encode(), number, overwrite=True, namespace=_WANTED_NAMESPACE)
 
 
-def read_wanted() -> int | None:
+def read_wanted(deployment: str) -> int | None:
     """Return what was noted last; None: nothing."""
-    raw = internal_kv._internal_kv_get(_WANTED_KEY, namespace=_WANTED_NAMESPACE)
+    raw = internal_kv._internal_kv_get(deployment.encode(), namespace=_WANTED_NAMESPACE)
     return None if raw is None else int(raw)
 
 

@@ -30,6 +30,7 @@ from mneme.cluster.serve.ray_private import (
     keep_to_loopback,
     note_wanted,
     own_application,
+    own_deployment,
     own_replica_id,
     report_progress,
 )
@@ -233,7 +234,7 @@ class EngineReplica(ReplicaServer):
         self._meter = LoadMeter()
         at_stop(lambda: self.drain(cluster.drain_grace_s))
         if cluster.autoscale is None:
-            note_wanted(placement.replicas)
+            note_wanted(own_deployment(), placement.replicas)
         report_progress(replica_id, "ready", 1.0)
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
-from mneme.cluster.http.api_state import ServedModel
+from mneme.cluster.http.api_state import Backend, ServedModel
 from mneme.cluster.serve.http_protocol import HttpProtocol
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
@@ -31,7 +31,7 @@ COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "the fox", "max_tokens"
 def api(engine: FakeEngineClient | None = None, **config: Any) -> TestClient:
     """HTTP without a network: whole answers only."""
     engine = engine or FakeEngineClient(TOKENIZER)
-    return TestClient(build_api(engine, [MODEL], engine.tokenizer, HttpConfig(**config)), "http://api")
+    return TestClient(build_api([Backend(engine, MODEL, engine.tokenizer)], HttpConfig(**config)), "http://api")
 
 
 def post(
@@ -104,7 +104,7 @@ def serving(*, config: HttpConfig | None = None, **engine_options: Any) -> Itera
 
     async def main() -> None:
         engine = FakeEngineClient(TOKENIZER, **engine_options)
-        app = build_api(engine, [MODEL], TOKENIZER, config)
+        app = build_api([Backend(engine, MODEL, TOKENIZER)], config)
         server = uvicorn.Server(uvicorn.Config(app, http=HttpProtocol, log_level="critical", lifespan="off", ws="none"))
         servers.append(Server(f"http://127.0.0.1:{port}", port, engine, asyncio.get_running_loop()))
         stop.append(server)

@@ -43,6 +43,7 @@ class FakeEngineClient:
     gate: asyncio.Semaphore | None = None  # each step takes one
     ready: bool = True
     wanted: int | None = None  # replicas
+    names: tuple[str, str] = ("a", "b")
     requests: list[GenerationRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     num_aborted: int = 0
@@ -122,23 +123,25 @@ class FakeEngineClient:
         return (of_session[0].turn(), of_session[0].request) if of_session else None
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
-        """Replica "b" has all sessions; "a" knows nothing."""
+        """The second replica has all sessions; the first knows nothing."""
         if self.query_failure is not None:
             raise self.query_failure
         if isinstance(COMMANDS[query.name], KvCommand):
             return self._answer_kv(query, replica_id)
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
         nothing = {"get_session": None, "delete_session": False, "delete_pin": False}.get(query.name, [])
-        return {name: each for name, each in (("a", nothing), ("b", known)) if replica_id in (None, name)}
+        return {
+            name: each for name, each in zip(self.names, (nothing, known), strict=True) if replica_id in (None, name)
+        }
 
     def _answer_kv(self, query: Query, replica_id: str | None) -> dict[str, Any]:
-        """Both replicas ask the same tier; only "b" has pages."""
+        """Both replicas ask the same tier; only the second has pages."""
         known = answer(self, query, self.kv_tier)  # type: ignore[arg-type]
         other = None if query.name in ("look_up_pages", "delete_sequence_pages", "delete_tenant_pages") else known
-        return {name: each for name, each in (("a", other), ("b", known)) if replica_id in (None, name)}
+        return {name: each for name, each in zip(self.names, (other, known), strict=True) if replica_id in (None, name)}
 
     def replica_ids(self) -> list[str]:
-        return ["a", "b"]
+        return list(self.names)
 
     def place_fork(self, key: SessionKey, replica_id: str) -> None:
         self.forks[key] = replica_id
@@ -175,7 +178,7 @@ class FakeEngineClient:
             "dtype": "float32",
             "of_a_later_version": {"x": [1]},
         }
-        return {"a": metrics, "b": metrics}
+        return dict.fromkeys(self.names, metrics)
 
     def routes(self, salt: str, http_id: str) -> list[dict[str, Any]]:
         return []

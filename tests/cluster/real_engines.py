@@ -33,16 +33,18 @@ ONE, TWO = ({"authorization": f"Bearer {key}"} for key in KEYS["api_keys"])
 
 
 class TwoEngines(FakeEngineClient):
-    """Replicas "a" and "b"; "b" may have a smaller pool."""
+    """Two replicas; the second may have a smaller pool."""
 
-    def __init__(self, num_pages: tuple[int, int] = (64, 64), *, has_tier: bool = True) -> None:
-        super().__init__(TOKENIZER)
+    def __init__(
+        self, num_pages: tuple[int, int] = (64, 64), *, has_tier: bool = True, names: tuple[str, str] = ("a", "b")
+    ) -> None:
+        super().__init__(TOKENIZER, names=names)
         config = CacheConfig(chunk_tokens=64, eviction="lru", tenant_bytes=1 << 19)
         self.cache = NodeCache(config, ProcessMemory(), 1 << 20, has_threads=False)
         self.tier = KvTier(admin=NodeAdmin(self.cache, "node-1"), fingerprint=FINGERPRINT, tenant_bytes=1 << 19)
         self.loops: dict[str, EngineLoop] = {}
         self.silent: set[str] = set()
-        for name, count in zip("ab", num_pages, strict=True):
+        for name, count in zip(names, num_pages, strict=True):
             runner = FakeRunner(count, 16, vocab_size=TOKENIZER.vocab_size)
             self.loops[name] = EngineLoop(Engine(runner, None, EngineConfig(max_pins=3)))  # type: ignore[arg-type]
             self.loops[name].kv_tier = self.tier if has_tier else None
@@ -104,6 +106,11 @@ class TwoEngines(FakeEngineClient):
         assert has_ended.wait(30)
         loop.check_health()  # its figures are those of the step's end
 
+    def close(self) -> None:
+        for loop in self.loops.values():
+            loop.stop()
+        self.cache.close()
+
     def num_kept_pins(self) -> int:
         """Count both engines'; outcomes that nobody has asked for are among them, which nothing public shows."""
         return sum(len(loop.engine.pins._entries) for loop in self.loops.values())
@@ -123,6 +130,4 @@ def over(
     try:
         yield api(engines, **config), engines
     finally:
-        for loop in engines.loops.values():
-            loop.stop()
-        engines.cache.close()
+        engines.close()

@@ -14,6 +14,7 @@ import yaml
 from mneme.cluster.cli.main import main
 from mneme.cluster.config import HttpConfig, from_mapping
 from mneme.cluster.http.api import build_api
+from mneme.cluster.http.api_state import Backend
 from mneme.cluster.keys import ApiKey, Keyring, Meter, read_key_file, sha256_of
 from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import ConfigError, RateLimited, Unauthorized
@@ -178,7 +179,7 @@ def test_a_limit_is_a_429_that_says_when_to_come_back() -> None:
 def test_a_stream_counts_until_its_end() -> None:
     clock = Clock()
     engine, config = FakeEngineClient(TOKENIZER, is_endless=True), HttpConfig(keys=(key(tokens_per_min=60),))
-    app = build_api(engine, [MODEL], TOKENIZER, config, clock=clock)
+    app = build_api([Backend(engine, MODEL, TOKENIZER)], config, clock=clock)
     transport = httpx.ASGITransport(app)
 
     async def run() -> list[int]:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+import transformers
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from mneme import LLM, SamplingParams
+from mneme.replicas.model.config import model_directory
 from tests.e2e.metrics import await_idle, await_metric, read_metrics
 from tests.e2e.replica_processes import cpu_seconds, replica_pids
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import SERVE, ServerProcess, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -332,3 +338,69 @@ def test_an_echo_has_the_log_probabilities_of_its_prompt(client: OpenAI) -> None
         assert len(told[-1]) == answer["usage"]["prompt_tokens"]
     num_common = len(told[0]) - 1  # the last token may be another one in the longer text
     assert told[1][1:num_common] == pytest.approx(told[0][1:num_common], abs=1e-3)
+
+
+def other_model(directory: Path) -> Path:
+    """A random checkpoint that writes as the embedded model does."""
+    embedded = model_directory(MODEL)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded / name, directory)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=json.loads((embedded / "config.json").read_bytes())["vocab_size"],
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def test_two_models_share_a_server_and_nothing_else(tmp_path: Path) -> None:
+    """Both answer as they do alone; a session of one name is another with each, in the logs that they share too."""
+    other = other_model(tmp_path)
+    engine = {"dtype": "float32", "kv_cache_bytes": 4 * 2**20}
+    models = [{"model": str(other), "served_name": "other", "replicas": 1, "engine": engine}]
+    disk = {"folder": str(tmp_path / "kv"), "capacity_bytes": 2**28}
+    settings = {"engine": engine, "models": models, "cache.disk": disk}
+    arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    process = ServerProcess([*SERVE, MODEL, "--replicas", "1", "--port", str(free_port()), *arguments])
+    try:
+        url = process.await_ready()
+        with OpenAI(base_url=f"{url}/v1", api_key="none") as client, httpx.Client(base_url=url) as http:
+            assert [model.id for model in client.models.list()] == [MODEL, "other"]
+            texts = {}
+            for name, path in ((MODEL, MODEL), ("other", str(other))):
+                with LLM(path, dtype="float32") as alone:
+                    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+                    (reference,) = alone.generate(PROMPT, params)
+                answer = client.completions.create(
+                    model=name,
+                    prompt=PROMPT,
+                    max_tokens=24,
+                    temperature=0,
+                    extra_body={"ignore_eos": True, "session_id": "s"},
+                )
+                texts[name] = answer.choices[0].text
+                assert texts[name] == reference.outputs[0].text
+                num_prompt = answer.usage.prompt_tokens if answer.usage else 0
+                more = client.completions.create(
+                    model=name,
+                    prompt=" And then",
+                    max_tokens=4,
+                    extra_body={"session": {"id": "s", "append": True}},
+                )
+                details = more.usage.prompt_tokens_details if more.usage else None
+                assert details is not None
+                assert details.cached_tokens == num_prompt + 23
+            assert texts[MODEL] != texts["other"]
+            replicas = {http.get(f"/v1/sessions/s?model={name}").json()["replica"] for name in texts}
+            assert len(replicas) == 2
+            assert http.get("/ready").json() == {"ready": True, "replicas": 2}
+        process.stop()
+        assert process.left_behind() == []
+    finally:
+        process.discard()

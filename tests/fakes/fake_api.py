@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,8 +15,8 @@ from mneme.cluster.serve.engine_client import EngineClient
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
 
-def build_fake_api(client: EngineClient, config: object) -> FastAPI:
-    api = FastAPI()
+def build_fake_api(clients: Sequence[EngineClient], config: object) -> FastAPI:
+    (client,), api = clients, FastAPI()
 
     @api.get("/ready")
     async def ready() -> Response:

@@ -142,7 +142,11 @@ def test_a_hint_or_salt_outside_the_body_is_described() -> None:
         return {(each["in"], each["name"]) for each in paths[path][method]["parameters"]}
 
     assert {("header", "X-Session-ID"), ("header", "X-Correlation-ID")} <= parameters("post", "/v1/chat/completions")
-    assert parameters("delete", "/v1/sessions/{session_id}") == {("path", "session_id"), ("query", "cache_salt")}
+    assert parameters("delete", "/v1/sessions/{session_id}") == {
+        ("path", "session_id"),
+        ("query", "cache_salt"),
+        ("query", "model"),
+    }
 
 
 def test_every_route_is_described() -> None:

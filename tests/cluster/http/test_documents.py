@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
+from mneme.cluster.http.api_state import Backend
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.request import GenerationRequest
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, post
@@ -93,7 +94,7 @@ def test_options_of_blending_reach_the_engine() -> None:
 def test_options_that_a_request_does_not_give_are_those_of_the_engine() -> None:
     default = BlendOptions(mode="selective", ratio=0.3)
     engine = FakeEngineClient(TOKENIZER)
-    app = build_api(engine, [MODEL], TOKENIZER, blend=default)
+    app = build_api([Backend(engine, MODEL, TOKENIZER, blend=default)])
     with TestClient(app) as client:
         for blend in ({}, {"blend": {"ratio": None, "order": "any"}}):
             response = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4, "documents": ["a"], **blend})

@@ -12,6 +12,7 @@ import pytest
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
+from mneme.cluster.http.api_state import Backend
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, chat, get, post, serving
 from tests.cluster.bad_request_checks import BadRequestChecker
@@ -135,7 +136,7 @@ def test_prompts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def concurrently(engine: FakeEngineClient, **config: Any) -> httpx.AsyncClient:
-    app = build_api(engine, [MODEL], engine.tokenizer, HttpConfig(**config))
+    app = build_api([Backend(engine, MODEL, engine.tokenizer)], HttpConfig(**config))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api")
 
 

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.http.answers import MAX_DELTAS, Choice, FieldNames
 from mneme.cluster.http.api import build_api
+from mneme.cluster.http.api_state import Backend
 from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, Server, get, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
@@ -47,7 +48,9 @@ def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dict[str,
 
 
 def test_models_have_the_directory_of_their_tokenizer() -> None:
-    client = TestClient(build_api(FakeEngineClient(TOKENIZER), [replace(MODEL, root="/models/tiny")], TOKENIZER))
+    client = TestClient(
+        build_api([Backend(FakeEngineClient(TOKENIZER), replace(MODEL, root="/models/tiny"), TOKENIZER)])
+    )
     (model,) = client.get("/v1/models").json()["data"]
     body = {"model": model["root"], "prompt": "the fox", "add_special_tokens": False}
     tokens = client.post("/tokenize", json=body).raise_for_status().json()["tokens"]
@@ -118,7 +121,7 @@ def test_the_end_of_an_answer_says_how_long_the_engine_took() -> None:
 
 def test_metrics_have_vllm_s_names_and_the_model_s() -> None:
     engine = FakeEngineClient(TOKENIZER, timing=(0.25, 0.5))
-    client = TestClient(build_api(engine, [MODEL], TOKENIZER, ingress="x1"))
+    client = TestClient(build_api([Backend(engine, MODEL, TOKENIZER)], ingress="x1"))
     for _ in range(3):
         client.post("/v1/chat/completions", json={**CHAT, "n": 2}).raise_for_status()
     found = samples_of(client.get("/metrics").text)

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
+from mneme.cluster.http.api_state import Backend
 from tests.cluster.api_fixtures import CHAT, MODEL, RENDERED, TOKENIZER, get, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.metric_samples import samples_of
@@ -81,7 +82,9 @@ def test_every_sample_has_a_type_and_only_counters_are_totals(client: TestClient
 
 def test_what_an_ingress_measures_has_its_label_and_adds_up() -> None:
     clock = itertools.count()
-    app = build_api(FakeEngineClient(TOKENIZER), [MODEL], TOKENIZER, ingress="x1", clock=lambda: next(clock) * 0.004)
+    app = build_api(
+        [Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], ingress="x1", clock=lambda: next(clock) * 0.004
+    )
     client = TestClient(app)
     for _ in range(3):
         client.post("/v1/chat/completions", json={**CHAT, "n": 2})

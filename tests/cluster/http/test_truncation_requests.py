@@ -7,6 +7,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
+from mneme.cluster.http.api_state import Backend
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from mneme.replicas.truncation import Truncation
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER
@@ -22,7 +23,7 @@ def requests_of(
     """What the engine was asked, and the answer; the engine has room for anything."""
 
     engine = FakeEngineClient(TOKENIZER, max_context=100_000)
-    response = TestClient(build_api(engine, [MODEL], TOKENIZER, truncation=default)).post(path, json=body)
+    response = TestClient(build_api([Backend(engine, MODEL, TOKENIZER, truncation=default)])).post(path, json=body)
     assert response.status_code == status, response.text
     return engine.requests, response.json()
 

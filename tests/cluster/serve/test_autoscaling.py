@@ -56,7 +56,7 @@ def test_a_replica_reports_the_share_of_time_that_it_computes_prompts_and_what_i
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     noted: list[int] = []
-    monkeypatch.setattr(autoscaling, "note_wanted", noted.append)
+    monkeypatch.setattr(autoscaling, "note_wanted", lambda _, wanted: noted.append(wanted))
     monkeypatch.setattr(autoscaling, "stop_first", lambda *_: None)
     return noted
 
@@ -148,7 +148,7 @@ def test_the_applications_bounds_are_serves() -> None:
     config = parse(ClusterConfig, {"engine": CPU, "autoscale": {"min": 0, "max": 3}})
     placement = place_engines(config, 0)
     assert placement.replicas == 1
-    engines = build_application(config, placement)._bound_deployment.init_args[1]._bound_deployment
+    engines = build_application(config, [placement])._bound_deployment.init_args[1][0]._bound_deployment
     bounds = engines._deployment_config.autoscaling_config
     assert (bounds.min_replicas, bounds.initial_replicas, bounds.max_replicas) == (0, 1, 3)
     assert bounds.policy.get_policy() is AutoscalingPolicy

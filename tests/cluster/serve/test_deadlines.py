@@ -15,6 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
+from mneme.cluster.http.api_state import Backend
 from mneme.cluster.serve.client import PlacedChoice, RayEngineClient
 from mneme.errors import DeadlineExceeded, MnemeError, Overloaded
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -39,7 +40,7 @@ class Clock:
 
 
 def ask(engine: FakeEngineClient, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
-    return TestClient(build_api(engine, [MODEL], TOKENIZER, clock=Clock(), **options)).post(path, json=body)
+    return TestClient(build_api([Backend(engine, MODEL, TOKENIZER, **options)], clock=Clock())).post(path, json=body)
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS)

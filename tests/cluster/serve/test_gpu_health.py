@@ -146,7 +146,7 @@ def test_figures_of_gpus_are_metrics_once_for_each(device: Device) -> None:
             return {name: {"gpu": gpu.read()} for name in "ab"}
 
     client = Client(Tokenizer.load(model_directory(EMBEDDED_MODEL)))
-    page = asyncio.run(MetricsPage(client, "i", "m").render()).decode()
+    page = asyncio.run(MetricsPage({"m": client}, "i").render()).decode()
     found = {name: value for name, value in samples_of(page).items() if "gpu" in name}
     assert found == {
         f'mneme_gpu_memory_bytes{{gpu="{UUID}",state="used"}}': 30,

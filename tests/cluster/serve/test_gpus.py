@@ -58,7 +58,7 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts(
 @pytest.mark.parametrize("gpus", [0.0, 0.5, 1.0])
 def test_ray_is_asked_for_each_replicas_part_of_a_gpu(gpus: float) -> None:
     placement = EnginePlacement(4, "cuda" if gpus else "cpu", gpus)
-    engines = build_application(ClusterConfig(), placement)._bound_deployment.init_args[1]._bound_deployment
+    engines = build_application(ClusterConfig(), [placement])._bound_deployment.init_args[1][0]._bound_deployment
     assert (engines.num_replicas, engines.ray_actor_options["num_gpus"]) == (4, gpus)
 
 

@@ -25,6 +25,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("log_to_serve", "keep_to_loopback", "report_progress", "note_wanted", "at_stop"):
         monkeypatch.setattr(replica, name, lambda *_: None)
     monkeypatch.setattr(replica, "own_replica_id", lambda: "r")
+    monkeypatch.setattr(replica, "own_deployment", lambda: "engine")
     return {}
 
 
