@@ -68,7 +68,7 @@ def place_models(config: ClusterConfig, num_gpus: int, *, may_grow: bool = False
         return tuple(place_engines(one, num_gpus, may_grow=may_grow) for one in each)
     said = {one.model_name: place_engines(one, num_gpus, may_grow=may_grow) for one in each if _first(one)}
     used = sum(placement.replicas * placement.gpus_per_replica for placement in said.values())
-    others = [one for one in each if one.model_name not in said and one.engine.device != "cpu"]
+    others = [one for one in each if one.model_name not in said and place_engines(one, num_gpus).gpus_per_replica]
     share = max(0, int(num_gpus - used)) // max(1, len(others))
     if (others and not share) or (used > num_gpus and not may_grow):
         raise ConfigError(

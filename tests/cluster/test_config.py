@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,31 @@ def test_what_breaks_a_rule_is_named(assignment: str, message: str) -> None:
         load_config(None, [assignment])
     assert len(str(raised.value).splitlines()) == 1
     assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([{}], "models[0].model: must be given"),
+        ([{"model": "/m/a", "port": 1}], "models[0].port: unknown key"),
+        ([{"model": "/m/a"}, {"model": "/m/b", "replicas": 0}], "models[1].replicas: must be from 1"),
+        ([{"model": "/m/a", "replicas": 1, "autoscale": {"max": 2}}], "models[0].replicas: must not be given beside"),
+        ([{"model": "mneme-tiny"}], "models[0].served_name: two models are called 'mneme-tiny'"),
+        ([{"model": "/m/a"}, {"model": "/n/a"}], "models[1].served_name: two models are called 'a'"),
+        ([{"model": "/m/a", "engine": {"session_ttl_s": 5}}], "models[0].engine.session_ttl_s: must be the first"),
+        ({"model": "/m/a"}, "models: must be a list"),
+    ],
+)
+def test_a_further_model_that_breaks_a_rule_is_named_with_its_place(models: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse(ClusterConfig, {"models": models})
+
+
+def test_each_model_is_a_cluster_of_its_own_with_the_same_door() -> None:
+    other = {"model": "/m/a", "replicas": 3, "engine": {"page_size": 32}}
+    first, second = parse(ClusterConfig, {"port": 81, "engine": {"page_size": 64}, "models": [other]}).each_model()
+    assert (first.model_name, first.models, first.engine.page_size) == ("mneme-tiny", (), 64)
+    assert (second.model_name, second.replicas, second.engine.page_size, second.port) == ("a", 3, 32, 81)
 
 
 def test_a_bad_assignment_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,10 @@ def test_metrics_have_vllm_s_names_and_the_model_s() -> None:
     assert sums["prefill_time_seconds"] == 6 * 0.5
     assert sums["generation_tokens"] == 6 * len(TOKENIZER.encode(SENTENCE, add_special_tokens=False))
     ours, theirs = "mneme_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"
-    assert found[f'{ours}_sum{{ingress="x1"}}'] == found[f'{theirs}_sum{{ingress="x1",model_name="tiny"}}']
+    assert (
+        found[f'{ours}_sum{{ingress="x1",model_name="tiny"}}']
+        == found[f'{theirs}_sum{{ingress="x1",model_name="tiny"}}']
+    )
 
 
 def test_of_what_the_device_lacks_the_tiers_find_a_part() -> None:

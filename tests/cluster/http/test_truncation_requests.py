@@ -13,12 +13,13 @@ from mneme.replicas.truncation import Truncation
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER
 from tests.cluster.fake_engine_client import FakeEngineClient
 
+UNSAID = Truncation()
 LONG = [5] * 2000  # MODEL has a context of 1024 tokens
 SYSTEM = {"role": "system", "content": "be brief, and never name the fox"}
 
 
 def requests_of(
-    path: str, body: dict[str, Any], status: int = 200, *, default: Truncation | None = None
+    path: str, body: dict[str, Any], status: int = 200, *, default: Truncation = UNSAID
 ) -> tuple[list[GenerationRequest], Any]:
     """What the engine was asked, and the answer; the engine has room for anything."""
 
@@ -28,11 +29,11 @@ def requests_of(
     return engine.requests, response.json()
 
 
-def completion(status: int = 200, *, default: Truncation | None = None, **changes: Any) -> Any:
+def completion(status: int = 200, *, default: Truncation = UNSAID, **changes: Any) -> Any:
     return requests_of("/v1/completions", {**COMPLETION, "max_tokens": 4, **changes}, status, default=default)
 
 
-def chat(status: int = 200, *, default: Truncation | None = None, **changes: Any) -> Any:
+def chat(status: int = 200, *, default: Truncation = UNSAID, **changes: Any) -> Any:
     return requests_of("/v1/chat/completions", {**CHAT, "max_tokens": 4, **changes}, status, default=default)
 
 

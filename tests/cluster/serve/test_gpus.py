@@ -9,7 +9,7 @@ import pytest
 
 from mneme.cluster.app import build_application
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, count_machine_gpus, place_engines
+from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, count_machine_gpus, place_engines, place_models
 from mneme.config import parse
 from mneme.errors import ConfigError
 
@@ -53,6 +53,40 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         place_engines(parse(ClusterConfig, given), num_gpus)
+
+
+OTHER = {"model": "/models/other"}
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "num_gpus", "placements"),
+    [
+        ({}, {}, 0, [(2, "cpu", 0.0), (2, "cpu", 0.0)]),
+        ({}, {}, 8, [(4, "cuda", 1.0), (4, "cuda", 1.0)]),
+        ({}, {"replicas": 3}, 8, [(5, "cuda", 1.0), (3, "cuda", 1.0)]),
+        ({"autoscale": {"min": 2, "max": 4}}, {}, 8, [(2, "cuda", 1.0), (6, "cuda", 1.0)]),
+        ({"gpus_per_replica": 0.5}, {"gpus_per_replica": 0.5}, 2, [(2, "cuda", 0.5), (2, "cuda", 0.5)]),
+        ({}, {"engine": {"device": "cpu"}}, 8, [(8, "cuda", 1.0), (2, "cpu", 0.0)]),
+        ({}, {"gpus_per_replica": 0}, 8, [(8, "cuda", 1.0), (2, "cpu", 0.0)]),
+    ],
+)
+def test_models_share_the_gpus(
+    first: dict[str, Any], other: dict[str, Any], num_gpus: int, placements: list[tuple[int, str, float]]
+) -> None:
+    config = parse(ClusterConfig, {**first, "models": [{**OTHER, **other}]})
+    assert place_models(config, num_gpus) == tuple(EnginePlacement(*each) for each in placements)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "num_gpus"),
+    [({}, {}, 1), ({}, {"replicas": 2}, 2), ({"replicas": 2}, {"replicas": 2}, 3)],
+)
+def test_models_that_do_not_fit_are_never_served_from_the_cpu_instead(
+    first: dict[str, Any], other: dict[str, Any], num_gpus: int
+) -> None:
+    config = parse(ClusterConfig, {**first, "models": [{**OTHER, **other}]})
+    with pytest.raises(ConfigError, match=f"models: 2 do not fit on {num_gpus} GPUs"):
+        place_models(config, num_gpus)
 
 
 @pytest.mark.parametrize("gpus", [0.0, 0.5, 1.0])
