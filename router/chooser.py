@@ -45,6 +45,7 @@ from mneme.router.score import (
     Loads,
     Prices,
     RouterConfig,
+    alike,
     figures_of,
     load_bound,
     prices,
@@ -62,6 +63,7 @@ _RESEND_S = SENT_S / 2
 _MAX_LATE = 256  # reports that wait for a snapshot
 _MAX_PRIVATE = 50_000  # sessions
 _NUM_LATE = 32  # first tokens of a replica from which its overhead is learned
+_LATE_LOADS_S = 60.0  # how long it is known what loads took longer: else a bad moment would end all loads for ever
 _MAX_ERROR = 10.0  # of one prediction, in the sum of relative errors
 
 _Session = tuple[str, str]  # (salt, session id)
@@ -288,9 +290,11 @@ class ReplicaChooser:
     _in_tier: PrefixIndex = field(init=False)  # by node
     _loads: dict[str, _Load] = field(init=False, default_factory=dict)
     _table: F64 = field(init=False)  # a row for each of them
+    _figures: F64 | None = field(init=False)  # of the table, made alike; None: to be made when they are needed
     _hashes: U64 = field(init=False)
     _turns: dict[_Session, list[Reservation]] = field(init=False, default_factory=dict)  # in flight, in order
     _private: Bounded[_Session, tuple[_Load, int]] = field(init=False)  # tokens there that no report can have
+    _late_loads: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=_NUM_LATE))
     _unstarted: dict[Reservation, None] = field(init=False, default_factory=dict)
     _resent_s: float = field(init=False, default=0.0)
     _unique: itertools.count[int] = field(init=False, default_factory=itertools.count)
@@ -312,6 +316,7 @@ class ReplicaChooser:
         self._table = np.array([load.row for load in self._loads.values()]).reshape(-1, _FIGURES + len(UNKNOWN))
         for load, row in zip(self._loads.values(), self._table, strict=True):
             load.row = row
+        self._figures = None
         self._hashes = replica_hashes(list(self._loads))
         self._index.retain(self._loads)
         if self._policy is not None:
@@ -331,6 +336,8 @@ class ReplicaChooser:
             return True
         try:
             for each in load.order.take(report):
+                if each.cost is not None:
+                    self._figures = None
                 load.take(each, self.clock())
                 self._follow(replica_id, each)
         except Exception:  # whatever a replica says, requests are routed
@@ -388,7 +395,10 @@ class ReplicaChooser:
             self._send_again(now_s)
             asked = self._asked(len(token_ids), chains, replica_ids, is_away, now_s)
             self._add_private(session, asked, replica_ids)
-            priced = prices(_loads_of(table, age_s, is_silent), asked, self.config)
+            if self._figures is None:
+                self._figures = alike(self._table[:, _FIGURES:])
+            figures = self._figures[kept] if exclude else self._figures
+            priced = prices(_loads_of(table, figures, age_s, is_silent, self._late_load_s(now_s)), asked, self.config)
         except Exception:
             logger.exception("requests are routed without prices")
             nothing = np.zeros(len(replica_ids))
@@ -507,7 +517,7 @@ class ReplicaChooser:
             self._in_tier.update(report.node, device=device)
 
     def _token_s(self) -> float:
-        return float(token_s(self._table[:, _FIGURES:]).mean())
+        return float(token_s(alike(self._table[:, _FIGURES:])).mean())
 
     def _send(self, chain: Sequence[int], replica_id: str) -> None:
         """Note what a replica will have: until it says so itself, if it says such things."""
@@ -532,9 +542,14 @@ class ReplicaChooser:
                 del self._private[session]
         route, actual_s = reservation.route, max(self.clock() - reservation._reserved_s, 1e-9)
         missing = route.found_tokens - cached_tokens
+        brought = route.asked.in_host[route.chosen] + route.asked.at_peers[route.chosen]
         if route.prices is not None and route.reason != "session":  # that waits for the turn before
             priced_s = route.ttft_s - float(route.prices.overhead[route.chosen])
-            reservation._load.note_late(actual_s - priced_s)
+            if brought:
+                late_s = actual_s - route.ttft_s + float(route.prices.late_load[route.chosen])
+                self._late_loads.append((self.clock(), late_s))
+            else:
+                reservation._load.note_late(actual_s - priced_s)
         for name, amount in (
             ("count", 1),
             ("predicted_s", route.ttft_s),
@@ -547,9 +562,13 @@ class ReplicaChooser:
             ("surplus_tokens", max(-missing, 0)),
         ):
             self.accuracy[name] += amount
-        brought = route.asked.in_host[route.chosen] + route.asked.at_peers[route.chosen]
         if brought and missing > self.config.block_tokens:  # the tier has lost it, as far as is known
             self._in_tier.drop(reservation.chain[cached_tokens // self.config.block_tokens :])
+
+    def _late_load_s(self, now_s: float) -> float:
+        while self._late_loads and not 0 <= now_s - self._late_loads[0][0] <= _LATE_LOADS_S:
+            self._late_loads.popleft()
+        return max(statistics.median(late_s for _, late_s in self._late_loads), 0.0) if self._late_loads else 0.0
 
     def _answering(self, session: _Session | None) -> str | None:
         """The replica where the session's latest turn is in flight; a replica that came back is another one."""
@@ -574,13 +593,14 @@ class ReplicaChooser:
             return []
 
 
-def _loads_of(table: F64, age_s: F64, is_silent: Flags) -> Loads:
+def _loads_of(table: F64, figures: F64, age_s: F64, is_silent: Flags, late_load_s: float) -> Loads:
     """Say what replicas have to do: what they report, less what they have done since, and what was reserved since."""
     said_s = np.maximum(table[:, _SAID_QUEUE_S] - age_s, 0) + is_silent * age_s + table[:, _FRESH_NS] / 1e9
     return Loads(
-        table[:, _FIGURES:],
+        figures,
         np.where(np.isnan(age_s), table[:, _QUEUED_NS] / 1e9, said_s),
         np.maximum(table[:, _RUNNING], table[:, _SAID_RUNNING]),
         np.maximum(table[:, _CONTEXT], table[:, _SAID_CONTEXT]),
         table[:, _OVERHEAD_S],
+        late_load_s,
     )

@@ -33,9 +33,9 @@ _CHUNK_TOKENS = 256  # that an edge brings at once
 _RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
 _MAX_S = 1e6  # of any term
 # Columns of a replica's figures.
-_PREFILL, _DECODE, _HOST, _PEER, _STEP_ROWS, _KV_BYTES = 0, 3, 6, 9, 12, 13
+_PREFILL, _DECODE, _HOST, _PEER, _STEP_ROWS, _KV_BYTES, _SCALES = 0, 3, 6, 9, 12, 13, 14
 # Until a replica says what its work costs: proportional to tokens, nothing for what is loaded.
-UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 9, 2048, 1])
+UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 9, 2048, 1, math.nan, math.nan])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +66,12 @@ class RouterConfig:
 class Loads(NamedTuple):
     """Says what each candidate has to do already."""
 
-    figures: F64  # [candidates, 14], as `figures_of`
+    figures: F64  # [candidates, 16], as `figures_of`, made `alike`
     queue_s: F64
     running: F64  # requests
     context_tokens: F64  # that they see
     overhead_s: F64  # that first tokens took beyond what was predicted of them
+    late_load_s: float = 0.0  # and beyond that, on any replica, where KV had to be brought
 
 
 class Asked(NamedTuple):
@@ -85,7 +86,7 @@ class Asked(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Holds seconds for each candidate. The first five are the predicted time to the first token.
+    """Holds seconds for each candidate. The first six are the predicted time to the first token.
 
     `overhead` is not weighed: a replica that nobody is sent to would keep what was learned of it in a bad moment.
     """
@@ -93,6 +94,7 @@ class Prices(NamedTuple):
     queue: F64  # until what is there is prefilled
     compute: F64  # its tokens that nothing has
     load: F64  # what of its KV has to be brought takes longer than that
+    late_load: F64  # what loads have been seen to take besides
     decode: F64  # rows of running requests in the same steps
     overhead: F64  # the way there and back, and the step that is running
     batch: F64  # steps behind the first token are longer by those that run
@@ -101,18 +103,26 @@ class Prices(NamedTuple):
 
     @property
     def ttft(self) -> F64:
-        return self.queue + self.compute + self.load + self.decode + self.overhead
+        return self._weighed + self.overhead
 
     @property
     def total(self) -> F64:
-        return self.queue + self.compute + self.load + self.decode + self.batch + self.work + self.move
+        return self._weighed + self.batch + self.work + self.move
+
+    @property
+    def _weighed(self) -> F64:
+        return self.queue + self.compute + self.load + self.late_load + self.decode
 
 
 def figures_of(cost: Mapping[str, Any]) -> F64:
-    """Read what a replica says of its costs; raises `ConfigError`."""
+    """Read what a replica says of its costs: prefill and decode as calibrated, and what they take in times of that.
+
+    Raises `ConfigError`.
+    """
     model = CostModel.from_mapping(cost)
-    terms = [term for kind in ("prefill", "decode", "host", "peer_host") for term in model.terms_of(kind)]
-    figures = np.array([*terms, model.step_rows, model.calibration.kv_bytes_per_token])
+    calibration = model.calibration
+    terms = [*calibration.prefill, *calibration.decode, *model.terms_of("host"), *model.terms_of("peer_host")]
+    figures = np.array([*terms, model.step_rows, calibration.kv_bytes_per_token, *model.step_scales])
     if not (np.isfinite(figures).all() and (figures >= 0).all() and figures[_PREFILL : _PREFILL + 3].any()):
         raise ConfigError("cost model: must be finite, and a prefill must take time")
     return figures
@@ -123,6 +133,23 @@ def token_s(figures: F64) -> F64:
     return figures[..., _PREFILL + 1] + figures[..., _PREFILL] / figures[..., _STEP_ROWS]
 
 
+def alike(figures: F64) -> F64:
+    """Have all replicas' steps take, in times of their calibrations, what they take in the median.
+
+    That is a moment's, mostly of what else their machine did: a replica that measured its last work on a busy machine
+    would get no more, and so never know better. One that is slow for longer shows it by what waits there.
+    """
+    scales = figures[:, _SCALES:]
+    known = scales[~np.isnan(scales[:, 0])]
+    if not len(known):
+        return figures
+    figures = figures.copy()
+    prefill, decode = np.median(known, axis=0)
+    figures[:, _PREFILL:_DECODE] *= np.where(np.isnan(scales[:, :1]), 1.0, prefill)
+    figures[:, _DECODE:_HOST] *= np.where(np.isnan(scales[:, 1:]), 1.0, decode)
+    return figures
+
+
 def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     """Price all candidates."""
     figures, kv_bytes = loads.figures, loads.figures[:, _KV_BYTES]
@@ -130,7 +157,7 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     brought = asked.in_host + asked.at_peers
     anew = np.maximum(behind - brought - (1 - _RECOMPUTED_SHARE) * asked.reused, 1)
     compute_s = _prefill_s(figures, anew, asked.num_tokens - anew)
-    load_s = bringing_s = np.zeros_like(compute_s)
+    load_s = np.zeros_like(compute_s)
     if brought.any():
         bringing_s = _edge_s(figures[:, _HOST:], asked.in_host, kv_bytes)
         bringing_s = bringing_s + _edge_s(figures[:, _PEER:], asked.at_peers, kv_bytes)
@@ -139,6 +166,13 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     num_steps = np.ceil(anew / figures[:, _STEP_ROWS])
     decode_s = num_steps * (loads.running * figures[:, _DECODE + 1] + loads.context_tokens * figures[:, _DECODE + 2])
     row_s = token_s(figures)
+    # What it costs others is taken to be the same wherever it is done: else the replica whose calibration came out best
+    # would be ahead by all of its weight too.
+    usual = figures.mean(axis=0, keepdims=True)
+    work_s = _prefill_s(usual, anew, asked.num_tokens - anew)
+    if brought.any():
+        work_s = work_s + _edge_s(usual[:, _HOST:], asked.in_host, usual[:, _KV_BYTES])
+        work_s = work_s + _edge_s(usual[:, _PEER:], asked.at_peers, usual[:, _KV_BYTES])
     # Two replicas predict the same work differently, by what they measured. A load that is hidden behind a millisecond
     # is no reason to leave the replica that has the KV already, and to hold it twice.
     best = asked.matched.max(initial=0)
@@ -150,11 +184,12 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
         loads.queue_s,
         compute_s,
         load_s,
+        (brought > 0) * loads.late_load_s,
         decode_s,
         loads.overhead_s,
         loads.running * config.running_tokens * row_s,
-        (compute_s + bringing_s) * config.work_weight / num_holders**2,
-        is_away * config.move_tokens * row_s,
+        work_s * config.work_weight / num_holders**2,
+        is_away * config.move_tokens * token_s(usual),
     ]
     return Prices(*np.maximum(np.fmin(terms, _MAX_S), 0))  # NaN is the worst
 

@@ -269,6 +269,45 @@ def test_what_first_tokens_take_beyond_their_price_is_learned_and_not_weighed() 
     assert {each["replica"]: each["ms"]["overhead"] for each in terms} == {home: 30.0, ({"a", "b"} - {home}).pop(): 0.0}
 
 
+def test_what_loads_take_beyond_their_price_is_learned_of_all_replicas_and_forgotten() -> None:
+    played = Played("a", "b")
+    prompts = [[number] * 1024 for number in range(5)]
+    played.take("a", report(1, node="x", device=[block for prompt in prompts for block in block_hashes(prompt)]))
+    played.take("b", report(1, node="x"))
+    for prompt, late_s in zip(prompts, (0.3, 9.0, 0.3), strict=False):
+        chosen = played.choose(prompt, exclude=["a"])
+        terms = chosen.route.as_json()["candidates"][0]["ms"]
+        played.now_s += (terms["ttft"] - terms["late_load"]) / 1e3 + late_s
+        chosen.started(1000)
+        chosen.release()
+    terms = {each["replica"]: each["ms"] for each in played.choose(prompts[3]).route.as_json()["candidates"]}
+    assert (terms["a"]["late_load"], terms["b"]["late_load"]) == (0.0, 300.0)
+    assert (terms["a"]["overhead"], terms["b"]["overhead"]) == (0.0, 0.0)
+    played.now_s += 61
+    terms = {each["replica"]: each["ms"] for each in played.choose(prompts[4]).route.as_json()["candidates"]}
+    assert terms["b"]["load"] < terms["b"]["ttft"] == pytest.approx(terms["b"]["load"] + terms["b"]["compute"])
+
+
+def test_a_bad_moment_of_one_replica_does_not_take_its_work_away() -> None:
+    """Its steps took three times as long beside others': with nothing to do it could never learn better."""
+    played = Played("a", "b", "c")
+    played.take("b", report(1, cost={**COST, "scales": {"prefill": 3.0, "decode": 2.0}}))
+    chosen = [played.choose([number] * 512).replica_id for number in range(30)]
+    assert min(chosen.count(replica) for replica in "abc") >= 8
+    played.take("a", report(1, cost={**COST, "scales": {"prefill": 2.0}}))
+    candidates = played.choose([31] * 512).route.as_json()["candidates"]
+    assert [each["ms"]["compute"] for each in candidates] == [102.4] * 3  # the median of all three
+
+
+def test_a_replica_on_a_faster_machine_is_sooner() -> None:
+    played = Played("a", "b")
+    played.take("b", report(1, cost={**COST, "prefill": [0.0, 5e-5, 0.0]}))
+    for number in range(10):
+        chosen = played.choose([number] * 512)
+        assert chosen.replica_id == "b"
+        chosen.release()
+
+
 class Replica:
     """Says what comes and goes, in numbered reports; anew after a restart."""
 
