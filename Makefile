@@ -6,8 +6,9 @@
 #   REPLICAS  engine replicas; empty: one for each GPU, else two
 #   WORKERS   test processes at a time; one of them runs all that starts a Ray cluster
 #
-# `make gpu` needs a CUDA device and a PYTHON that has torch >= 2.11, triton >= 3.6, transformers, pytest and hypothesis
-# (pytest-xdist is worth having); it installs nothing and needs neither Ray nor a network.
+# `make gpu` needs a CUDA device and a PYTHON that has torch >= 2.11, triton >= 3.6 and what benchmarks/gpu/preflight.py names
+# (pytest-xdist is worth having), or finds it on PYTHONPATH; it installs nothing and needs neither Ray nor a network.
+# A target that fails ends it, as the smoke test should: `make -k gpu` goes on with the others.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -82,7 +83,7 @@ GPU_TARGETS := gpu-check gpu-attention gpu-engine gpu-tiers
 gpu: $(GPU_TARGETS)
 
 $(GPU_TARGETS): gpu-%:
-	@PYTHONPATH=src $(PYTHON) benchmarks/bench_gpu.py $* --out $(GPU_OUT) $(GPU_ARGS)
+	@PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) benchmarks/bench_gpu.py $* --out $(GPU_OUT) $(GPU_ARGS)
 
 train: $(DEV_READY)
 	$(BIN)/python training/train_tiny.py $(TRAIN_ARGS)

@@ -9,7 +9,11 @@ from typing import Any
 
 from mneme.kernels.triton.configs import MIN_CAPABILITY
 
-NEEDED = ("torch", "numpy", "transformers", "pytest", "hypothesis")
+# What the targets import; Ray, HTTP and grammars are not among it.
+NEEDED = (
+    *("torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow", "xxhash", "pynvml"),
+    *("pytest", "hypothesis"),
+)
 # Llama-3-8B in bfloat16, the KV of 256 sequences, and room for graphs.
 MIN_BYTES = 48 << 30
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import traceback
 from functools import cache
 from importlib import import_module, metadata
 from subprocess import CalledProcessError
 from typing import Any
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SHOWN_CHARS = 80  # of Triton's own message, which may go over many lines
 
@@ -26,10 +27,31 @@ class CompileError(RuntimeError):
 def triton_module(name: str) -> Any:
     """`mneme.kernels.triton.<name>`; None, with one warning, where triton cannot be imported: torch works instead."""
     try:
-        return import_module(f"mneme.kernels.triton.{name}")
+        return kernels_of(f"mneme.kernels.triton.{name}")
     except ImportError as error:
-        log.warning("triton cannot be imported; plain torch runs in its place module=%s error=%s", name, error)
+        logger.warning("triton cannot be imported; plain torch runs in its place module=%s error=%s", name, error)
         return None
+
+
+def kernels_of(module: str) -> Any:
+    """Import a module of kernels, and have Triton make their cache keys in the order in which they are defined.
+
+    A key depends on whether those of the functions that it calls were made before. So every process makes them in this
+    order: what one has compiled, another finds.
+    """
+    found = import_module(module)
+    _make_keys(module)
+    return found
+
+
+@cache
+def _make_keys(module: str) -> None:
+    """Those of functions from other modules first, all of such a module."""
+    functions = [each for each in vars(sys.modules[module]).values() if hasattr(type(each), "cache_key")]
+    for home in {each.module: None for each in functions if each.module != module}:
+        _make_keys(home)
+    for function in functions:
+        _ = function.cache_key
 
 
 def triton_trouble(error: BaseException, kernel: str = "a kernel") -> str | None:

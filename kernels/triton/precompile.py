@@ -23,11 +23,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import triton
-from mneme.kernels.triton.modules import CompileError, does_not_run, in_one_line, triton_trouble
+from mneme.kernels.triton.modules import CompileError, does_not_run, in_one_line, kernels_of, triton_trouble
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
@@ -171,7 +170,7 @@ class _Cached(ASTSource):  # type: ignore[misc]
 
 
 def _compile(variant: Variant, source: type) -> None:
-    function = getattr(import_module(variant.module), variant.kernel)
+    function = getattr(kernels_of(variant.module), variant.kernel)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in variant.options.items()}
     triton.compile(
         source(function, variant.signature, variant.constants, variant.attributes),

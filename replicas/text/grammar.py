@@ -1,6 +1,7 @@
 """Keeps an answer inside a grammar: says after each token which may follow. The automata are llguidance's.
 
 A matcher's state is a function of the grammar and of the tokens emitted, so whoever has these can make it anew.
+llguidance is imported when the first grammar is compiled: engines without grammars run where it is not installed.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mneme.errors import InvalidRequest
 from mneme.primitives import Bounded
@@ -21,21 +22,13 @@ from mneme.replicas.request import Grammar
 from mneme.replicas.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 64
 _MAX_ERROR_CHARS = 400
-# Some 0.2 s to compile, 20 ms for a token and 100 MB of states, each at most.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    max_grammar_size=100_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    verbose_errors=False,
-)
 # They come last, so that no schema sets them: `lenient` and `coerce_one_of` would let invalid answers through, and
 # without a bound a model may write blanks for ever.
 _JSON_OPTIONS: JsonCompileOptions = {
@@ -104,7 +97,7 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()  # of `_compiled`; nobody waits for what another compiles
         self._tokens: LLTokenizer | None = None
-        self._compiled = Bounded[Grammar, LLMatcher | str](MAX_COMPILED)
+        self._compiled: Bounded[Grammar, LLMatcher | str] = Bounded(MAX_COMPILED)
 
     def check(self, grammar: Grammar) -> None:
         """Compile it; raises `InvalidRequest`, which names what is not supported. May take a second the first time."""
@@ -138,20 +131,41 @@ class Grammars:
             except Exception:  # whatever is strange about a checkpoint's tokenizer
                 logger.exception("tokenizer not usable with grammars")
                 return "this model's tokenizer cannot be used with grammars"
+        from llguidance import LLMatcher
+
         try:
-            compiled = LLMatcher(self._tokens, _source(grammar), log_level=0, limits=_LIMITS)
+            compiled = LLMatcher(self._tokens, _source(grammar), log_level=0, limits=_limits())
         except ValueError as error:
             return _brief(str(error))
         return f"is not supported: {_brief(compiled.get_error())}" if compiled.is_error() else compiled
 
 
+@cache
+def _limits() -> LLParserLimits:
+    """Some 0.2 s to compile, 20 ms for a token and 100 MB of states, each at most."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        max_grammar_size=100_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
 def _tokens_of(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
     num_tokens = max(vocab_size, tokenizer.vocab_size)
     return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=list(tokenizer.eos_token_ids))
 
 
 def _source(grammar: Grammar) -> str:
     """Write a grammar as llguidance reads it."""
+    from llguidance import LLMatcher
+
     text = grammar.text
     if grammar.kind in ("json_schema", "json_object"):
         return LLMatcher.grammar_from_json_schema(text, None, _JSON_OPTIONS)

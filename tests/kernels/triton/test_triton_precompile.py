@@ -121,3 +121,33 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
 def test_what_is_not_of_triton_is_left_to_others() -> None:
     assert triton_trouble(RuntimeError(CUDA_ERROR.format("an illegal memory access was encountered"))) is None
     assert triton_trouble(PermissionError(13, "Permission denied", "/data/chunks")) is None
+
+
+KEYS = """
+import json, sys
+from importlib import import_module
+from mneme.kernels.triton.modules import kernels_of
+names = json.loads(sys.argv[1])
+for name in names:
+    kernels_of(f"mneme.kernels.triton.{name}")
+found = {}
+for name in sorted(names):
+    functions = vars(import_module(f"mneme.kernels.triton.{name}")).items()
+    found[name] = {key: value.cache_key for key, value in functions if hasattr(value, "cache_key")}
+print(json.dumps(found))
+"""
+
+
+def test_what_one_process_has_compiled_another_finds() -> None:
+    """Whatever modules it has met before: the names under which Triton keeps kernels are the same."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    modules = ["attention", "kv", "ops", "sampling", "backend"]
+    found = []
+    for names in (modules, modules[::-1]):
+        command = [sys.executable, "-c", KEYS, json.dumps(names)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+    assert found[0] == found[1]
+    assert "weigh_kernel" in json.loads(found[0])["sampling"]
