@@ -162,8 +162,9 @@ class BlendUsage(NamedTuple):
     documents: tuple[DocumentUsage, ...]  # as they stand; without those of a session's earlier turns
     selector: Selector | None = None
     ratio: float | None = None
-    reused: int = 0  # tokens of documents whose KV was computed behind other text
-    recomputed: int = 0  # tokens of documents that the selector chose
+    # Of the documents' tokens, in the mean over the layers behind the first, in which all are exact:
+    reused: int = 0  # those whose KV was computed behind other text
+    recomputed: int = 0  # those that the selector chose
     is_measured: bool = False  # the model's quality report allows it
     declined: Reason | None = None  # why the mode is "off"
     is_history_approximate: bool = False  # earlier turns of the session reuse documents behind other text

@@ -381,7 +381,8 @@ class Sequence:
         if blend is not None and blend.uses:
             usage = BlendUsage(blend.options.mode, blend.why, order, documents, blend.selector, blend.ratio)
             is_measured = blend.is_measured and not is_approximate
-            usage = usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen, is_measured=is_measured)
+            num_documents, recomputed = blend.num_chosen + len(blend.reused), blend.num_recomputed
+            usage = usage._replace(reused=num_documents - recomputed, recomputed=recomputed, is_measured=is_measured)
         else:
             reason, why = self.declined if blend is None else blend.declined
             usage = BlendUsage("off", why, order, documents, declined=reason)

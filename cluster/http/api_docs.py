@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, NotRequired
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
+from mneme.cluster.http.error_response import MESSAGES
 from mneme.cluster.wire.openai import Body
 from mneme.replicas.request import Source
 from mneme.version import __version__
@@ -82,7 +83,8 @@ class BlendUsage(TypedDict):
     """Says how the KV of the prompt's documents was used, and why so; as they stand in the prompt.
 
     Where some was reused behind other text: by which selector and ratio, whether their quality was measured on this
-    model, and document tokens that were reused and that the selector chose to recompute.
+    model, and document tokens that were reused and that the selector chose to recompute: the mean over the
+    layers behind the first.
     """
 
     mode: Literal["off", "selective", "full_reuse"]
@@ -197,6 +199,12 @@ class AnthropicMessage(TypedDict):
 class AnthropicErrorFields(TypedDict):
     type: str
     message: str
+
+
+class AnthropicError(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorFields
+    request_id: str
 
 
 class AnthropicDelta(TypedDict):
@@ -778,13 +786,13 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
         schemas[described.__name__] = schema
         return {"$ref": _REF.format(model=described.__name__)}
 
-    error = {"description": "what was wrong", "content": _json(reference(Error))}
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path", "")
         content = {} if route.answer is None else _json(reference(route.answer))
         for media_type, kind in route.others.items():
             content[media_type] = {"schema": {"type": "string"} if kind is str else reference(kind)}
+        error = _json(reference(AnthropicError if path.startswith(MESSAGES) else Error))
         summary, _, rest = (inspect.getdoc(route.handler) or "").partition("\n")
         operation: dict[str, Any] = {
             "summary": summary,
@@ -795,7 +803,10 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
                 *(_parameter(name, "header", _PARAMETERS.get(name, _HINT)) for name in route.headers),
                 *(_parameter(name, "query", _PARAMETERS[name]) for name in route.query),
             ],
-            "responses": {"200": {"description": "done", "content": content}, "default": error},
+            "responses": {
+                "200": {"description": "done", "content": content},
+                "default": {"description": "what was wrong", "content": error},
+            },
         }
         if route.body is not None:
             operation["requestBody"] = {"required": route.method == "POST", "content": _json(reference(route.body))}

@@ -44,12 +44,13 @@ MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
 MAX_EMBEDDINGS = 2048  # OpenAI's, of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
-_PRIORITY_OF_TIER = {"auto": 0, "default": 0, "flex": 30, "priority": -30}
+ServiceTier = Literal["auto", "default", "flex", "priority"]
+_PRIORITY_OF_TIER: dict[ServiceTier, int] = {"auto": 0, "default": 0, "flex": 30, "priority": -30}
 MAX_IGNORED, MAX_IGNORED_CHARS = 16, 64  # names of ignored fields that an answer tells, and characters of each
 
 M = TypeVar("M", bound="Body")
 _UNION_BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "none", "GivenDocument", "NamedToolChoice"}
+    {"str", "int", "float", "bool", "none", "GivenDocument", "NamedToolChoice", "ToolChoice"}
 )  # pydantic puts them into error paths
 _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.\-]")
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -184,7 +185,7 @@ class SamplingBody(Body):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
     # From the arrival of the request at this server to the end of its answer.
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
@@ -242,7 +243,7 @@ class SamplingBody(Body):
     @property
     def used_tier(self) -> str | None:
         """Return the tier that the answer names, as OpenAI does where one was asked for."""
-        return "default" if self.service_tier == "auto" else self.service_tier
+        return None if self.service_tier is None else tier_of(self.service_tier)
 
     @property
     def documents_beside(self) -> list[Any]:
@@ -282,6 +283,11 @@ class GivenDocument(Body):
 
 
 Documents = Annotated[list[str | GivenDocument], Field(max_length=MAX_DOCUMENTS)]
+
+
+def tier_of(asked: ServiceTier | None) -> str:
+    """Return the tier that a request is served at."""
+    return "default" if asked in (None, "auto") else asked
 
 
 def plain_documents(given: list[str | GivenDocument] | None) -> list[Any]:

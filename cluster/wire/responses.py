@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from mneme.cluster.wire.anthropic import CacheMark
-from mneme.cluster.wire.openai import MAX_CONTENT_PARTS, MAX_MESSAGES, Body, Function
+from mneme.cluster.wire.openai import MAX_CONTENT_PARTS, MAX_MESSAGES, Body, Function, ServiceTier, tier_of
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.text.tool_calls import MAX_TOOLS
@@ -189,7 +189,7 @@ class ResponsesRequest(Body):
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: CacheOptions | None = None
-    service_tier: str | None = None
+    service_tier: ServiceTier | None = None
     safety_identifier: str | None = None
     user: str | None = None
     background: bool | None = None
@@ -255,7 +255,17 @@ class ResponsesRequest(Body):
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the chat request that asks for the same of these messages."""
-        same = ("model", "stream", "temperature", "top_p", "top_k", "seed", "ignore_eos", "prompt_cache_key")
+        same = (
+            "model",
+            "stream",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "ignore_eos",
+            "prompt_cache_key",
+            "service_tier",
+        )
         own = self.model_dump(include={*same, "parallel_tool_calls", "cache_salt", "timeout_s"}, exclude_none=True)
         if self.top_logprobs is not None or LOGPROBS in (self.include or ()):
             own |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
@@ -293,7 +303,7 @@ class ResponsesRequest(Body):
             "prompt_cache_options": cache,
             "reasoning": {"effort": None, "summary": None} if self.reasoning is None else self.reasoning.model_dump(),
             "safety_identifier": self.safety_identifier,
-            "service_tier": "default",
+            "service_tier": tier_of(self.service_tier),
             "store": self.keeps,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": text,

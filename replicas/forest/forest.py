@@ -313,10 +313,13 @@ class PrefixForest(Paths):
             self.tiers.drop_up(tail)
 
     def drop_kept(self, root: Root) -> None:
-        """Delete a truncated session: what it computed since, what it kept, and what led there."""
+        """Delete a session's own root: what it computed since, what it kept of its history, and what led there.
+
+        Documents that a blend moved to their places stay cached: they are whoever's names them, as is what others keep.
+        """
         roots, pages = [root], []
         for each in roots:  # grows
-            pages += [kept.page for kept in each.kept]
+            pages += [kept.page for kept in each.kept if kept.root.is_own or not (each.is_blend and kept.delta)]
             roots += each.kept_roots
         self.abandon(root)
         for page in reversed(pages):

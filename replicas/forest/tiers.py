@@ -143,7 +143,7 @@ class TieredPages:
     def drop_up(self, page: Page, end: int | None = None) -> None:
         """Drop what nothing else is on, from this page up; with `end`, where a prefix left it, tokens behind it are
         another's and stay."""
-        while page.parent is not None and not (page.refs or page.children or page.claim is not None):
+        while page.parent is not None and not (page.refs or page.children or page.keepers or page.claim is not None):
             if end is not None and page.end > end:
                 return
             parent, end = page.parent, None if end is None else page.start

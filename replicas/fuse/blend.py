@@ -41,7 +41,7 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path, Root
 from mneme.replicas.forest.paths import DocumentUse
 from mneme.replicas.fuse.controller import Controller, Work
-from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, first_share
+from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
 from mneme.replicas.request import GenerationRequest
 
 DEFAULT_SELECTOR: Selector = "hkvd"
@@ -85,6 +85,11 @@ class Blend:
         """The share of a document's tokens that is computed anew."""
         given = DEFAULT_RATIO if self.options.ratio is None else self.options.ratio
         return {"none": 0.0, "all": 1.0}.get(self.selector, given)
+
+    @property
+    def num_recomputed(self) -> int:
+        """The document tokens that were computed anew, in the mean over the layers behind the first."""
+        return count(self.num_chosen + len(self.reused), self.ratio) if len(self.narrowed) else self.num_chosen
 
     @property
     def settled_selector(self) -> Selector:

@@ -43,8 +43,9 @@ class BadRequestChecker:
         response = self._http.request(case.method, case.path, content=case.encoded(self.target), headers=headers)
         assert response.status_code == case.status, response.text[:500]
         if case.method != "HEAD":
-            param = check_error_object(response.content)
-            assert case.param == param, f"param is {param!r}: {response.text[:500]}"
+            is_anthropic = case.path.startswith("/v1/messages")
+            param = check_anthropic_error(response) if is_anthropic else check_error_object(response.content)
+            assert (None if is_anthropic else case.param) == param, f"param is {param!r}: {response.text[:500]}"
         assert response.headers.get("x-should-retry") == "false"
         self.check_unharmed()
 
@@ -101,6 +102,17 @@ def check_error_object(body: bytes) -> str | None:
     param: str | None = error["param"]
     assert param is None or isinstance(param, str)
     return param
+
+
+def check_anthropic_error(response: httpx.Response) -> None:
+    """Anthropic's shape and nothing else; it names no field."""
+    answer = response.json()
+    assert set(answer) == {"type", "error", "request_id"}
+    assert set(answer["error"]) == {"type", "message"}
+    assert answer["type"] == "error"
+    kinds = {404: "not_found_error", 413: "request_too_large"}
+    assert answer["error"]["type"] == kinds.get(response.status_code, "invalid_request_error")
+    assert 0 < len(answer["error"]["message"]) < 1000
 
 
 def _read_answer(connection: socket.socket, *, has_body: bool) -> bytes:

@@ -525,6 +525,140 @@ _PROMPTS = [
     BadRequest(name="detokenize text", path="/detokenize", body={"tokens": ["a"]}, param="tokens[0]"),
 ]
 
+
+def _message(name: str, status: int = 400, path: str = "/v1/messages", **changes: Any) -> BadRequest:
+    """Anthropic's errors name no field: their message does."""
+    return BadRequest(name=f"messages: {name}", path=path, body=chat(**changes), status=status, param=None)
+
+
+def _blocks(*blocks: Any, role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": list(blocks)}]
+
+
+_MARK = {"type": "ephemeral"}
+_ANTHROPIC = [
+    _message("without a limit", max_tokens=None),
+    _message("a limit of -1", max_tokens=-1),
+    _message("a limit that is text", max_tokens="4"),
+    _message("longer than the context", max_tokens=10**9),
+    _message("an unknown model", 404, model="no-such-model"),
+    _message("none", messages=[]),
+    _message("a text", messages="Hello"),
+    _message("a system message in the list", messages=[{"role": "system", "content": "Hello"}, *MESSAGES]),
+    _message("an assistant's last", messages=[*MESSAGES, {"role": "assistant", "content": "He"}]),
+    _message("no blocks", messages=_blocks()),
+    _message("an empty block", messages=_blocks({})),
+    _message("a block without its text", messages=_blocks({"type": "text"})),
+    _message("a block that is a text", messages=_blocks("Hello")),
+    _message("an image", messages=_blocks({"type": "image", "source": {"type": "base64", "data": ""}})),
+    _message("a file for a document", messages=_blocks({"type": "document", "source": {"type": "base64", "data": ""}})),
+    _message("a document without its text", messages=_blocks({"type": "document"})),
+    _message("a call by the user", messages=_blocks({"type": "tool_use", "id": "a", "name": "f", "input": {}})),
+    _message("a result without its call", messages=_blocks({"type": "tool_result", "content": "a"})),
+    _message("a surrogate", messages=_blocks({"type": "text", "text": "\ud800"})),
+    _message("a system of numbers", system=5),
+    _message("a system of images", system=[{"type": "image"}]),
+    _message("five cache marks", messages=_blocks(*[{"type": "text", "text": "a", "cache_control": _MARK}] * 5)),
+    _message(
+        "a mark of two days", messages=_blocks({"type": "text", "text": "a", "cache_control": {**_MARK, "ttl": "2d"}})
+    ),
+    _message("a mark of no type", cache_control={"ttl": "5m"}),
+    _message("a tool without a name", tools=[{"input_schema": {}}]),
+    _message("a tool of another's", tools=[{"type": "bash_20250124", "name": "bash"}]),
+    _message("129 tools", tools=[{"name": f"f{i}", "input_schema": {}} for i in range(129)]),
+    _message(
+        "a choice of none of the tools",
+        tools=[{"name": "f", "input_schema": {}}],
+        tool_choice={"type": "tool", "name": "g"},
+    ),
+    _message("a choice without a name", tools=[{"name": "f", "input_schema": {}}], tool_choice={"type": "tool"}),
+    _message("a choice that is a word", tools=[{"name": "f", "input_schema": {}}], tool_choice="any"),
+    _message("a choice without tools", tool_choice={"type": "any"}),
+    _message("17 stops", stop_sequences=list("abcdefghijklmnopq")),
+    _message("an empty stop", stop_sequences=[""]),
+    _message("a stop that is a number", stop_sequences=[5]),
+    _message("a temperature of -1", temperature=-1),
+    _message("a top_p of 2", top_p=2),
+    _message("a top_k of -2", top_k=-2),
+    _message("a stream that is text", stream="yes"),
+    _message("a session without its name", session={"append": True}),
+    _message("a session that is unknown", 404, session=_APPEND),
+    _message("a timeout of 0", timeout_s=0),
+    _message("to count: none", path="/v1/messages/count_tokens", messages=[]),
+    _message("to count: an unknown model", 404, path="/v1/messages/count_tokens", model="no-such-model"),
+    _message("to count: an image", path="/v1/messages/count_tokens", messages=_blocks({"type": "image"})),
+]
+
+
+def _response(name: str, param: str | None, status: int = 400, **changes: Any) -> BadRequest:
+    body = {"model": "$MODEL", "input": "Hello", "max_output_tokens": 4, "store": False, **changes}
+    return BadRequest(name=f"responses: {name}", path="/v1/responses", body=body, status=status, param=param)
+
+
+def _of_response(method: str, response_id: str, behind: str = "", param: str = "response_id", status: int = 404) -> Any:
+    path = f"/v1/responses/{response_id}{behind}"
+    return BadRequest(name=f"{method} {path:.60}", method=method, path=path, status=status, param=param)
+
+
+_RESPONSES = [
+    _response("no input", "input", input=None),
+    _response("no items", "input", input=[]),
+    _response("an item that is a number", "input[0]", input=[5]),
+    _response("an item of no kind", "input[0]", input=[{"type": "computer_call"}]),
+    _response("a message of nobody", "input[0].role", input=[{"role": "wizard", "content": "a"}]),
+    _response(
+        "a part without its text", "input[0].content[0]", input=[{"role": "user", "content": [{"type": "input_text"}]}]
+    ),
+    _response("an image", "input[0].content[0].type", input=[{"role": "user", "content": [{"type": "input_image"}]}]),
+    _response(
+        "a call without its name", "input[0].name", input=[{"type": "function_call", "call_id": "a", "arguments": ""}]
+    ),
+    _response(
+        "an output without its call", "input[0].call_id", input=[{"type": "function_call_output", "output": "a"}]
+    ),
+    _response("a surrogate", "input", input="\ud800"),
+    _response("an unknown model", "model", 404, model="no-such-model"),
+    _response("instructions of a number", "instructions", instructions=5),
+    _response("a limit of 0", "max_output_tokens", max_output_tokens=0),
+    _response("a limit of -1", "max_output_tokens", max_output_tokens=-1),
+    _response("a temperature of 9", "temperature", temperature=9),
+    _response("a top_p of 0", "top_p", top_p=0),
+    _response("21 top_logprobs", "top_logprobs", top_logprobs=21),
+    _response("in the background", "background", background=True),
+    _response("a conversation", "conversation", conversation="conv_1"),
+    _response("a stored prompt", "prompt", prompt={"id": "pmpt_1"}),
+    _response("17 metadata", "metadata", metadata={str(i): "a" for i in range(17)}),
+    _response("metadata of numbers", "metadata.a", metadata={"a": 5}),
+    _response("metadata of 513 characters", "metadata", metadata={"a": "x" * 513}),
+    _response("going on from nothing", "previous_response_id", 404, previous_response_id="resp_nobody"),
+    _response("going on from a number", "previous_response_id", previous_response_id=5),
+    _response("going on from a tab", "previous_response_id", previous_response_id="a\tb"),
+    _response("another's tool", "tools[0].type", tools=[{"type": "web_search", "name": "f"}]),
+    _response("a tool without a name", "tools[0].name", tools=[{"type": "function"}]),
+    _response("a choice of nothing", "tool_choice", tool_choice="best", tools=[{"type": "function", "name": "f"}]),
+    _response(
+        "a format without its schema", "text.format.schema", text={"format": {"type": "json_schema", "name": "a"}}
+    ),
+    _response("a format of no kind", "text.format.type", text={"format": {"type": "xml"}}),
+    _response("a truncation of no kind", "truncation", truncation="best"),
+    _response("a tier of no kind", "service_tier", service_tier="fast"),
+    _response("kept for two days", "prompt_cache_options.ttl", prompt_cache_options={"ttl": "2d"}),
+    _response("store as text", "store", store="no"),
+    _response("stream as text", "stream", stream="yes"),
+    *(
+        _of_response(method, response_id, behind)
+        for method, behind in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items"))
+        for response_id in ("resp_nobody", "%ff")
+    ),
+    BadRequest(name="get response by a path", method="GET", path="/v1/responses/..%2f..%2fetc", status=404, param=None),
+    _of_response("GET", "x" * 257, status=400),
+    _of_response("GET", "%00", status=400),
+    _of_response("GET", "resp_nobody", "/input_items?limit=0", "limit", 400),
+    _of_response("GET", "resp_nobody", "/input_items?limit=many", "limit", 400),
+    _of_response("GET", "resp_nobody", "/input_items?order=up", "order", 400),
+    _of_response("GET", "resp_nobody", "?cache_salt=", "cache_salt", 400),
+]
+
 # Of every route with a body that the lists above leave out.
 _OTHER_ROUTES = [
     BadRequest(name=f"{method} {path}: {name}", path=path, method=method, body=body, headers=headers, param=param)
@@ -532,6 +666,8 @@ _OTHER_ROUTES = [
         ("POST", "/v1/completions"),
         ("POST", "/v1/embeddings"),
         ("POST", "/v1/responses"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("POST", "/v1/kv/warm"),
@@ -557,6 +693,8 @@ BAD_REQUESTS = [
     *_SESSIONS,
     *_PINS,
     *_PROMPTS,
+    *_ANTHROPIC,
+    *_RESPONSES,
     *_OTHER_ROUTES,
 ]
 

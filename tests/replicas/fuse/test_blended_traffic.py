@@ -197,6 +197,28 @@ def test_choices_of_a_turn_share_its_blend(selector: Any, num_tokens: int, sessi
     assert not engine.forest.kept_roots
 
 
+def test_a_deleted_session_takes_its_own_text_along_but_no_document() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    head, question = (3, 3, 3, 3), (2, 2, 2, 2)
+    for name, documents in {"a": [A, B], "b": [B, A]}.items():
+        engine.submit(blended(name, [head, *documents, question], session_id=name))
+        run(engine)
+    ids, said = [*head, *B, *A, *question], continuation([*head, *B, *A, *question], 4, 5)
+    answer(engine, delete_session(("", "a")))
+    engine.forest.check()
+    assert [engine.forest.resident("", document) for document in (A, B)] == [(len(A), 0), (len(B), 0)]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    before = num_rows(engine)
+    engine.submit(make_request("b2", [3], params, session_id="b", append=True))
+    assert tokens_of(run(engine), "b2") == continuation([*ids, *said, 3], 1, 5)
+    assert num_rows(engine) - before == 2  # the last output had no KV yet
+    answer(engine, delete_session(("", "b")))
+    engine.forest.check()
+    assert not engine.forest.kept_roots
+    assert sum(engine.forest.resident("", head)) == 0
+    assert [sum(engine.forest.resident("", document)) for document in (A, B)] == [len(A), len(B)]
+
+
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("index", range(3))
 def test_a_choice_that_ends_early_harms_no_other(at: int, index: int) -> None:
@@ -288,7 +310,7 @@ def test_keys_of_documents_are_compared_before_some_are_computed_anew() -> None:
     assert num_rows(engine) - before == (1 + 15) + (1 + 9 + 2) + 3
     usage = usage_of(events)
     assert usage.blend is not None
-    assert (usage.blend.selector, usage.blend.reused, usage.blend.recomputed) == ("hkvd", 6, 9)
+    assert (usage.blend.selector, usage.blend.reused, usage.blend.recomputed) == ("hkvd", 12, 3)  # in the mean
     assert not engine.forest.kept_roots
     assert engine.forest.num_in_use == 0
 

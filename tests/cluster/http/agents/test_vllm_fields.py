@@ -130,6 +130,10 @@ def test_priorities_reach_the_engine_and_answers_name_the_tier(
         assert engine.requests[-1].priority == priority
         assert answer.json().get("service_tier") == tier
         assert IGNORED not in answer.headers
+    if "priority" not in fields:  # responses have tiers alone
+        response = post("/v1/responses", {"model": "tiny", "input": "the fox", **fields}, engine=engine)
+        assert engine.requests[-1].priority == priority
+        assert response.json()["service_tier"] == (tier or "default")
     with serving() as server, strict_client(server) as client:
         stream: Any = client.chat.completions.create(**CHAT, stream=True, extra_body=fields)
         assert {chunk.service_tier for chunk in stream} == {tier}
