@@ -228,7 +228,7 @@ def errors(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
 
 
 def same_order(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Of pairs of policies at one rate that clearly differ, the share in the real order; None: none do."""
+    """Return the share of pairs of policies at one rate that are in the real order, of those that clearly differ."""
     pairs = [(a, b) for a, b in itertools.permutations(rows, 2) if a["share"] == b["share"]]
     clear = [(a, b) for a, b in pairs if a["real_ttft_p50_s"] > CLEARLY * b["real_ttft_p50_s"]]
     right = sum(a["simulated_ttft_p50_s"] > b["simulated_ttft_p50_s"] for a, b in clear)

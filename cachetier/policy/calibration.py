@@ -2,7 +2,8 @@
 
 Host: runs of bytes as large as a chunk are hashed, as a read of a chunk is, and copied, to the engine's device where it
 has one. Disk: they are read from a scratch file in the tier's folder, which the page cache is asked to forget first.
-Peers keep their defaults until they are read. These are first guesses, which soon give way to loads.
+Peers keep their defaults until they are read. These are first guesses, which soon give way to loads. This is the only
+module of the folder that reads or writes files.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -157,10 +158,20 @@ def _placement() -> list[Finding]:
     from mneme.replicas.engine.load import cuda_trouble
 
     placement = place_engines(ClusterConfig(), count_gpus())
-    trouble = cuda_trouble() if placement.device == "cuda" else None
+    trouble = (cuda_trouble() or _triton_trouble()) if placement.device == "cuda" else None
     if trouble is None:
         return [Finding("placement", str(placement), True)]
     return [Finding("placement", f"{placement}, but {trouble}", False, "or serve with --set engine.device=cpu")]
+
+
+def _triton_trouble() -> str | None:
+    """Say what Triton lacks to compile kernels, if it lacks anything."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'mneme[cuda]'"
+    compilers = (os.environ.get("CC", ""), "clang", "gcc", "cc")  # where Triton looks
+    if not any(shutil.which(name) for name in compilers):
+        return "triton finds no C compiler: install gcc and python3-dev"
+    return None
 
 
 def _gpus() -> list[Finding]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mneme.errors import ConfigError, MnemeError
-from mneme.replicas.documents import BlendOptions, BlendUsage, Selector
+from mneme.replicas.documents import EXACT, BlendOptions, BlendUsage, Selector
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.fuse.report import Measured
 from mneme.replicas.quality.tasks import Case, Task
@@ -103,8 +103,9 @@ def measure(
                 options = BlendOptions(mode="selective", selector=arm.selector, ratio=arm.ratio, min_tokens=1)
                 forced = talker.run(prompts, options, full)
                 usages = [said.blend for said in forced if said.blend is not None]
-                if not _is_exact(options) and all(usage.mode == "off" for usage in usages):
-                    raise ConfigError(f"{layout}: documents are computed in full: {usages[0].why}")
+                in_full = [each.why for each in usages if each.mode == "off" and each.declined != EXACT.reason]
+                if in_full and not _is_exact(options):
+                    raise ConfigError(f"{layout}: documents of {len(in_full)} cases are computed in full: {in_full[0]}")
                 others = [index for index, said in enumerate(forced) if not all(said.agrees)]
                 free = dict(zip(others, talker.run([prompts[index] for index in others], options), strict=True))
                 for index, (case, _) in enumerate(batch):

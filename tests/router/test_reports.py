@@ -31,7 +31,7 @@ BLOCKS = block_hashes(PROMPT)
 
 
 def report(seq: int = 0, *, epoch: str = "one", **values: Any) -> ReplicaReport:
-    """Of an idle replica, unless it is said otherwise."""
+    """An idle replica's, unless it is said otherwise."""
     blocks = {name: pack(h.to_bytes(8, "little") for h in values.pop(name, ())) for name in ("device", "host", "gone")}
     idle = {"queue_s": 0.0, "queued_tokens": 0, "running": 0, "waiting": 0, "context_tokens": 0, "free_page_share": 1.0}
     return ReplicaReport(epoch=epoch, seq=seq, **{**idle, **values}, **blocks)

@@ -156,7 +156,7 @@ def test_lookahead_sees_as_many_requests_as_runs_of_mean_size_fit_the_tier() -> 
 
 
 def test_lookahead_keeps_what_fits_memory_and_disk_together() -> None:
-    """Of a tier whose queue says how much room there is in all: (C_mem + C_disk) / S_kv requests."""
+    """The tier's queue says how much room there is in all: (C_mem + C_disk) / S_kv requests."""
     policy = lookahead(lambda: ["k0", "k1", "k2"], capacity=4)
     policy.set_queue(lambda: ["k0", "k1", "k2"], 6)
     assert [key for key, _ in order(policy)] == ["k3", "k4", "k2", "k1", "k0"]

@@ -96,7 +96,7 @@ class Conversation:
         assert self.store.num_open == 0
 
     def chunk_keys(self) -> list[bytes]:
-        """Of the session's own chunks, those of the last event, in order."""
+        """The session's own chunks of the last event, in order."""
         log = self.engine.sessions.get(KEY)
         assert log is not None
         assert log.seen is not None
