@@ -143,6 +143,9 @@ class FoundChunks(Chunks, Protocol):
     def has_all(self, num_tokens: int) -> bool:
         """Whether nothing of so many tokens is missing but the end that is shorter than a chunk."""
 
+    def is_outdated(self, num_resident: int, num_tokens: int) -> bool:
+        """Return whether it is worth a question what there is by now."""
+
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking."""
 
@@ -201,7 +204,7 @@ class Sequence:
     leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
     found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
-    asked_s: float = 0.0  # when the cache tier was asked for it last
+    asked_s: float = 0.0  # when the cache tier was asked for it, or need not be asked again, last
     was_admitted: bool = False
     num_expected: int = 0  # rows of its prompt, when it was added; where costs are known
     due_s: float = 0.0  # when its prompt would be done, had what is left of it begun as it came; no costs: as it came

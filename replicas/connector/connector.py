@@ -101,15 +101,18 @@ class KvConnector:
         self.counts["lookups"] += 1
 
     def look_again(self, waiting: Iterable[RunningSequence], forest: PrefixForest) -> None:
-        """Ask anew for the first of those that wait, from time to time, if nothing is coming (AttentionStore 3.3.1).
+        """Ask anew for the first that wait, from time to time, if the answer is outdated (AttentionStore 3.3.1).
 
         What the engine had of them may have gone meanwhile, and what the tier lacked may have come.
         """
-        due_s = self._clock() - _ASK_AGAIN_S
+        now_s = self._clock()
         for sequence in islice(waiting, _NUM_ASKED_AGAIN):
-            found = sequence.found
-            is_nothing = found is None or (found.is_settled and not found.spans and not found.is_given_up)
-            if sequence.asked_s > due_s or sequence.was_admitted or sequence.chain is None or not is_nothing:
+            if now_s - sequence.asked_s < _ASK_AGAIN_S or sequence.was_admitted or sequence.chain is None:
+                continue
+            sequence.asked_s, found, context = now_s, sequence.found, sequence.context
+            if found is not None and not found.is_outdated(
+                sum(forest.resident(sequence.request.salt, context)), len(context)
+            ):
                 continue
             sequence.found = None
             self.look_up(sequence, forest, is_alone=False)

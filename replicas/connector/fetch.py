@@ -217,6 +217,20 @@ class Fetch:
         """Whether nothing of so many tokens is missing but the end that is shorter than a chunk."""
         return self.end >= num_tokens // self.query.chunk_tokens * self.query.chunk_tokens
 
+    def is_outdated(self, num_resident: int, num_tokens: int) -> bool:
+        """Return whether the store may have more of a sequence by now than is coming.
+
+        Nothing is coming; or it hangs in the air, as the engine lost what is before it; or it is not all, or may come
+        from a nearer tier, and nothing of it was read, so that asking again costs no more than the question.
+        """
+        if self.is_looking or self.is_given_up:
+            return False
+        spans = self.spans
+        if not spans:
+            return self.is_settled
+        is_best = self.has_all(num_tokens) and not self._far
+        return spans[0][0] > num_resident or not (is_best or self.reads)
+
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking: to where a chunk ends."""
         return self.query.chunk_tokens - num_tokens % self.query.chunk_tokens

@@ -96,6 +96,32 @@ def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
     fetch.close()
 
 
+@pytest.mark.parametrize(
+    ("edge", "num_reads", "num_resident", "num_more", "is_outdated"),
+    [
+        ("host", 0, 0, 0, False),
+        ("host", 0, 0, CHUNK_TOKENS, True),  # a chunk may have come
+        ("disk", 0, 0, 0, True),  # it may be in memory by now
+        ("disk", 1, 0, CHUNK_TOKENS, False),  # what was read would be read again
+        ("disk", 1, -1, 0, True),  # it hangs behind what the engine has no more
+    ],
+)
+def test_asking_again_costs_nothing_that_was_read(
+    edge: Any, num_reads: int, num_resident: int, num_more: int, is_outdated: bool
+) -> None:
+    """The engine had the first chunk; `num_resident`: what came to that, or went."""
+    workers: dict[str, PlayedWorkers] = {}
+    make = lambda name, _: workers.setdefault(name, PlayedWorkers())  # noqa: E731
+    fetches = make_fetches(FakeStore(edge=edge), Costs(), PlayedClock(), make)
+    ids = [*IDS, *range(num_more)]
+    fetch = fetches.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, ids, CHUNK_TOKENS, first=1), CHUNK_TOKENS)
+    assert not fetch.is_outdated(0, len(ids))  # it looks
+    workers["kv-look"].play()
+    workers["kv-read"].play(num_reads)
+    assert fetch.is_outdated(CHUNK_TOKENS + num_resident, len(ids)) is is_outdated
+    fetches.abandon()
+
+
 def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame() -> None:
     """Both threads are at the chunks of others."""
     store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()

@@ -212,23 +212,32 @@ def test_before_others_whose_chunks_come_it_is_not_computed_while_its_own_are_re
     case.check_rest()
 
 
-@pytest.mark.parametrize("is_filled_late", [False, True])
-def test_who_waits_long_asks_again(store: FakeStore, is_filled_late: bool) -> None:
-    """For what has come meanwhile, or for what its engine had and has no more."""
+@pytest.mark.parametrize(
+    ("num_device", "num_tier"),
+    [(24, 3), (0, 0), (16, 3), (0, 2)],
+    ids=["all went", "all came", "what was before the rest went", "a tail came"],
+)
+def test_who_waits_long_asks_again(store: FakeStore, num_device: int, num_tier: int) -> None:
+    """For what has come meanwhile, or for what its engine had and has no more.
+
+    `num_device`, `num_tier`: tokens that the engine has at first, chunks that the tier has.
+    """
     case = Played(store, max_running=1)
-    case.submit("first", IDS[:25], 1)
-    case.cache.play()
-    run(case.engine)
     chunks = dict(store.chunks)
-    if is_filled_late:
-        store.chunks.clear()
-        case.engine.forest.clear()
+    if num_device:
+        case.submit("first", IDS[: num_device + 1], 1)
+        case.cache.play()
+        run(case.engine)
+    store.chunks = dict(list(chunks.items())[:num_tier])
     case.submit("other", [4] * 10, 20)
     case.cache.play()
     case.engine.step()
     case.submit("a", IDS[:30])
     case.cache.play()
     case.engine.step()
+    found = case.engine.scheduler.waiting.head.found
+    assert found is not None
+    assert found.spans == [(8 * i, 8 * i + 8) for i in range(num_device // 8, num_tier)]
     case.engine.forest.clear()
     store.chunks.update(chunks)
     num_lookups = case.cache.cache.counts["lookups"]
