@@ -8,8 +8,8 @@ change, as three coefficients learned from whatever work comes would not be. Wit
     decode    constant, sequences, tokens that they see
     an edge   constant, chunks, bytes
 
-An edge is a way into the tier (`save`) or out of it. Pages of an engine's own host tier always come back from there, so
-nothing is decided by what that costs.
+An edge is a way into the tier (`save`) or out of it, or the answer to what it has (`lookup`: a constant). Pages of an
+engine's own host tier always come back from there, so nothing is decided by what that costs.
 
 A step of both is the prefill with the decode's rows on top, without a second constant. What an edge was learned to cost
 goes back to its calibration with a half-life of a minute without a measurement, so that no edge is shunned for good.
@@ -32,8 +32,8 @@ from mneme.cachetier.store import EDGES, Edge
 from mneme.errors import ConfigError, shown
 
 Terms = tuple[float, float, float]
-CostEdge = Edge | Literal["save"]
-COST_EDGES: tuple[CostEdge, ...] = (*EDGES, "save")
+CostEdge = Edge | Literal["save", "lookup"]
+COST_EDGES: tuple[CostEdge, ...] = (*EDGES, "save", "lookup")
 
 # Until something is measured: a server's memory, an NVMe disk, a 10 Gbit/s network.
 _DEFAULT_EDGES: dict[CostEdge, Terms] = {
@@ -42,6 +42,7 @@ _DEFAULT_EDGES: dict[CostEdge, Terms] = {
     "peer_host": (2e-3, 1e-3, 1 / 8e8),
     "peer_disk": (3e-3, 2e-3, 1 / 6e8),
     "save": (1e-4, 2e-4, 1 / 1e9),
+    "lookup": (1e-3, 0.0, 0.0),
 }
 _STEP_WEIGHT = 0.2  # steps are many
 _EDGE_WEIGHT = 0.35  # loads are few
@@ -339,6 +340,15 @@ class CostModel:
     def note_save(self, num_bytes: int, seconds: float) -> None:
         """A chunk was copied out of the pool and put into the tier."""
         self.note_edge("save", num_bytes, 1, seconds)
+
+    @property
+    def lookup_s(self) -> float:
+        """Predict the seconds until the tier says what it has of a prompt."""
+        return self.edge_s("lookup", 0)
+
+    def note_lookup(self, seconds: float) -> None:
+        """The tier's answer took so long."""
+        self.note_edge("lookup", 0, 1, seconds)
 
     def accuracy(self) -> dict[str, dict[str, float]]:
         """Say by kind how often it was predicted and measured, with sums of both in seconds and the scale.

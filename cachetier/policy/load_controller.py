@@ -57,7 +57,7 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.store import Edge
 
 TOLERANCE = 0.05  # of what computing takes
-_MIN_LOOKUP_S = 0.005  # waited for an answer; a twentieth of what computing takes, if that is longer
+_LOOKUP_SHARE = 0.01  # of what computing takes, that is waited for an answer
 _PATIENT_LOOKUP_S = 60.0  # the same where everything is to be loaded
 _UNBOUNDED_S = 1e6  # likewise, of a load: each of its reads has a limit of its own
 _PROBE_AFTER_S = 10.0  # since an edge was last tried
@@ -194,15 +194,28 @@ class LoadController:
         )
 
     def lookup_wait_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
-        """Return how long a prompt waits for what the tier says before its first rows are computed.
+        """Return how long a prompt waits for what the tier says, if so, before it is computed a chunk at a time.
+
+        A hundredth of what computing takes, or what one more step costs, as that would be the price of not waiting.
 
         num_stored  tokens behind the resident ones that a session had, so that they were stored: they are worth as much
                     time as computing them would take, which would also hold up others
         """
         if self._loads_all:
             return _PATIENT_LOOKUP_S
-        wait_s = max(_MIN_LOOKUP_S, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
+        computing_s = self._costs.prefill_s(num_tokens - num_resident, num_resident)
+        wait_s = max(self._costs.prefill_s(1, num_resident), _LOOKUP_SHARE * computing_s)
         return max(wait_s, self._costs.prefill_s(num_stored, num_resident))
+
+    def first_rows(self, num_resident: int, num_stored: int = 0) -> int:
+        """Return how many rows a step computes in the time of an answer: a prompt begins with them, and waits for none.
+
+        0: it waits. One step more costs as much as an answer or more, or it is known what was stored.
+        """
+        if self._loads_all or num_stored:
+            return 0
+        left_s = self._costs.lookup_s - self._costs.prefill_s(1, num_resident)
+        return int(min(self._costs.rows_within(left_s, num_resident), self._costs.step_rows)) if left_s > 0 else 0
 
     def lookup_timeout_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
         """Return how long the question may take: as long as some of the prompt is still to be computed."""

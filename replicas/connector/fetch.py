@@ -169,12 +169,13 @@ class Fetch:
         budget: ReadBudget,
         clock: Callable[[], float],
         *,
+        num_first_rows: int = 0,
         num_stored: int = 0,
         is_alone: bool = True,
         on_closed: Callable[[Fetch], None] = lambda fetch: None,
         on_given_up: Callable[[GivenUp], None] = lambda what: None,
     ) -> None:
-        """See `LoadController.plan`. `on_given_up` is called once at most, on the engine's thread."""
+        """See `LoadController.first_rows` and `plan`. `on_given_up` is called once at most, on the engine's thread."""
         self.query, self.num_resident = query, num_resident
         self.sources: list[ChunkSource] = []  # those that are to be loaded, in order
         self.plan: LoadPlan | None = None
@@ -186,7 +187,7 @@ class Fetch:
         self.is_given_up = False  # as it took too long
         self.late_edge: Edge | None = None  # for which it was given up
         self.num_readers = 1  # threads that take at once: what each is at counts for a part of the time
-        self._look_until_s = look_until_s
+        self._look_until_s, self._num_first_rows = look_until_s, num_first_rows
         self._times: LoadClock | None = None  # once it was found
         self._at = 0  # the chunk that is being brought, or was last
         self.num_layers, self._layer_bytes = 1, 0  # of a full chunk's layer
@@ -232,8 +233,12 @@ class Fetch:
         return spans[0][0] > num_resident or not (is_best or self.reads)
 
     def num_rows_before(self, num_tokens: int) -> int:
-        """Count the rows behind so many tokens that a step may compute while it is looking: to where a chunk ends."""
-        return self.query.chunk_tokens - num_tokens % self.query.chunk_tokens
+        """Count the rows behind so many tokens that a step may compute while it is looking: to where a chunk ends.
+
+        As many as an answer takes, as long as it may come soon: what is found is loaded behind them.
+        """
+        num_rows = self.query.chunk_tokens - num_tokens % self.query.chunk_tokens
+        return num_rows if self._clock() >= self._look_until_s else min(num_rows, self._num_first_rows)
 
     def skip_computed(self, sources: list[ChunkSource]) -> list[ChunkSource]:
         """Close the sources of which the sequence has all by now; the rest begins at `start_of(0)`."""
@@ -298,8 +303,7 @@ class Fetch:
     def is_ready(self, *, is_alone: bool) -> bool:
         """Return whether the sequence, which could run, need not wait for it any longer.
 
-        All is in memory, nothing was found, it is too late, or what there is will be said while the first rows are
-        computed.
+        All is in memory, nothing was found, it is too late, or what there is will be said while rows are computed.
 
         Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
         """
@@ -308,7 +312,7 @@ class Fetch:
             return True
         times = self._times
         if times is None:
-            return self._clock() >= self._look_until_s
+            return self._num_first_rows > 0 or self._clock() >= self._look_until_s
         if times.left_to_wait_s() > 0:
             return False
         self.give_up("waiting", self._at)
@@ -528,14 +532,17 @@ class Fetches:
         num_tokens = len(query.token_ids)
         num_stored = num_history - num_resident if num_history - num_resident >= query.chunk_tokens else 0
         timeout_s = self._controller.lookup_timeout_s(num_resident, num_tokens, num_stored)
-        look_until_s = self._clock() + self._controller.lookup_wait_s(num_resident, num_tokens, num_stored)
+        asked_s = self._clock()
+        look_until_s = asked_s + self._controller.lookup_wait_s(num_resident, num_tokens, num_stored)
+        num_first_rows = self._controller.first_rows(num_resident, num_stored)
         fetch = Fetch(
             query, num_resident, look_until_s, self.budget, self._clock,
-            num_stored=num_stored, is_alone=is_alone, on_closed=self._ended, on_given_up=self._given_up,
+            num_first_rows=num_first_rows, num_stored=num_stored, is_alone=is_alone, on_closed=self._ended,
+            on_given_up=self._given_up,
         )  # fmt: skip
         with self._lock:
             self._open.add(fetch)
-        self._lookers.run(lambda: self._look(fetch, timeout_s))
+        self._lookers.run(lambda: self._look(fetch, timeout_s, asked_s))
         return fetch
 
     def abandon(self) -> None:
@@ -569,11 +576,11 @@ class Fetches:
     def _given_up(self, what: GivenUp) -> None:
         self.num_given_up[what] += 1
 
-    def _look(self, fetch: Fetch, timeout_s: float) -> None:
+    def _look(self, fetch: Fetch, timeout_s: float, asked_s: float) -> None:
         is_reading = False
         try:
             if not fetch.is_closed:
-                is_reading = self._find(fetch, timeout_s)
+                is_reading = self._find(fetch, timeout_s, asked_s)
         except Exception:  # the edge of a thread: the prompt is computed
             logger.exception("looking for chunks failed request_id=%s", fetch.query.request_id)
             fetch.close()
@@ -582,9 +589,10 @@ class Fetches:
                 fetch.rest()
             self.on_answer()
 
-    def _find(self, fetch: Fetch, timeout_s: float) -> bool:
+    def _find(self, fetch: Fetch, timeout_s: float, asked_s: float) -> bool:
         """Ask the store and plan the load; returns whether chunks are being brought."""
         sources = self._store.locate(fetch.query, timeout_s)
+        self._costs.note_lookup(self._clock() - asked_s)
         try:
             sources = fetch.skip_computed(sources)
             chunks, num_tokens = _loadable(fetch, sources), len(fetch.query.token_ids)

@@ -200,12 +200,26 @@ def test_ties_and_nothing_to_load_are_computed() -> None:
     assert LoadController(costs, PlayedClock()).plan(0, 1, chunks_of(1, "host")).num_chunks == 0
 
 
-def test_a_lookup_is_waited_for_a_twentieth_and_used_as_long_as_rows_are_left() -> None:
+def test_a_lookup_is_waited_for_a_hundredth_and_used_as_long_as_rows_are_left() -> None:
     controller = LoadController(make_costs(), PlayedClock())
     computing_s = make_costs().prefill_s(8192, 100)
-    assert controller.lookup_wait_s(0, 10) == 0.005
-    assert controller.lookup_wait_s(100, 8292) == pytest.approx(0.05 * computing_s)
-    assert controller.lookup_timeout_s(100, 8292) == pytest.approx(1.05 * computing_s)
+    assert controller.lookup_wait_s(0, 10) == pytest.approx(make_costs().prefill_s(1, 0))  # one more step
+    assert controller.lookup_wait_s(100, 8292) == pytest.approx(0.01 * computing_s)
+    assert controller.lookup_timeout_s(100, 8292) == pytest.approx(1.01 * computing_s)
+
+
+def test_a_prompt_begins_with_the_rows_of_an_answers_time_where_that_is_longer_than_a_step_more() -> None:
+    costs = make_costs()  # 5 ms for each step
+    controller = LoadController(costs, PlayedClock())
+    costs.note_lookup(0.004)
+    assert controller.first_rows(100) == 0
+    costs = make_costs()
+    costs.note_lookup(0.02)
+    controller = LoadController(costs, PlayedClock())
+    num_rows = controller.first_rows(100)
+    assert costs.prefill_s(num_rows, 100) == pytest.approx(0.02, rel=0.05)
+    assert controller.first_rows(100, num_stored=512) == 0  # known to be there
+    assert LoadController(costs, PlayedClock(), loads_all=True).first_rows(100) == 0
 
 
 def test_a_lookup_of_what_a_session_stored_is_waited_for_as_long_as_that_would_take() -> None:

@@ -44,6 +44,9 @@ class Costs(SlowRows):
         self.missed: list[str] = []
         self.meanwhile: Any = lambda: None
 
+    def note_lookup(self, seconds: float) -> None:
+        pass
+
     def note_edge(self, edge: Any, *args: Any, is_complete: bool = True) -> None:
         self.told.append(edge)
         self.missed += [] if is_complete else [edge]

@@ -118,12 +118,30 @@ def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: 
     case.check_rest()
 
 
+def test_rows_begin_before_a_slow_answer_and_what_is_found_then_is_loaded_behind_them(store: FakeStore) -> None:
+    """Answers take as long as five rows, one of which a step more would cost."""
+    case = Played(store)
+    case.cache.cache.costs.note_lookup(5.5)
+    case.submit("a", IDS[:30])
+    assert not case.engine.is_blocked
+    assert case.engine.step() == []
+    assert case.runner.num_rows == 4
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    usage = next(event.usage for event in events if event.usage is not None)
+    assert (usage.host_tokens, usage.cached_tokens) == (20, 20)
+    assert case.cache.cache.stats()["given_up"] == {}
+    case.check_rest()
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_session_waits_for_its_stored_history_as_long_as_computing_that_would_take(
     store: FakeStore, answers: bool
 ) -> None:
-    """A row takes a second; anybody else would wait for a twentieth of that."""
+    """A row takes a second; anybody else would wait for one, or begin at once, as answers take five."""
     case = Played(store)
+    case.cache.cache.costs.note_lookup(5.5)
     case.engine.sessions.restore(("", "s"), SessionState(version=1, ids=array("i", IDS[:25]), num_turns=1), 2)
     case.submit("a", IDS[25:30], session_id="s", append=True)
     case.cache.now_s += 24.0
