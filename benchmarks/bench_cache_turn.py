@@ -18,7 +18,15 @@ short histories, a model that computes a token about as fast as a slow disk read
 are in the page cache (`disk, warm`) or are not (`disk, cold`), and disks that become slow without notice (`slow disk`:
 files in the page cache, all reads together held to 50 MB/s). `split`: the head was loaded, the rest computed; `given
 up`: what came too late was computed after all. A figure is the median of the pairs' ratios; `first` is the first
-pair's.
+pair's. A disk that became slow without notice is noticed by its first layer: by 0.05 C + C / n of n layers that a load
+of C, what computing takes, was given, and then the step that was begun for it is computed to its end, and taken back.
+
+*Asking*: pairs of prompts of 320 tokens of which the tier has nothing, with an engine that asks it and one that does
+not; both save. What asking in vain costs is an answer's time (two changes of threads) or, where answers are slow, the
+constant part of one more step: 1% of 10 ms is an answer in 0.1 ms.
+
+*Moved*: the first turn of a session on another engine: one that was truncated at its window of 4,096 tokens, and goes
+on from its own stored KV, and one that never was, of as many visible tokens, from memory and from cold files.
 
 What bounds it, one thread: to recompute, 2 x 26M flops per token and attention; to load, 8 KB per token of history:
 a checksum, a copy into pages, and on a disk a read, on a thread beside the engine's.
@@ -62,8 +70,10 @@ from random_models import SHAPES
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import MnemeError
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.truncation import Truncation
 
 Row = dict[str, Any]
 Source = Literal["host", "disk, cold", "disk, warm", "slow disk"]  # `disk`: files, in the page cache or not
@@ -71,6 +81,10 @@ RECOMPUTE, HOST, COLD, WARM = "recompute", "host", "disk, cold", "disk, warm"
 SLOW = "slow disk"  # warm too, but every read is held back
 ARMS = (RECOMPUTE, HOST, COLD, WARM)
 NUM_SESSIONS = 20  # that go on after a restart
+TRUNCATED, UNTRUNCATED = "truncated", "untruncated"
+MOVED_WINDOW, QUICK_WINDOW = 4096, 1024
+MIN_MOVED = 0.95  # of what a moved session sees: its last token never had KV
+ASKING_TOKENS, NUM_ASKED_OVER_PAIRS = 320, 8
 MIN_CACHED = 0.99  # of the history, or an arm that loads is not what it says
 APPLICATION = "bench"  # the cluster's, of `--ray`
 RAY_HOST_BYTES = 256 << 20
@@ -129,6 +143,8 @@ def checks_of(
     turns: Sequence[dict[str, Any]],
     restarted: Sequence[dict[str, Any]],
     pairs: Sequence[dict[str, Any]],
+    asking: Sequence[dict[str, Any]],
+    moved: Sequence[dict[str, Any]],
     cluster: Sequence[dict[str, Any]],
 ) -> list[Check]:
     found = {row["arm"]: row for row in turns if row["history"] == HISTORY}
@@ -151,6 +167,8 @@ def checks_of(
     for name, sources in (("tier", (HOST, WARM, COLD)), ("slow_disk", (SLOW,))):
         ratios = [row["ratio"] for row in pairs if row["source"] in sources]
         checks.append(at_most(f"{name}_over_recompute_worst_case", max(ratios, default=None), TOLERANCE))
+    checks.append(at_most("asking_in_vain_over_not_asking", max(row["ratio"] for row in asking), 1.01))
+    checks.append(at_most("moved_truncated_over_untruncated", max(row["ratio"] for row in moved), 1.2))
     return checks
 
 
@@ -177,12 +195,22 @@ def main() -> None:
             place = folder / f"case{index}"
             found = measure_pairs(models[case.shape], case, place, args.pairs, SLOW_BYTES_PER_S, args.seed)
             pairs.append(found.row())
+        num_asked = args.pairs if args.quick else NUM_ASKED_OVER_PAIRS * args.pairs
+        asking = [
+            asking_row(models[shape], shape, folder / f"asking-{shape}", num_asked, args.seed)
+            for shape in (SMALL_MODEL, MODEL)
+        ]
+        run.show(PartResult(name="asking", title="a prompt of which the tier has nothing", rows=asking))
+        window, num_moves = (QUICK_WINDOW, 2) if args.quick else (MOVED_WINDOW, args.rounds)
+        moved = moved_rows(models[MODEL], window, folder / "moved", num_moves, args.seed)
+        run.show(PartResult(name="moved", title="the first turn after a move", rows=moved))
     num_rounds = 3 if args.quick else max(args.rounds // 2, 1)
     cluster = cluster_rows(models[MODEL], num_history, num_rounds, args.seed) if args.ray else []
     run.show(PartResult(name="cluster", title="the same in a cluster", rows=cluster))
-    checks = checks_of(turns, restarted, pairs, cluster)
+    checks = checks_of(turns, restarted, pairs, asking, moved, cluster)
     run.show(PartResult(name="never slower", title="with a tier over without", rows=pairs, checks=checks))
-    run.end(turns, draw, restarted=rounded(restarted), pairs=rounded(pairs), cluster=rounded(cluster),
+    run.end(turns, draw, restarted=rounded(restarted), pairs=rounded(pairs), asking=rounded(asking),
+            moved=rounded(moved), cluster=rounded(cluster),
             calibration={shape: _costs(model) for shape, model in models.items()})  # fmt: skip
 
 
@@ -366,6 +394,117 @@ def _outcome(took: Answer, num_history: int) -> str:
     if not took.usage.cached_tokens:
         return "recomputed"
     return "loaded" if took.usage.cached_tokens >= MIN_CACHED * num_history else "split"
+
+
+def asking_row(model: CachedModel, shape: str, folder: Path, num_pairs: int, seed: int) -> Row:
+    """The same prompts, each new, to an engine that asks the tier and to one that does not."""
+    draw = Draw(seed)
+    with ExitStack() as ends:
+        engines = {}
+        for load in ("auto", "never"):
+            config = cache_config(folder / load, load=load)
+            store = RestartableStore(config)
+            ends.callback(store.end)
+            engines[load] = make_engine(model, store, config, pages_for(ASKING_TOKENS + NUM_NEW))
+            ends.callback(engines[load].close)
+        prompts = [draw.ids(ASKING_TOKENS) for _ in range(num_pairs + 1)]
+        counts = dict.fromkeys(engines, 0)
+
+        def ask(load: str) -> float:
+            engines[load].forest.clear()
+            took = answer(engines[load], prompts[counts[load]], 1)
+            counts[load] += 1
+            wait_for_saves(engines[load])
+            if took.usage.cached_tokens:
+                raise MnemeError(f"a prompt that is new was found: {took.usage.kv_details()}")
+            return took.ttft_s
+
+        found = take_turns(engines, ask, num_pairs)
+    return {
+        "model": shape, "prompt": ASKING_TOKENS, "pairs": num_pairs,
+        "asking ms": statistics.median(found["auto"]) * 1e3, "not asking ms": statistics.median(found["never"]) * 1e3,
+        "ratio": median_ratio(found["auto"], found["never"]),
+    }  # fmt: skip
+
+
+def moved_rows(model: CachedModel, window: int, folder: Path, num_rounds: int, seed: int) -> list[Row]:
+    """A row per tier: the same turn of both sessions on engines that have nothing but their logs, in alternation."""
+    rows = []
+    for source in (HOST, COLD):
+        with closing(MovedSessions(model, source, window, folder / source, seed)) as sessions:
+            found = take_turns((TRUNCATED, UNTRUNCATED), sessions.turn, num_rounds)
+        ttft_s = {name: [took.ttft_s for took in found[name]] for name in found}
+        shares = [t.usage.cached_tokens / (t.usage.prompt_tokens - NUM_NEW) for each in found.values() for t in each]
+        rows.append({
+            "source": source, "visible": sessions.num_visible, "rounds": num_rounds,
+            "truncated ms": statistics.median(ttft_s[TRUNCATED]) * 1e3,
+            "untruncated ms": statistics.median(ttft_s[UNTRUNCATED]) * 1e3,
+            "ratio": median_ratio(ttft_s[TRUNCATED], ttft_s[UNTRUNCATED]),
+            "cached share": statistics.median(shares), "not found": sum(share < MIN_MOVED for share in shares),
+        })  # fmt: skip
+    return rows
+
+
+class MovedSessions:
+    """A truncated session and one that sees as many tokens, which move to another engine again and again."""
+
+    def __init__(self, model: CachedModel, source: str, window: int, folder: Path, seed: int) -> None:
+        """`source`: where their KV is when they move."""
+        self._model, self._source, self._window, self._draw = model, source, window, Draw(seed)
+        self._config = cache_config(folder)
+        self._ends = ExitStack()
+        self._store = RestartableStore(self._config)
+        self._ends.callback(self._store.end)
+        engine = self._engine()
+        truncated = [self._draw.ids(window - 2 * NUM_ANSWER), self._draw.ids(2 * NUM_ANSWER)]  # the second outgrows it
+        self._logs = {TRUNCATED: self._told(engine, TRUNCATED, truncated)}
+        seen = self._logs[TRUNCATED].seen_ids
+        if seen is None:
+            raise MnemeError(f"a session of a window of {window} was not truncated")
+        self.num_visible = len(seen)
+        untruncated = [self._draw.ids(self.num_visible - NUM_ANSWER)]
+        self._logs[UNTRUNCATED] = self._told(engine, UNTRUNCATED, untruncated)
+        engine.close()
+        self._store.flush()
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def turn(self, name: str) -> Answer:
+        """The next turn, on an engine that knows the session's log; its KV must come from there."""
+        self._store.flush()
+        if self._source == COLD:
+            self._store.restart(is_cold=True)
+        engine = self._engine()
+        with closing(engine):
+            state = self._logs[name]
+            engine.sessions.restore(("", name), state, state.version + 1)
+            took = self._say(engine, name, self._draw.question(), 1)
+            wait_for_saves(engine)
+            self._logs[name] = self._log(engine, name)
+        if took.usage.kv_details()["device"] or (self._source == HOST and took.usage.disk_tokens):
+            raise MnemeError(f"{name} from {self._source}: kv_details say {took.usage.kv_details()}")
+        return took
+
+    def _told(self, engine: Engine, name: str, turns: Sequence[list[int]]) -> SessionState:
+        for ids in turns:
+            self._say(engine, name, ids, NUM_ANSWER)
+            wait_for_saves(engine)
+        return self._log(engine, name)
+
+    def _log(self, engine: Engine, name: str) -> SessionState:
+        log = engine.sessions.get(("", name))
+        assert log is not None
+        return log.state()
+
+    def _say(self, engine: Engine, name: str, ids: list[int], num_out: int) -> Answer:
+        log = engine.sessions.get(("", name))
+        turn = f"{name} {0 if log is None else len(log.ids)}"  # the same name would be the same turn again
+        return answer(engine, ids, num_out, turn, session_id=name, truncation=Truncation(), append=log is not None)
+
+    def _engine(self) -> Engine:
+        num_pages = pages_for(2 * self._window)
+        return make_engine(self._model, self._store, self._config, num_pages, max_sessions=2, max_context=self._window)
 
 
 class Replica:

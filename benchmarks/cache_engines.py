@@ -109,13 +109,17 @@ def make_engine(
     share_prefixes: bool = True,
     costs: CostModel | None = None,
     is_warm: bool = False,
+    **more: Any,
 ) -> Engine:
     """An engine that is alike with a tier and without one (None); on a GPU, with decode graphs.
+
+    `more` of `EngineConfig`.
 
     `costs`: what an earlier one has learned; None: what was calibrated. `is_warm`: as engines are that serve.
     """
     runner = Runner(model.decoder, num_pages, PAGE_SIZE, decode_graphs_for(model.decoder, _MAX_GRAPH_ROWS))
-    config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, max_sessions=0, prefix_sharing=share_prefixes)
+    more = {"max_sessions": 0, **more}
+    config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, prefix_sharing=share_prefixes, **more)
     if is_warm:
         warm_up(runner, None, config, lambda _what, _share: None)
     if store is None:
@@ -134,13 +138,15 @@ class Answer(NamedTuple):
     token_ids: list[int]
 
 
-def answer(engine: Engine, ids: Sequence[int], num_out: int, name: str = "turn") -> Answer:
-    """One request alone; raises `MnemeError` if it fails."""
-    (only,) = answers(engine, [ids], num_out, name)
+def answer(engine: Engine, ids: Sequence[int], num_out: int, name: str = "turn", **more: Any) -> Answer:
+    """One request alone; raises `MnemeError` if it fails. `more` of the request."""
+    (only,) = answers(engine, [ids], num_out, name, **more)
     return only
 
 
-def answers(engine: Engine, prompts: Sequence[Sequence[int]], num_out: int, name: str = "turn") -> list[Answer]:
+def answers(
+    engine: Engine, prompts: Sequence[Sequence[int]], num_out: int, name: str = "turn", **more: Any
+) -> list[Answer]:
     """Requests that come at once; raises `MnemeError` if one fails. The engine is stepped as `LLM` does."""
     began_s, answered = time.perf_counter(), threading.Event()
     first_s, last_s = dict[str, float](), dict[str, float]()
@@ -149,7 +155,7 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], num_out: int, name
         engine.connector.tell(answered.set)
     names = [f"{name} {index}" for index in range(len(prompts))]
     for name, ids in zip(names, prompts, strict=True):
-        engine.submit(request(name, ids, num_out))
+        engine.submit(request(name, ids, num_out, **more))
     while engine.has_work:
         if engine.is_blocked:
             answered.wait(BLOCKED_S)

@@ -134,9 +134,11 @@ def fingerprint_of(decoder: Decoder) -> ModelFingerprint:
 class SlowRows(CostModel):
     """Loading is always worth it, whatever is measured: a row takes so long."""
 
-    def __init__(self, row_s: float = 1.0, *, step_rows: int = 64, chunk_s: float | None = None) -> None:
-        """`chunk_s`: to load a chunk from this node's memory."""
-        terms = (0.0, row_s, 0.0)
+    def __init__(
+        self, row_s: float = 1.0, *, step_s: float = 0.0, step_rows: int = 64, chunk_s: float | None = None
+    ) -> None:
+        """`step_s`: of each step, as long as an answer is waited for; `chunk_s`: to load a chunk from memory."""
+        terms = (step_s, row_s, 0.0)
         edges: dict[CostEdge, Terms] = {} if chunk_s is None else {"host": (0.0, chunk_s, 0.0)}
         super().__init__(
             Calibration(prefill=terms, decode=terms, edges=edges, step_rows=step_rows, kv_bytes_per_token=1)

@@ -28,7 +28,7 @@ from tests.replicas.chunk_stores import CHUNK_TOKENS, SlowRows, fingerprint_of, 
 from tests.replicas.faulty_tier import NUM_NEW, check_engine, run_bounded
 from tests.replicas.tiered_engine import answers, submit, usages
 
-ROW_S = 0.05  # that a row is said to take: lookups have 0.5 s then, loads 10 s, and are always worth it
+ROW_S, STEP_S = 0.05, 0.5  # that they are said to take: lookups have 0.5 s then, loads 10 s, and are always worth it
 SETTLE_S = 25.0  # a put that is not answered is given up after 20 s
 
 
@@ -120,7 +120,7 @@ class ModelProcess:
     def answer(self, ids: list[int], kill: Kill | None = None) -> Told:
         started_s = time.monotonic()
         store: Any = KillingStore(self._store, kill)
-        engine = make_cached_engine(self._decoder, store, costs=SteadyCosts(ROW_S), config=self._config)
+        engine = make_cached_engine(self._decoder, store, costs=SteadyCosts(ROW_S, step_s=STEP_S), config=self._config)
         submit(engine, "it", ids, NUM_NEW)
         events = run_bounded(engine)
         seconds = time.monotonic() - started_s

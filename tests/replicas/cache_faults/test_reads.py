@@ -114,7 +114,7 @@ def test_a_disk_hangs(next_turn: NextTurn) -> None:
     """Rows take 10 ms each, so a load has some 100 ms; the read ends long after the answer."""
     goes_on, files = threading.Event(), HookedFiles()
     files.on_read = lambda name, offset: goes_on.wait(WAIT_S) if offset else None
-    found = next_turn.ask(files=files, costs=SlowRows(1e-2), before_close=goes_on.set)
+    found = next_turn.ask(files=files, costs=SlowRows(1e-2, step_s=0.1), before_close=goes_on.set)
     assert found.cached["turn"] == 0
     assert found.counters["given_up_waiting"] + found.counters["given_up_loading"] == 1
     assert found.counters["disk_miss_busy"] == found.counters["misses"] == 0  # nobody knows that it is faulty
@@ -134,13 +134,13 @@ def test_a_slow_disk_is_given_up_and_left_alone(decoder: Decoder, saved: Saved, 
     other = full_prefill(decoder, prompts["other"], NUM_NEW)[0]
     num_read = []
     found = ask(
-        decoder, tmp_path, {"turn": saved.turn}, is_reader=True, files=files, costs=SlowRows(4e-3),
+        decoder, tmp_path, {"turn": saved.turn}, is_reader=True, files=files, costs=SlowRows(4e-3, step_s=0.05),
         before_close=lambda: num_read.append(len(read)),
     )  # fmt: skip
     assert (found.tokens["turn"], found.cached["turn"]) == (saved.answer, 0)
     assert num_read[0] > 0
     assert found.counters["given_up_waiting"] + found.counters["given_up_loading"] == 1
-    found = ask(decoder, tmp_path, prompts, is_reader=True, files=files, costs=SlowRows(4e-3))
+    found = ask(decoder, tmp_path, prompts, is_reader=True, files=files, costs=SlowRows(4e-3, step_s=0.05))
     assert found.tokens == {"turn": saved.answer, "other": other}
     assert found.counters["given_up_waiting"] + found.counters["given_up_loading"] == 1  # of two prompts
 

@@ -126,7 +126,7 @@ def test_a_layer_that_hangs_is_given_up_and_computed(decoder: Decoder) -> None:
     store, goes_on = FakeStore(), threading.Event()
     (told,) = fill(decoder, store, ids)
     store.before_read = lambda layer: None if layer == 0 else _waited(goes_on)
-    engine = make_cached_engine(decoder, store, costs=SlowRows(1e-4))
+    engine = make_cached_engine(decoder, store, costs=SlowRows(1e-4, step_s=5e-3))
     submit(engine, "again", told, NUM_NEW)
     events = run(engine)  # ends although the read does not
     goes_on.set()
