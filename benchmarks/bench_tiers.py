@@ -1,6 +1,6 @@
 """Sessions that outgrow their device, with nothing, memory and a disk under it (AttentionStore 4, Fig. 13 to 20, 24).
 
-    python benchmarks/bench_tiers.py [--quick | --paper] [--sessions 28] [--folder DIR] [--seed 0] [--out DIR]
+    python benchmarks/bench_tiers.py [--quick] [--paper] [--sessions N] [--folder DIR] [--seed 0] [--out DIR]
 
 *Tiers*: conversations with ShareGPT's histories, four at a time, none of which waits for a place,
 warmed up on their first fifth. `none` keeps nothing, `device` keeps KV in a pool of a fifth of all tokens, `+host` 30%
@@ -17,21 +17,38 @@ pool: a pool that has room for as many contexts as there are places never lets o
 
 *Policies*: what goes from memory first, with no disk. Ten of the same sessions at a time on a pool of two contexts, so
 that requests wait (`waiting`, on average) and a policy can look ahead to them. A request looks for its KV in memory
-when it is sent, behind what is on the device then: what leaves the device while it waits is computed again.
+when it is sent, behind what is on the device then: what leaves the device while it waits is asked for again, where
+that is noticed. Look-ahead eviction is to find no less than LRU and FIFO do.
 
-*Read buffer*: a turn of 100 tokens on a history of 1,024, on a disk that takes twice as long to read it as computing
-those 100 takes. Another sequence decodes, so the turn waits until the read buffer, of 0 to all layers, is full, and
-reads the rest while it is computed, which holds the other up (Fig. 19).
+*Look-ahead fetch*: ten at a time, of which four run, over a disk of 200 MB/s, with little memory. `seen`: requests
+wait in the engine, which reads ahead for them; `hidden`: they wait outside, and the engine hears of one when it has a
+place for it. Both are timed from when they were sent, and take turns.
+
+*Read buffer* (Fig. 19): a turn of 100 tokens on a history of 2,048 (8 chunks, 24 layers), on a disk that takes k = 3
+times as long to read it as computing those 100 takes (C). Another sequence decodes, so the turn waits until as many
+layers as the arm says, b of n, are read; the rest is read while it is computed, which holds the other up. Reading
+takes k C whatever the buffer, so a first token comes after
+
+    k C b/n + max(C, k C (n - b)/n + C/n)
+
+With nothing ahead that is k C + C/n, all of it in one step of the other; with all of it C (k + 1), of which C is in
+that step. The formula's b = n (k - 1)/k + 1 has k C (1 + 1/n) and C: the first token of the one and the gap of the
+other. So over all layers ahead it takes k (1 + 1/n)/(k + 1) = 0.78 of the time at k = 3, and over none 1/k of the gap;
+no buffer makes the first token come sooner than the disk has read. `bounded`: a read buffer for a quarter of the
+history, which comes in parts then.
 
 *Write overlap*: prompts of 1,024 to 1,600 tokens and 20 steps of decoding, saved beside the steps, or waited for after
 each (Fig. 20).
 
 `--paper` runs *tiers* alone, as the paper's headline does, and holds it against that (TTFT -87%, 7.8 times the prefill
-throughput, cost -70%; four 13B to 70B models on A100s): answers uncut, `llama-31m` in the dtype that an engine chooses
-here, and a disk whose files the kernel forgets as they are closed, which is verified at the end (`+disk (cold)`).
+throughput, cost -70%; four 13B to 70B models on A100s): conversations of two turns and more, 5.75 on average, answers
+uncut; 16 at a time on a device for a fifth of all tokens, and memory for 30% more, so that half is on the disk alone;
+`llama-31m` in the dtype that an engine chooses here, and a disk whose files the kernel forgets as they are closed,
+which is verified at the end (`+disk (cold)`). Arms take turns; a figure is the median of its rounds.
 Cost is (device's price + memory's and disk's) times `busy` + `blocked`: where a device costs 20 dollars an hour, 128 GB
 and 10 TB add 10%, so it falls as time does. Time falls by no more than prompts' share of it, p: with h of their tokens
-found the rest is 1 - p h of `none`'s.
+found the rest is 1 - p h of `none`'s, and that by the prices is `predicted cost`. p is `prefill share`: of each step's
+time, what the calibrated costs of its rows say is that of prompts.
 
 What bounds it, one thread: computing prompts that were not found, and decode steps, which no tier changes. The models
 are small (`llama-5m`, `llama-wide-kv`), so that KV is as heavy beside computing on a CPU as a large model's on a GPU.
@@ -40,10 +57,13 @@ are small (`llama-5m`, `llama-wide-kv`), so that KV is as heavy beside computing
 from __future__ import annotations
 
 import argparse
+import math
 import random
+import shutil
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -69,7 +89,7 @@ from cache_engines import (
     Draw as DrawIds,
 )
 from conversations import SHAPES as LENGTHS
-from conversations import Conversation, Turn, draw_turns
+from conversations import Conversation, Shape, Turn, draw_turns
 from engines import DTYPE, PAGE_SIZE, request
 from harness import Check, PartResult, Run, at_least, at_most, median_ratio, options_of, rounded, take_turns
 from plots import Draw, bars, caption_of, save
@@ -80,14 +100,15 @@ from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName
+from mneme.cachetier.policy.load_controller import LoadPlan
 from mneme.cachetier.simulate.costs import Prices
 from mneme.errors import MnemeError
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.load import choose_dtype
-from mneme.replicas.request import PromptUsage
+from mneme.replicas.request import GenerationRequest, PromptUsage
 from mneme.replicas.sequence import StepRows
 
-MODEL, SMALL_MODEL, PAPER_MODEL = "llama-5m", "llama-wide-kv", "llama-31m"
+MODEL, SMALL_MODEL, PAPER_MODEL, DEEP_MODEL = "llama-5m", "llama-wide-kv", "llama-31m", "llama-24l"
 NONE, DEVICE, WITH_HOST, WITH_DISK = "none", "device", "+host", "+disk (page cache)"
 COLD_DISK = "+disk (cold)"
 ARMS = (NONE, DEVICE, WITH_HOST, WITH_DISK)
@@ -101,10 +122,17 @@ CONTEXT = 2048
 WARM_UP_SHARE = 0.2  # of the turns, which do not count
 ANSWER_SHARE = 0.25
 NUM_PLACES = 4  # requests in the engine at once; all of them run if the pool holds as many contexts
-PAPER_PLACES = 2  # with `--paper`: a pool of fewer contexts, which fewer sessions outgrow
-FIG19_HISTORY, FIG19_NEW = 1024, 100  # Fig. 19's
+NUM_SESSIONS, PAPER_SESSIONS = 28, 60
+PAPER_PLACES, PAPER_CONTEXTS = 16, 4  # requests at once, and whole contexts that a pool has room for at least
+PAPER_LENGTHS = Shape(6.3, 31.113, 185.0, (5.75, 31.1, 173.0))  # 4.1: turns; tokens are Pensieve's of the same dataset
+QUEUE_RUNNING = 4  # of them, with whole contexts, under look-ahead fetch
+QUEUE_DISK_BYTES_PER_S, QUEUE_HOST_SHARE = 200e6, 0.05  # under look-ahead fetch
+SEEN, HIDDEN = "seen", "hidden"
+FIG19_HISTORY, FIG19_NEW = 2048, 100  # Fig. 19's
 NUM_OTHER, MAX_OTHER = 64, 512  # tokens of a prompt that decodes meanwhile, and of its answer
-LOAD_OVER_COMPUTE = 2.0  # as long as the new tokens' computing times this, loading the history takes
+LOAD_OVER_COMPUTE = 3.0  # as long as the new tokens' computing times this, loading the history takes
+FORMULA, BOUNDED, ANEW = "formula", "bounded", "recompute"
+BOUND_SHARE = 0.25  # of the history, that the read buffer of `bounded` has room for
 PROMPTS = (1024, 1280, 1600)  # Fig. 20's
 NUM_OUT = 20
 NO_SAVING, BESIDE, WAITED_FOR = "no saving", "beside", "waited for"
@@ -114,46 +142,68 @@ class Tiers:
     """The workload, and engines under which there is more and more."""
 
     def __init__(
-        self, model: CachedModel, folder: Path, num_sessions: int, seed: int, *,
-        answer_share: float = ANSWER_SHARE, num_places: int = NUM_PLACES,
+        self, model: CachedModel, folder: Path, sessions: list[Conversation], seed: int, *,
+        num_places: int = NUM_PLACES, num_contexts: int = NUM_PLACES,
     ) -> None:  # fmt: skip
+        """`num_contexts`: whole ones that the device has room for at least."""
         self._model, self._folder, self._num_places = model, folder, num_places
-        self._sessions: list[Conversation] = make_sessions(num_sessions, seed, answer_share)
-        self._order = make_order(self._sessions, seed)
-        num_tokens = sum(turn.num_in + turn.num_out for each in self._sessions for turn in each.turns)
+        self._sessions, self._order = sessions, make_order(sessions, seed)
+        num_tokens = sum(turn.num_in + turn.num_out for each in sessions for turn in each.turns)
         self.num_turns, self.num_tokens = len(self._order), num_tokens
-        self.num_pages = max(int(DEVICE_SHARE * num_tokens), num_places * CONTEXT) // PAGE_SIZE
-        self.cached_share: float | None = None  # of the cold disk's files, the part that the kernel has
-        self.host_bytes = int(HOST_SHARE * num_tokens) * kv_bytes_per_token(model.decoder.config, model.decoder.dtype)
+        self.num_pages = max(int(DEVICE_SHARE * num_tokens), num_contexts * CONTEXT) // PAGE_SIZE
+        self.cached_share = 0.0  # of the cold disk's files, the part that the kernel has; the most of all rounds
+        self._token_bytes = kv_bytes_per_token(model.decoder.config, model.decoder.dtype)
+        self.host_bytes = int(HOST_SHARE * num_tokens) * self._token_bytes
 
     def run(self, arm: str) -> Ran:
         """On an engine and a store of their own."""
-        return self._run(arm, "returning", self.num_pages, self._num_places)
+        files = ColdFiles() if arm == COLD_DISK else FileOperations()
+        return self._run(self._config(arm), files, self.num_pages, self._num_places, shares=arm != NONE)
 
     def run_queued(self, eviction: PolicyName) -> Ran:
         """Likewise, with memory under a pool that most requests wait for."""
-        return self._run(WITH_HOST, eviction, pages_for(QUEUE_CONTEXTS * CONTEXT), QUEUE_PLACES)
+        config = CacheConfig(host_bytes=self.host_bytes, eviction=eviction)
+        return self._run(config, FileOperations(), pages_for(QUEUE_CONTEXTS * CONTEXT), QUEUE_PLACES)
 
-    def _run(self, arm: str, eviction: PolicyName, num_pages: int, num_places: int) -> Ran:
+    def run_ahead(self, queue: str) -> Ran:
+        """Likewise, with a slow disk; the queue is `SEEN` by the engine or `HIDDEN` from it."""
+        files = ThrottledFiles()
+        files.bytes_per_s = QUEUE_DISK_BYTES_PER_S
+        host_bytes = int(QUEUE_HOST_SHARE * self.num_tokens) * self._token_bytes
+        config = replace(self._config(WITH_DISK), host_bytes=host_bytes)
+        return self._run(
+            config, files, pages_for(QUEUE_RUNNING * CONTEXT), QUEUE_PLACES,
+            num_sent=QUEUE_RUNNING if queue == HIDDEN else None, max_running=QUEUE_RUNNING,
+        )  # fmt: skip
+
+    def _run(
+        self, config: CacheConfig | None, files: FileOperations, num_pages: int, num_places: int, *,
+        shares: bool = True, num_sent: int | None = None, **more: Any,
+    ) -> Ran:  # fmt: skip
         with ExitStack() as ends:
-            config = self._config(arm, eviction)
-            files = ColdFiles() if arm == COLD_DISK else FileOperations()
             store = None if config is None else RestartableStore(config, files)
             if store is not None:
                 ends.callback(store.end)
-            engine = make_engine(self._model, store, config or CacheConfig(), num_pages, share_prefixes=arm != NONE)
+            engine = make_engine(self._model, store, config or CacheConfig(), num_pages, share_prefixes=shares, **more)
             ends.callback(engine.close)
-            ran = Workload(engine, self._sessions, self._order, num_places=num_places).run()
-            if store is not None and arm == COLD_DISK:
+            ran = Workload(
+                engine, self._sessions, self._order,
+                num_places=num_places, num_sent=num_sent, costs=CostModel(self._model.calibration),
+            ).run()  # fmt: skip
+            if store is not None and isinstance(files, ColdFiles):
                 wait_for_saves(engine)
                 store.flush()
-                self.cached_share = statistics.mean(map(cached_share, store.paths()))
-            return ran
+                self.cached_share = max(self.cached_share, statistics.mean(map(cached_share, store.paths())))
+        if config is not None and config.disk is not None:
+            shutil.rmtree(config.disk.folder)
+        return ran
 
-    def _config(self, arm: str, eviction: PolicyName) -> CacheConfig | None:
+    def _config(self, arm: str) -> CacheConfig | None:
+        """With a folder of its own: another run's files are not to be found."""
         if arm in (NONE, DEVICE):
             return None
-        config = cache_config(self._folder / f"tiers-{eviction}", host_bytes=self.host_bytes, eviction=eviction)
+        folder = Path(tempfile.mkdtemp(prefix="tiers-", dir=self._folder))
+        config = cache_config(folder, host_bytes=self.host_bytes)
         return config if arm in (WITH_DISK, COLD_DISK) else replace(config, disk=None)
 
 
@@ -169,6 +219,7 @@ def row_of(name: str, ran: Ran) -> dict[str, Any]:
         "ttft mean ms": statistics.mean(ttfts) * 1e3,
         "ttft p90 ms": ttfts[int(0.9 * len(ttfts))] * 1e3,
         "prompt tokens/s": ran.prompt_tokens / ran.prefill_s,
+        "prefill share": ran.prompts_s / ran.busy_s,
         "busy s": ran.busy_s,
         "blocked s": ran.blocked_s,
         "waiting": ran.num_waiting,
@@ -177,9 +228,41 @@ def row_of(name: str, ran: Ran) -> dict[str, Any]:
 
 def cost(name: str, ran: Ran) -> float:
     """Dollars: the device while it is busy or waits for the tier, and for as long what is under it."""
+    return hourly(name) * ran.device_s / 3600
+
+
+def hourly(name: str) -> float:
+    """Dollars per hour of a device and what is under it."""
     host_gb = PAPER_HOST_GB if name in (WITH_HOST, WITH_DISK, COLD_DISK) else 0.0
     disk_gb = PAPER_DISK_GB if name in (WITH_DISK, COLD_DISK) else 0.0
-    return Prices().hourly(1.0, host_gb, disk_gb) * ran.device_s / 3600
+    return Prices().hourly(1.0, host_gb, disk_gb)
+
+
+def median_row(name: str, rounds: Sequence[Ran], **ratios: Sequence[float]) -> dict[str, Any]:
+    """Make the row of an arm that ran several times: the median of each column. `ratios`: further columns."""
+    rows = [row_of(name, ran) for ran in rounds]
+    medians = {column: statistics.median(row[column] for row in rows) for column in rows[0] if column != "arm"}
+    more = {column: statistics.median(found) for column, found in ratios.items()}
+    return {"arm": name, "rounds": len(rows), **medians, **more}
+
+
+def queue_rows(tiers: Tiers, num_rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of what goes from memory first, and of the queue that is seen ahead or is not; arms take turns."""
+    policies = take_turns(POLICIES, tiers.run_queued, num_rounds, num_warm=0)
+    queues = take_turns((HIDDEN, SEEN), tiers.run_ahead, num_rounds, num_warm=0)
+    found = []
+    for arms, base in ((policies, "lru"), (queues, HIDDEN)):
+        base_s = [_mean_ttft_s(ran) for ran in arms[base]]
+        rows = []
+        for name, rounds in arms.items():
+            over = [_mean_ttft_s(ran) / of for ran, of in zip(rounds, base_s, strict=True)]
+            rows.append(median_row(name, rounds, **{f"ttft over {base}": over}))
+        found.append(rows)
+    return found[0], found[1]
+
+
+def _mean_ttft_s(ran: Ran) -> float:
+    return statistics.mean(each.ttft_s for each in ran.turns)
 
 
 def found_of_history(ran: Ran) -> float:
@@ -193,16 +276,35 @@ def found_of_history(ran: Ran) -> float:
 
 
 def checks_of(
-    found: float, tiers: Sequence[dict[str, Any]], overlap: Sequence[dict[str, Any]], *, is_quick: bool
+    found: float,
+    tiers: Sequence[dict[str, Any]],
+    policies: Sequence[dict[str, Any]],
+    queues: Sequence[dict[str, Any]],
+    buffers: Sequence[dict[str, Any]],
+    overlap: Sequence[dict[str, Any]],
+    *,
+    is_quick: bool,
 ) -> list[Check]:
-    """With a disk for all of it everything is found, what is under a device pays, and steps do not wait for saving."""
+    """With a disk for all of it everything is found, what is under a device pays, looking ahead does not cost,
+    a read buffer spares the others, and steps do not wait for saving."""
     row = {each["arm"]: each for each in tiers}
     ttft = None if is_quick else row[WITH_HOST]["ttft mean ms"] / row[DEVICE]["ttft mean ms"]  # few turns, once each
     cost = None if is_quick else row[WITH_DISK]["cost of none"] / row[DEVICE]["cost of none"]
+    hits = {each["arm"]: each["hit rate"] for each in policies}
+    ahead = hits["lookahead"] / max(hits["lru"], hits["fifo"]) if hits else None
+    fetch = next((each[f"ttft over {HIDDEN}"] for each in queues if each["arm"] == SEEN), None)
+    buffer = {each["read buffer"]: each for each in buffers}
+    none, most = buffer["0 layers"], buffers[-3]
+    gap, over = "other's longest gap ms", buffer[FORMULA]["ttft ms"] / most["ttft ms"]
     return [
         at_least("disk_found_of_history", found, 0.99, "of whole chunks"),
         at_most("ttft_mean_host_over_device", ttft, 1.0),
         at_most("cost_disk_over_device", cost, 1.0),
+        at_least("lookahead_eviction_hit_rate_over_lru_and_fifo", ahead, 1.0),
+        at_most("lookahead_fetch_ttft_over_hidden_queue", fetch, 1.0),
+        at_most("read_buffer_formula_ttft_over_all_layers", None if is_quick else over, 0.9),
+        at_most("read_buffer_formula_gap_over_none", buffer[FORMULA][gap] / none[gap], 0.8),
+        at_most("read_buffer_bounded_gap_over_none", buffer[BOUNDED][gap] / none[gap], 0.8),
         at_least(
             "saving_beside_below_waited_for",
             min(row["below waited for"] for row in overlap if row["saving"] == "beside"),
@@ -216,55 +318,73 @@ def main() -> None:
     parser = options_of(
         __doc__, quick="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores", out=True, folder=True
     )
-    parser.add_argument("--sessions", type=int, default=28)
+    parser.add_argument("--sessions", type=int, help=f"default: {NUM_SESSIONS}, {PAPER_SESSIONS} with --paper")
+    parser.add_argument("--rounds", type=int, default=3, help="of arms with a queue; two thirds with --paper")
     parser.add_argument("--paper", action="store_true", help="the paper's headline on its workload, and nothing else")
     args = parser.parse_args()
     if args.paper:
         against_paper(args)
         return
     run = Run("tiers", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(DTYPE),
-              models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL)}, chunk_tokens=CHUNK_TOKENS,
+              models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL, DEEP_MODEL)}, chunk_tokens=CHUNK_TOKENS,
               warm_up=WARM_UP_SHARE, places=NUM_PLACES, queue_places=QUEUE_PLACES,
-              queue_device_tokens=pages_for(QUEUE_CONTEXTS * CONTEXT) * PAGE_SIZE)  # fmt: skip
-    num_rounds, num_sessions = (3, min(args.sessions, QUICK_SESSIONS)) if args.quick else (9, args.sessions)
+              queue_device_tokens=pages_for(QUEUE_CONTEXTS * CONTEXT) * PAGE_SIZE,
+              queue_disk_bytes_per_s=QUEUE_DISK_BYTES_PER_S)  # fmt: skip
+    num_sessions = args.sessions or (QUICK_SESSIONS if args.quick else NUM_SESSIONS)
+    num_rounds = 3 if args.quick else 9
     with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
         folder = Path(name)
-        models = {s: make_model(s, CONTEXT, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
-        tiers = Tiers(models[MODEL], folder, num_sessions, args.seed)
+        models = {
+            s: make_model(s, CONTEXT + FIG19_HISTORY, folder / "calibration", args.seed)
+            for s in (MODEL, SMALL_MODEL, *([] if args.quick else [DEEP_MODEL]))
+        }
+        tiers = Tiers(models[MODEL], folder, make_sessions(num_sessions, args.seed), args.seed)
         ran = {arm: tiers.run(arm) for arm in ARMS}
         base = cost(NONE, ran[NONE])
         rows = [row_of(arm, each) | {"cost of none": cost(arm, each) / base} for arm, each in ran.items()]
-        policies = [row_of(policy, tiers.run_queued(policy)) for policy in POLICIES if not args.quick]
-        buffers = read_buffer_rows(models[SMALL_MODEL], folder / "buffers", num_rounds, args.seed)
+        policies, queues = ([], []) if args.quick else queue_rows(tiers, args.rounds)
+        deep = models[SMALL_MODEL if args.quick else DEEP_MODEL]
+        buffers = read_buffer_rows(deep, folder / "buffers", num_rounds, args.seed)
         overlap = write_overlap_rows(models[SMALL_MODEL], num_rounds, args.seed)
     run.show(PartResult(name="tiers", title=f"{tiers.num_turns} turns, {tiers.num_tokens} tokens", rows=rows))
     run.show(PartResult(name="policies", title="what goes from memory first, with a queue, no disk", rows=policies))
+    run.show(PartResult(name="look-ahead fetch", title="a queue that is seen, over a slow disk", rows=queues))
     run.show(PartResult(name="read buffer", title="layers read ahead", rows=buffers))
-    checks = checks_of(found_of_history(ran[WITH_DISK]), rows, overlap, is_quick=args.quick)
+    checks = checks_of(found_of_history(ran[WITH_DISK]), rows, policies, queues, buffers, overlap, is_quick=args.quick)
     run.show(PartResult(name="write overlap", title="saving", rows=overlap, checks=checks))
     run.end(rows, draw, turns=tiers.num_turns, tokens=tiers.num_tokens, device_tokens=tiers.num_pages * PAGE_SIZE,
-            host_bytes=tiers.host_bytes, policies=rounded(policies), read_buffers=rounded(buffers),
-            write_overlap=rounded(overlap))  # fmt: skip
+            host_bytes=tiers.host_bytes, policies=rounded(policies), queues=rounded(queues),
+            read_buffers=rounded(buffers), write_overlap=rounded(overlap))  # fmt: skip
 
 
 def against_paper(args: argparse.Namespace) -> None:
     dtype = choose_dtype("auto", torch.device("cpu"), "bfloat16")
     run = Run("tiers_paper", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(dtype),
               model=PAPER_MODEL, chunk_tokens=CHUNK_TOKENS, warm_up=WARM_UP_SHARE, places=PAPER_PLACES)  # fmt: skip
+    num_sessions = args.sessions or (QUICK_SESSIONS if args.quick else PAPER_SESSIONS)
+    num_rounds = 1 if args.quick else max(2 * args.rounds // 3, 1)
+    arms = (NONE, DEVICE, WITH_HOST, COLD_DISK)
     with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
         folder = Path(name)
         model = make_model(PAPER_MODEL, CONTEXT, folder / "calibration", args.seed, dtype=dtype)
-        num_sessions = min(args.sessions, QUICK_SESSIONS) if args.quick else args.sessions
-        tiers = Tiers(model, folder, num_sessions, args.seed, answer_share=1.0, num_places=PAPER_PLACES)
+        sessions = paper_sessions(num_sessions, args.seed)
+        tiers = Tiers(model, folder, sessions, args.seed, num_places=PAPER_PLACES, num_contexts=PAPER_CONTEXTS)
         facts = {"turns": tiers.num_turns, "tokens": tiers.num_tokens, "host_bytes": tiers.host_bytes,
-                 "device_tokens": tiers.num_pages * PAGE_SIZE}  # fmt: skip
-        rows: list[dict[str, Any]] = []
-        base = None
-        for arm in (NONE, DEVICE, WITH_HOST, COLD_DISK):
-            ran = tiers.run(arm)
-            base = base or cost(NONE, ran)
-            rows.append(row_of(arm, ran) | {"cost of none": cost(arm, ran) / base})
-            run.keep(rows, **facts)
+                 "device_tokens": tiers.num_pages * PAGE_SIZE,
+                 "turns_per_session": tiers.num_turns / num_sessions}  # fmt: skip
+        taken: dict[str, list[Ran]] = {arm: [] for arm in arms}
+
+        def take(arm: str) -> None:
+            taken[arm].append(tiers.run(arm))
+            run.keep([row_of(each, ran) for each, rounds in taken.items() for ran in rounds], **facts)
+
+        take_turns(arms, take, num_rounds, num_warm=0)
+    base = taken[NONE]
+    rows = []
+    for arm, rounds in taken.items():
+        over = [cost(arm, ran) / cost(NONE, of) for ran, of in zip(rounds, base, strict=True)]
+        predicted = [predicted_cost(arm, ran, of) for ran, of in zip(rounds, base, strict=True)]
+        rows.append(median_row(arm, rounds, **{"cost of none": over, "predicted cost": predicted}))
     first, last = rows[0], rows[-1]
     checks = [
         at_most("ttft_mean_disk_over_none", last["ttft mean ms"] / first["ttft mean ms"], 0.13),
@@ -275,6 +395,12 @@ def against_paper(args: argparse.Namespace) -> None:
     title = f"{tiers.num_turns} turns, {tiers.num_tokens} tokens, {dtype}"
     run.show(PartResult(name="paper", title=title, rows=rows, checks=checks))
     run.end(rows, **facts)
+
+
+def predicted_cost(arm: str, ran: Ran, none: Ran) -> float:
+    """Predict the cost in `none`'s, from prompts' share of its time and the share of them that is found."""
+    found = sum(ran.tokens_from(tier) for tier in ("device", "host", "disk")) / ran.prompt_tokens
+    return (1 - none.prompts_s / none.device_s * found) * hourly(arm) / hourly(NONE)
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
@@ -297,7 +423,8 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
     times = {"": [row["ttft ms"] for row in buffers]}
     groups = ["computed\nanew", *(f"mneme,\n{row['read buffer']}" for row in buffers[1:])]
     title = "First token of a turn whose history is read from a slow disk, by layers read ahead (lower is better)"
-    save(folder / "tiers_read_buffer.png", title, f"{SMALL_MODEL}, {caption_of(closing)}",
+    model = SMALL_MODEL if closing["quick"] else DEEP_MODEL
+    save(folder / "tiers_read_buffer.png", title, f"{model}, {caption_of(closing)}",
          lambda axes: bars(axes, groups, times, "", "milliseconds"))  # fmt: skip
 
 
@@ -316,6 +443,7 @@ class Ran(NamedTuple):
     busy_s: float  # inside of steps
     blocked_s: float  # between them, while all there was to do waited for the cache tier
     prefill_s: float  # inside of steps that computed rows of prompts
+    prompts_s: float  # of these, what their rows of prompts take by the calibrated costs
     num_waiting: float  # requests that were not admitted yet, on average over steps
 
     @property
@@ -349,6 +477,16 @@ def _turns(rng: random.Random, answer_share: float) -> list[Turn]:
     ]
 
 
+def paper_sessions(num_sessions: int, seed: int) -> list[Conversation]:
+    """Conversations of two turns and more with the mean of AttentionStore's, uncut answers."""
+    rng = random.Random(f"{seed}.paper")
+    found: list[Conversation] = []
+    while len(found) < num_sessions:
+        turns = draw_turns(PAPER_LENGTHS, CONTEXT, rng, min_turns=2)
+        found.append(Conversation(0.0, turns, 0, rng.getrandbits(48)))
+    return found
+
+
 def make_order(sessions: Sequence[Conversation], seed: int) -> list[int]:
     """Which session takes the next turn: drawn from those that have turns left."""
     rng = random.Random(f"{seed}.order")
@@ -379,15 +517,20 @@ class Workload:
         order: Sequence[int],
         *,
         num_places: int = NUM_PLACES,
+        num_sent: int | None = None,
+        costs: CostModel | None = None,
     ) -> None:
+        """`num_sent`: of these the engine knows no more at once; `costs` part a step into prompts and decodes."""
         self._engine, self._sessions, self._num_places = engine, sessions, num_places
+        self._num_sent, self._costs = num_sent or num_places, costs
+        self._held: deque[GenerationRequest] = deque()  # the engine does not know them yet
         self._unsent = list(enumerate(order))
         self._ids: list[list[int]] = [[] for _ in sessions]
         self._turn = [0] * len(sessions)
         self._running: dict[str, tuple[int, int, int, float]] = {}  # session, number in the order, history, sent
         self._num_warm_up = int(WARM_UP_SHARE * len(order))
         self._turns: list[Taken] = []
-        self._busy_s = self._blocked_s = self._prefill_s = 0.0
+        self._busy_s = self._blocked_s = self._prefill_s = self._prompts_s = 0.0
         self._num_steps = self._num_waited = 0
         self.scheduled: list[StepRows] = []  # of the last step
 
@@ -398,7 +541,7 @@ class Workload:
                 self._send()
                 self._step()
         mean_waiting = self._num_waited / max(self._num_steps, 1)
-        return Ran(self._turns, self._busy_s, self._blocked_s, self._prefill_s, mean_waiting)
+        return Ran(self._turns, self._busy_s, self._blocked_s, self._prefill_s, self._prompts_s, mean_waiting)
 
     def _step(self) -> None:
         blocked_s = self._wait() if self._engine.is_blocked else 0.0
@@ -409,6 +552,7 @@ class Workload:
             self._blocked_s += blocked_s
             self._busy_s += ended_s - stepped_s
             self._prefill_s += ended_s - stepped_s if any(map(prompt_rows, self.scheduled)) else 0.0
+            self._prompts_s += (ended_s - stepped_s) * self._prompt_share()
             self._num_steps += 1
             self._num_waited += len(self._engine.scheduler.waiting)
         for event in events:
@@ -417,6 +561,14 @@ class Workload:
             self._take(event.request_id, event.token_ids, event.usage, ended_s)
             if event.finish_reason is not None:
                 del self._running[event.request_id]
+
+    def _prompt_share(self) -> float:
+        """The part of the last step's time that its rows of prompts took, as calibrated."""
+        if self._costs is None or not any(map(prompt_rows, self.scheduled)):
+            return 0.0
+        rows = [(part.num_rows, part.end - part.num_rows) for part in self.scheduled]
+        of_prompts = [each for each, part in zip(rows, self.scheduled, strict=True) if prompt_rows(part)]
+        return self._costs.step_s(of_prompts) / self._costs.step_s(rows)
 
     def _wait(self) -> float:
         """For the cache tier, a little; how long."""
@@ -453,7 +605,7 @@ class Workload:
         while len(self._running) < self._num_places:
             place = next((p for p, (_, session) in enumerate(self._unsent) if session not in busy), None)
             if place is None:
-                return
+                break
             number, session = self._unsent.pop(place)
             busy.add(session)
             history = len(self._ids[session])
@@ -462,7 +614,9 @@ class Workload:
             self._turn[session] += 1
             name = f"{session}.{self._turn[session]}"
             self._running[name] = (session, number, history, time.perf_counter())
-            self._engine.submit(request(name, self._ids[session], num_out))
+            self._held.append(request(name, self._ids[session], num_out))
+        while self._held and len(self._engine.in_flight) < self._num_sent:
+            self._engine.submit(self._held.popleft())
 
     def _take(self, name: str, token_ids: Sequence[int], usage: PromptUsage | None, now_s: float) -> None:
         session, number, history, sent_s = self._running[name]
@@ -482,14 +636,14 @@ class _Turns:
 
     def __init__(self, model: CachedModel, folder: Path, seed: int) -> None:
         self._ends, self._draw, self._files = ExitStack(), DrawIds(seed), ThrottledFiles()
-        history_bytes = FIG19_HISTORY * kv_bytes_per_token(model.decoder.config, model.decoder.dtype)
-        self.layer_bytes = history_bytes // model.decoder.config.num_layers
+        self._history_bytes = FIG19_HISTORY * kv_bytes_per_token(model.decoder.config, model.decoder.dtype)
+        self.num_layers = model.decoder.config.num_layers
         costs = model.calibration
         compute_s = CostModel(costs).prefill_s(FIG19_NEW, FIG19_HISTORY)
-        self.bytes_per_s = history_bytes / (LOAD_OVER_COMPUTE * compute_s)
+        self.bytes_per_s = self._history_bytes / (LOAD_OVER_COMPUTE * compute_s)
         edges = {**costs.edges, "disk": (0.0, 0.0, 1 / self.bytes_per_s)}  # as if calibrated on that disk
         self._model = model._replace(calibration=replace(costs, edges=edges))
-        self._config = cache_config(folder)
+        self._config = cache_config(folder, load="always")  # however slow the disk is
         self._store = RestartableStore(self._config, self._files)
         self._ends.callback(self._store.end)
         self._history = tell(model, self._store, self._draw.ids(FIG19_HISTORY - 64))
@@ -497,12 +651,16 @@ class _Turns:
     def close(self) -> None:
         self._ends.close()
 
-    def engine(self, buffer_bytes: int | None) -> Engine:
-        """None: without a tier."""
-        store = None if buffer_bytes is None else self._store
-        config = replace(self._config, read_buffer_bytes=buffer_bytes or 0)
+    def engine(self, buffer: str | int) -> Engine:
+        """With a read buffer of so many layers, or as the arm says."""
+        store = None if buffer == ANEW else self._store
+        room = BOUND_SHARE if buffer == BOUNDED else 2
+        config = replace(self._config, read_buffer_bytes=int(room * self._history_bytes))
         engine = make_engine(self._model, store, config, pages_for(FIG19_HISTORY + FIG19_NEW + NUM_OTHER + MAX_OTHER))
         self._ends.callback(engine.close)
+        if isinstance(buffer, int):
+            num_bytes = math.inf if buffer == self.num_layers else self._history_bytes / self.num_layers * buffer
+            _fix_buffer(engine, num_bytes)
         return engine
 
     def take(self, engine: Engine) -> _Took:
@@ -533,26 +691,38 @@ class _Turns:
         return _Took(took_s, longest_s, num_cached)
 
 
+def _fix_buffer(engine: Engine, num_bytes: float) -> None:
+    """Let plans have this read buffer in the place of the formula's. No option: nobody else wants another."""
+    assert engine.connector is not None
+    controller = engine.connector.fetches._controller
+    plan = controller.plan
+
+    def fixed(*args: Any, **options: Any) -> LoadPlan:
+        return replace(plan(*args, **options), buffer_bytes=num_bytes)
+
+    controller.plan = fixed  # type: ignore[method-assign]
+
+
 def read_buffer_rows(model: CachedModel, folder: Path, num_rounds: int, seed: int) -> list[dict[str, Any]]:
-    """A row per size of the read buffer, in layers of the history."""
+    """A row per size of the read buffer, in layers of the history: an eighth of them more each; then by name."""
     turns = _Turns(model, folder, seed)
     try:
-        num_layers = model.decoder.config.num_layers
-        sizes = [None, *range(num_layers + 1)]
-        engines = {size: turns.engine(None if size is None else size * turns.layer_bytes) for size in sizes}
-        found = take_turns(sizes, lambda size: turns.take(engines[size]), num_rounds)
+        steps = range(0, turns.num_layers + 1, max(turns.num_layers // 8, 1))
+        arms: list[str | int] = [ANEW, *steps, FORMULA, BOUNDED]
+        engines = {arm: turns.engine(arm) for arm in arms}
+        found = take_turns(arms, lambda arm: turns.take(engines[arm]), num_rounds)
     finally:
         turns.close()
     return [
         {
-            "read buffer": "recompute" if size is None else f"{size} layers",
+            "read buffer": f"{arm} layers" if isinstance(arm, int) else arm,
             "rounds": num_rounds,
-            "ttft ms": statistics.median(each.ttft_s for each in found[size]) * 1e3,
-            "other's longest gap ms": statistics.median(each.longest_s for each in found[size]) * 1e3,
-            "found share": statistics.mean(each.num_cached for each in found[size]) / FIG19_HISTORY,
+            "ttft ms": statistics.median(each.ttft_s for each in found[arm]) * 1e3,
+            "other's longest gap ms": statistics.median(each.longest_s for each in found[arm]) * 1e3,
+            "found share": statistics.mean(each.num_cached for each in found[arm]) / FIG19_HISTORY,
             "disk MB/s": turns.bytes_per_s / 1e6,
         }
-        for size in sizes
+        for arm in arms
     ]
 
 

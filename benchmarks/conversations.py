@@ -30,7 +30,7 @@ _FIRST_ID = 16  # as in workloads.make_prompts
 class Shape(NamedTuple):
     """Means to draw from, before the cuts, and what they come to at a context of 2,048."""
 
-    more_turns: float  # beyond the first four
+    more_turns: float  # beyond the first four, or one less than there are at least
     tokens_in: float
     tokens_out: float
     table: tuple[float, float, float]  # turns, tokens in, tokens out: Pensieve, Table 2
@@ -86,16 +86,16 @@ class Traffic:
     seed: int = 0
 
 
-def draw_turns(shape: Shape, context: int, rng: random.Random) -> list[Turn]:
-    """The turns of one conversation that has five at least and fits the context."""
+def draw_turns(shape: Shape, context: int, rng: random.Random, *, min_turns: int = MIN_TURNS) -> list[Turn]:
+    """The turns of one conversation that has five at least, or `min_turns`, and fits the context."""
     while True:
-        turns = list(_fitting(shape, context, rng))
-        if len(turns) >= MIN_TURNS:
+        turns = list(_fitting(shape, context, rng, min_turns))
+        if len(turns) >= min_turns:
             return turns
 
 
-def _fitting(shape: Shape, context: int, rng: random.Random) -> Iterator[Turn]:
-    for _ in range(_num_turns(shape, rng)):
+def _fitting(shape: Shape, context: int, rng: random.Random, min_turns: int) -> Iterator[Turn]:
+    for _ in range(_num_turns(shape, rng, min_turns)):
         turn = Turn(1 + int(rng.expovariate(1 / shape.tokens_in)), 1 + int(rng.expovariate(1 / shape.tokens_out)))
         context -= turn.num_in + turn.num_out
         if context < 0:
@@ -103,9 +103,9 @@ def _fitting(shape: Shape, context: int, rng: random.Random) -> Iterator[Turn]:
         yield turn
 
 
-def _num_turns(shape: Shape, rng: random.Random) -> int:
-    """Geometric given that it is five at least: four, and a geometric number of more."""
-    num = MIN_TURNS
+def _num_turns(shape: Shape, rng: random.Random, min_turns: int) -> int:
+    """Geometric given that it is so many at least: one less, and a geometric number of more."""
+    num = min_turns
     while rng.random() >= 1 / shape.more_turns:
         num += 1
     return num
