@@ -204,7 +204,7 @@ class Sequence:
     leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
     found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
-    asked_s: float = 0.0  # when the cache tier was asked for it, or need not be asked again, last
+    looked_s: float = 0.0  # when the cache tier was asked for it, or need not be asked again, last
     was_admitted: bool = False
     num_expected: int = 0  # rows of its prompt, when it was added; where costs are known
     due_s: float = 0.0  # when its prompt would be done, had what is left of it begun as it came; no costs: as it came

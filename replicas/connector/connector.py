@@ -31,8 +31,8 @@ from mneme.replicas.forest.pages import Page
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sequence import StepRows
 
-_ASK_AGAIN_S = 0.5  # since the last question for a request that waits
-_NUM_ASKED_AGAIN = 8  # of the queue, its head first
+_LOOK_AGAIN_S = 0.1  # since it was last looked whether a request that waits is to be asked for again
+_NUM_LOOKED_AT = 8  # of the queue, its head first
 
 
 class KvConnector:
@@ -80,7 +80,7 @@ class KvConnector:
 
         `is_alone`: nothing else runs or waits.
         """
-        sequence.asked_s = self._clock()
+        sequence.looked_s = self._clock()
         if sequence.request.leaves_nothing:
             return
         salt, context, event = sequence.request.salt, sequence.context, sequence.event
@@ -106,10 +106,10 @@ class KvConnector:
         What the engine had of them may have gone meanwhile, and what the tier lacked may have come.
         """
         now_s = self._clock()
-        for sequence in islice(waiting, _NUM_ASKED_AGAIN):
-            if now_s - sequence.asked_s < _ASK_AGAIN_S or sequence.was_admitted or sequence.chain is None:
+        for sequence in islice(waiting, _NUM_LOOKED_AT):
+            if now_s - sequence.looked_s < _LOOK_AGAIN_S or sequence.was_admitted or sequence.chain is None:
                 continue
-            sequence.asked_s, found, context = now_s, sequence.found, sequence.context
+            sequence.looked_s, found, context = now_s, sequence.found, sequence.context
             if found is not None and not found.is_outdated(
                 sum(forest.resident(sequence.request.salt, context)), len(context)
             ):

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
 
+ASK_AGAIN_S = 0.5  # since the last question for a request that waits
 _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
 _SLOWER = 1.1  # than predicted: that is noise
 _CLOSE_S = 1.0  # how long a close waits for what the threads are at
@@ -187,6 +188,7 @@ class Fetch:
         self.is_given_up = False  # as it took too long
         self.late_edge: Edge | None = None  # for which it was given up
         self.num_readers = 1  # threads that take at once: what each is at counts for a part of the time
+        self._asked_s = clock()
         self._look_until_s, self._num_first_rows = look_until_s, num_first_rows
         self._times: LoadClock | None = None  # once it was found
         self._at = 0  # the chunk that is being brought, or was last
@@ -221,16 +223,18 @@ class Fetch:
     def is_outdated(self, num_resident: int, num_tokens: int) -> bool:
         """Return whether the store may have more of a sequence by now than is coming.
 
-        Nothing is coming; or it hangs in the air, as the engine lost what is before it; or it is not all, or may come
-        from a nearer tier, and nothing of it was read, so that asking again costs no more than the question.
+        The engine lost what is before it; or, after a while, nothing is coming, or not all or perhaps not from the
+        nearest tier, and nothing of it was read, so that asking again costs no more than the question.
         """
         if self.is_looking or self.is_given_up:
             return False
         spans = self.spans
-        if not spans:
-            return self.is_settled
+        if num_resident < (spans[0][0] if spans else self.num_resident):
+            return True
+        if self._clock() - self._asked_s < ASK_AGAIN_S:
+            return False
         is_best = self.has_all(num_tokens) and not self._far
-        return spans[0][0] > num_resident or not (is_best or self.reads)
+        return not (is_best or self.reads) if spans else self.is_settled
 
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking: to where a chunk ends.

@@ -102,26 +102,29 @@ def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
 @pytest.mark.parametrize(
     ("edge", "num_reads", "num_resident", "num_more", "is_outdated"),
     [
-        ("host", 0, 0, 0, False),
-        ("host", 0, 0, CHUNK_TOKENS, True),  # a chunk may have come
-        ("disk", 0, 0, 0, True),  # it may be in memory by now
-        ("disk", 1, 0, CHUNK_TOKENS, False),  # what was read would be read again
-        ("disk", 1, -1, 0, True),  # it hangs behind what the engine has no more
+        ("host", 0, 0, 0, [False, False]),
+        ("host", 0, 0, CHUNK_TOKENS, [False, True]),  # a chunk may have come
+        ("disk", 0, 0, 0, [False, True]),  # it may be in memory by now
+        ("disk", 1, 0, CHUNK_TOKENS, [False, False]),  # what was read would be read again
+        ("disk", 1, -1, 0, [True, True]),  # it hangs behind what the engine has no more
     ],
 )
 def test_asking_again_costs_nothing_that_was_read(
-    edge: Any, num_reads: int, num_resident: int, num_more: int, is_outdated: bool
+    edge: Any, num_reads: int, num_resident: int, num_more: int, is_outdated: list[bool]
 ) -> None:
-    """The engine had the first chunk; `num_resident`: what came to that, or went."""
+    """The engine had the first chunk; `num_resident`: what came to that, or went. `is_outdated`: at once, and later."""
+    clock = PlayedClock()
     workers: dict[str, PlayedWorkers] = {}
     make = lambda name, _: workers.setdefault(name, PlayedWorkers())  # noqa: E731
-    fetches = make_fetches(FakeStore(edge=edge), Costs(), PlayedClock(), make)
+    fetches = make_fetches(FakeStore(edge=edge), Costs(), clock, make)
     ids = [*IDS, *range(num_more)]
     fetch = fetches.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, ids, CHUNK_TOKENS, first=1), CHUNK_TOKENS)
     assert not fetch.is_outdated(0, len(ids))  # it looks
     workers["kv-look"].play()
     workers["kv-read"].play(num_reads)
-    assert fetch.is_outdated(CHUNK_TOKENS + num_resident, len(ids)) is is_outdated
+    at_once = fetch.is_outdated(CHUNK_TOKENS + num_resident, len(ids))
+    clock.now_s += 1.0
+    assert [at_once, fetch.is_outdated(CHUNK_TOKENS + num_resident, len(ids))] == is_outdated
     fetches.abandon()
 
 
