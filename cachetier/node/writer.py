@@ -77,6 +77,7 @@ class ChunkWriter:
         self._failed: dict[bytes, None] = {}  # in memory, and not on the disk by a fault
         self._late: dict[bytes, None] = {}  # likewise, as the queue was full
         self._again: set[bytes] = set()  # of both, those that are in the queue now
+        self._on_way: set[bytes] = set()  # to the disk: in the queue, or about to be
         self.queue: WriteBehind | None = None
         if tiers.disk is not None:
             self.queue = WriteBehind(
@@ -121,6 +122,7 @@ class ChunkWriter:
             return None
         self._tiers.index.hold(key)
         self._again.add(key)
+        self._on_way.add(key)
         return entry.header, entry.held
 
     def _put(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
@@ -142,6 +144,8 @@ class ChunkWriter:
                     return HostPut.REFUSED
                 is_admitted = self._host.admits_chunk(header) and self._host.make_room(header)
                 if is_admitted or (is_to_write and self._host.reserve_passage(header)):
+                    if is_to_write:
+                        self._on_way.add(header.key)
                     break
             wait_s = until_s - time.monotonic() if is_to_write else 0.0  # all of memory may wait for the disk
             if self.queue is None or wait_s <= 0 or not self.queue.await_one(wait_s):
@@ -182,6 +186,7 @@ class ChunkWriter:
         finally:
             if held is None:
                 with self._lock:
+                    self._on_way.discard(header.key)
                     if is_passing:
                         self._host.passed(header.key)
                     else:
@@ -257,12 +262,16 @@ class ChunkWriter:
         self._tiers.settle()
 
     def _is_cut_off(self, header: ChunkHeader, disk: DiskTier) -> bool:
-        """Return whether its parent is known and not on the disk: nobody would find the chunk there after a restart."""
+        """Return whether its parent is known, and neither on the disk nor on its way there.
+
+        Nobody would find the chunk there after a restart. Chunks of a chain may come out of order.
+        """
         parent = header.parent
         if parent in disk:
             return False
         with self._lock:
-            is_cut_off = self._host.holds(parent) or self._tiers.index.was_here(parent)
+            is_known = self._host.holds(parent) or self._tiers.index.was_here(parent)
+            is_cut_off = is_known and parent not in self._on_way
             is_to_retry = parent in self._failed or parent in self._late
         if is_cut_off:
             self._not_written(header.key, "not_written_orphan", is_to_retry=is_to_retry)
@@ -291,6 +300,7 @@ class ChunkWriter:
         key = pending.header.key
         with self._lock:
             self._again.discard(key)
+            self._on_way.discard(key)
             if pending.is_passing:
                 self._host.passed(key)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -282,6 +283,33 @@ def test_pins_keep_chunks_for_their_time_and_half_a_tier_at_most(tmp_path: Path)
     assert not any(key in node for key in keys)
     assert node.stats()["pins"] == {"keys": 0, "host_bytes": 0, "disk_bytes": 0}
     node.close(flush=False)
+
+
+class BusyMemory(ProcessMemory):
+    """Has something done while it takes a chunk."""
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+
+    def take(self, payload: object) -> object:
+        self.meanwhile()
+        return super().take(payload)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)])
+def test_chunks_of_a_chain_that_come_in_another_order_are_all_written(
+    tmp_path: Path, order: tuple[int, ...], is_busy: bool
+) -> None:
+    """When all are in memory, or while the next is on its way there: engines' calls overtake each other."""
+    ids, memory = list(range(3 * CHUNK_TOKENS)), BusyMemory()
+    chunks, node = chain_of(ids), make_node(tmp_path, memory=memory)
+    if is_busy:
+        memory.meanwhile = lambda: write_due(node)
+    for index in order:
+        assert put(node, chunks[index]) == "taken"
+    write_due(node)
+    node.close(flush=False)
+    assert found(make_node(tmp_path), ids) == [("disk", CHUNK_TOKENS)] * 3
 
 
 def test_a_share_is_kept_free_and_a_chain_goes_from_its_end() -> None:

@@ -94,7 +94,11 @@ class Nodes:
         return turn
 
     def await_located(self, name: str, turn: list[int]) -> None:
-        eventually(lambda: call(self.engines[name].located, turn) >= NUM_SAVED)
+        try:
+            eventually(lambda: call(self.engines[name].located, turn) >= NUM_SAVED)
+        except AssertionError as error:
+            error.add_note(str({node: call(self.actor(node).stats) for node in self.engines}))
+            raise
 
     def counters(self, name: str) -> Counter[str]:
         return Counter(call(self.engines[name].stats))
