@@ -11,16 +11,19 @@ Chunks of 256 tokens in bfloat16, of 32 layers with 8 KV heads of 128 (33.6 MB) 
   chain, once (`locate ms`), and reads all layers of each chunk. `read` is all that an engine does before it scatters:
   the checksum of bytes that stay in the object store; `read+copy` copies them into one buffer too, which the arm that
   both are held against does. Puts: as an engine saves, some chunks under way, or each waited for until it can be found.
-- peer: the same chunks, put by a process on the other of two nodes of a cluster on this machine, whose actor is asked
-  for each of them.
+- peer: the same chunks, put by processes on one or two other nodes of a cluster on this machine, read as engines do
+  (`Fetches`): located, then the first layers of all chunks before the second ones. Beside what Ray transfers of the
+  same bytes between two nodes, all of it under way at once, as objects of 4 MB (`raw Ray`) or one a chunk; nobody looks
+  at those, and where they are is known before.
 - disk: chunks through `DiskTier`, checksums on, whole or layer by layer, beside one plain file of the same bytes, read
   from its beginning to its end. Cold: written out, dropped with posix_fadvise, and mincore finds nothing of it.
 
 Chunks of the store are put afresh before each round, so that no object was looked at before. `share` is the rate as a
-share of the arm that `of` names, the median over the rounds; arms take turns; `share with locate` counts that too. GB/s
-counts a chunk's payload once. What bounds it: memory bandwidth of one thread, the checksum (XXH3, one more read), the
-disk. Asking the kernel for what comes next (POSIX_FADV_WILLNEED) made cold reads slower by two fifths: what it then
-allocates are single pages, where its own readahead takes large ones. So the tier gives no hints.
+share of the arm that `of` names, the median over the rounds; arms take turns; `share with locate` counts that too, as
+that of peers does. GB/s counts a chunk's payload once. What bounds it: memory bandwidth of one thread, the checksum
+(XXH3, one more read), the disk. Asking the kernel for what comes next (POSIX_FADV_WILLNEED) made cold reads slower by
+two fifths: what it then allocates are single pages, where its own readahead takes large ones. So the tier gives no
+hints.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ TARGETS = {  # shares, of the large shape
     ("host get", "read"): ("host_read_in_place_over_copy_and_checksum", 0.7),
     ("host get", "read+copy"): ("host_read_into_a_buffer_over_copy_and_checksum", 0.7),
     ("host->device", "scatter"): ("scatter_over_copy", 0.5),
+    ("peer get", "engine"): ("peer_read_over_raw_ray", 0.6),
+    ("peer get", "engine, two peers"): ("read_of_two_peers_over_raw_ray", 0.6),
     ("disk read, cold", "chunk by layer"): ("cold_disk_read_over_raw_read", 0.8),
 }
 
@@ -85,13 +90,14 @@ def measure(shape: Shape, folder: Path, cluster: Any, num_rounds: int, seed: int
 def _store_rows(
     chain: Chain, host: PlainHost, cluster: Any, num_rounds: int, rows_of: Any, seed: int
 ) -> Iterator[list[dict[str, Any]]]:
-    from tier_io.stores import ClusterTier, put_arms, read_arms
+    from tier_io.stores import ClusterTier, peer_arms, put_arms, read_arms
 
     copy, checked, _ = host_arms(host)
     with closing(ClusterTier(cluster, chain, seed)) as tier:
         found = measured([copy, *read_arms(tier, [checked])], chain.shape.num_chunks, num_rounds)
         rows = table(found, chain.shape.name, chain.shape.chunk_bytes)
         yield _of_store(tier.with_locating(rows, found))
+        yield rows_of(peer_arms(tier, chain.shape))
         yield _of_store(rows_of(put_arms(tier, [copy])))
 
 

@@ -1,12 +1,15 @@
 """The cache tier of a cluster of two nodes on this machine, as engines use it (`start_cache_tier`).
 
-Another process, of this node or of the other, puts chunks into its node's store; this one locates and reads them. Every
+Another process, of this node or of others, puts chunks into its node's store; this one locates and reads them. Every
 round's chunks were put afresh, so that no object was fetched or looked at before.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,15 +19,20 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tier_io.chunks import Arm, Chain, ChainReads, Samples, Shape
 
+from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_cache_tier
+from mneme.cachetier.distributed.objects import layers_per_object
 from mneme.cachetier.distributed.ray_store import RayChunkStore
-from mneme.cachetier.store import Edge
+from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.cachetier.policy.load_controller import LoadController
+from mneme.cachetier.store import ChainQuery, Edge
 from mneme.cluster.serve.ray_private import single_node
 from mneme.errors import MnemeError
+from mneme.replicas.connector.fetch import Fetch, Fetches
 
 APPLICATION = "bench-tier-io"
-EDGES: dict[str, Edge] = {"host": "host", "peer": "peer_host"}  # by the node whose process put the chunks
+EDGES: dict[str, Edge] = {"host": "host", "peer": "peer_host", "peer 2": "peer_host"}  # by the node of who put a chunk
 _TIMEOUT_S = 120.0
 _CLOSE_S = 20.0
 _SETTLE_S = 20.0  # of one chunk
@@ -36,24 +44,34 @@ class Author:
     def __init__(self, shape: Shape, seed: int) -> None:
         self._chain, self._store = Chain(shape, seed), start_cache_tier(CacheConfig(), APPLICATION)
 
-    def put(self) -> None:
-        for index in range(len(self._chain.chunks)):
+    def put(self, chunks: range) -> None:
+        for index in chunks:
             put_settled(self._store, self._chain, index)
+
+    def put_raw(self, num_layers: int) -> list[list[Any]]:
+        """The same bytes as objects of so many layers each; references to those of each chunk."""
+        starts = range(0, self._chain.shape.num_layers, num_layers)
+        return [[ray.put(layers[start : start + num_layers]) for start in starts] for layers in self._chain.payload]
 
 
 class TwoNodes:
-    """A cluster of two nodes on this machine, which ends with `close`."""
+    """A cluster of two nodes on this machine, and of more that are added; it ends with `close`."""
 
     def __init__(self, store_bytes: int) -> None:
-        node = {"object_store_memory": store_bytes, "num_cpus": 1, "node_ip_address": "127.0.0.1"}
+        self._node = {"object_store_memory": store_bytes, "num_cpus": 1, "node_ip_address": "127.0.0.1"}
         with single_node():  # on the loopback address; nothing beyond this machine joins
             self._cluster = Cluster(
-                initialize_head=True, head_node_args=node | {"include_dashboard": False}, shutdown_at_exit=False
+                initialize_head=True, head_node_args=self._node | {"include_dashboard": False}, shutdown_at_exit=False
             )
-            other = self._cluster.add_node(**node)
+            self.nodes = {"host": self._cluster.head_node.node_id}
+            self.add("peer")
             ray.init(self._cluster.address, logging_level="error", log_to_driver=False, _node_ip_address="127.0.0.1")
-        self.nodes = {"host": self._cluster.head_node.node_id, "peer": other.node_id}
         assert ray.get_runtime_context().get_node_id() == self.nodes["host"]
+
+    def add(self, name: str) -> None:
+        if name not in self.nodes:
+            with single_node():
+                self.nodes[name] = self._cluster.add_node(**self._node).node_id
 
     def close(self) -> None:
         ray.shutdown()
@@ -69,6 +87,10 @@ class ClusterTier:
         self.store = start_cache_tier(CacheConfig(), APPLICATION)
         self._ends.callback(self.store.close)
         self.reads = ChainReads(self.store, chain)
+        self.engine = EngineReads(self.store, chain, self.reads.query)
+        self._ends.callback(self.engine.close)
+        self._raw: list[list[Any]] = []  # references to what `put_raw` put
+        cluster.add("peer 2")
         self._located_s: dict[str, list[float]] = {}  # by arm, round by round
         self._authors: dict[str, Any] = {}
         for name in EDGES:
@@ -83,14 +105,34 @@ class ClusterTier:
 
     def locate_fresh(self, node: str, arm: str) -> None:
         """Chunks that a node's author puts now; the seconds that locating them takes are kept, for the arm."""
-        self.clear()
-        ray.get(self._authors[node].put.remote(), timeout=_TIMEOUT_S)
-        self.reads.wait()
+        self.put_fresh([node])
         self._located_s.setdefault(arm, []).append(self.reads.locate(EDGES[node]))
+
+    def put_fresh(self, nodes: Sequence[str]) -> None:
+        """Have these nodes' authors put a part of the chain each, one behind the other."""
+        self.clear()
+        num_each = self._chain.shape.num_chunks // len(nodes)
+        for number, node in enumerate(nodes):
+            chunks = range(number * num_each, (number + 1) * num_each)
+            ray.get(self._authors[node].put.remote(chunks), timeout=_TIMEOUT_S)
+        self.reads.wait()
+
+    def put_raw(self, num_layers: int) -> None:
+        """Have the other node's author put plain objects of so many layers."""
+        self.clear()
+        self._raw = ray.get(self._authors["peer"].put_raw.remote(num_layers), timeout=_TIMEOUT_S)
+
+    def get_raw(self, index: int) -> None:
+        """A chunk's plain objects; all of the chain's are on their way."""
+        if index == 0:
+            ray.wait([ref for refs in self._raw for ref in refs], timeout=0, fetch_local=True)
+        ray.get(self._raw[index], timeout=_TIMEOUT_S)
 
     def clear(self) -> None:
         """No node has any of the chunks."""
         self.reads.close()
+        self.engine.end()
+        self._raw = []
         self.store.admin.delete(self.reads.query, spares_longer=False)
 
     def put(self, index: int) -> None:
@@ -114,6 +156,47 @@ class ClusterTier:
         return rows
 
 
+class EngineReads:
+    """Reads a chain as an engine does that computes nothing beside: located, brought, and taken layer by layer."""
+
+    def __init__(self, store: RayChunkStore, chain: Chain, query: ChainQuery) -> None:
+        shape = chain.shape
+        self._query, self._num_chunks, self._num_layers = query, shape.num_chunks, shape.num_layers
+        terms = (0.0, 1.0, 0.0)  # of a row: a question may take its time
+        costs = CostModel(Calibration(prefill=terms, decode=terms, step_rows=1, kv_bytes_per_token=1))
+        controller = LoadController(costs, num_layers=shape.num_layers, loads_all=True)
+        self._fetches = Fetches(
+            store, controller, costs, read_buffer_bytes=CacheConfig().read_buffer_bytes, clock=time.monotonic
+        )
+        self._is_found = threading.Event()
+        self._fetches.on_answer = self._is_found.set
+        self._fetch: Fetch | None = None
+
+    def read(self, index: int) -> None:
+        """As many bytes as a chunk has, in the order of an engine; the first time the chain is located."""
+        if index == 0:
+            self._is_found.clear()
+            self._fetch = self._fetches.begin(self._query, 0)
+            self._is_found.wait(_TIMEOUT_S)
+            if len(self._fetch.spans) < self._num_chunks:
+                raise MnemeError(f"of {self._num_chunks} chunks {len(self._fetch.spans)} were found")
+        assert self._fetch is not None
+        for place in range(index * self._num_layers, (index + 1) * self._num_layers):
+            layer, chunk = divmod(place, self._num_chunks)
+            found = self._fetch.take(chunk, layer)
+            if isinstance(found, Miss):
+                raise MnemeError(f"chunk {chunk}, layer {layer}: {found.value}")
+
+    def end(self) -> None:
+        if self._fetch is not None:
+            self._fetch.close()
+            self._fetch = None
+
+    def close(self) -> None:
+        self.end()
+        self._fetches.close()
+
+
 def read_arms(tier: ClusterTier, base: list[Arm]) -> list[Arm]:
     def arm(node: str, name: str, call: Any) -> Arm:
         return Arm(f"{node} get", name, call, "copy+checksum", lambda: tier.locate_fresh(node, name), tier.clear)
@@ -122,7 +205,23 @@ def read_arms(tier: ClusterTier, base: list[Arm]) -> list[Arm]:
         *base,
         arm("host", "read", tier.reads.read),
         arm("host", "read+copy", tier.reads.copy),
-        arm("peer", "read, other node", tier.reads.read),
+    ]
+
+
+def peer_arms(tier: ClusterTier, shape: Shape) -> list[Arm]:
+    """What an engine reads from one peer, or two, beside what Ray transfers of the same bytes between two nodes."""
+
+    def engine(name: str, nodes: Sequence[str]) -> Arm:
+        return Arm("peer get", name, tier.engine.read, "raw Ray", lambda: tier.put_fresh(nodes), tier.clear)
+
+    def raw(name: str, num_layers: int, base: str | None) -> Arm:
+        return Arm("peer get", name, tier.get_raw, base, lambda: tier.put_raw(num_layers), tier.clear)
+
+    return [
+        raw("raw Ray", layers_per_object(shape.layer_bytes), None),
+        raw("raw Ray, an object a chunk", shape.num_layers, "raw Ray"),
+        engine("engine", ["peer"]),
+        engine("engine, two peers", ["peer", "peer 2"]),
     ]
 
 

@@ -2,9 +2,9 @@
 
 An object dies with the process that created it, so whoever computed a chunk puts it and hands over references, and the
 node's actor puts it once more as its own. Reading copies nothing: what is read is pinned in the store for as long as
-the arrays live, so readers let go of them. From another node the objects with the first layers come first: while a
-layer is used, the next object of the same chunk is on its way. All waits are bounded, and a chunk that failed once is
-not waited for again.
+the arrays live, so readers let go of them. From other nodes the objects with the first layers of all chunks come first,
+as engines read them: while one is used, those behind it are on their way. All waits are bounded, and a chunk that
+failed once is not waited for again.
 
 The store itself is never relied on for a policy: what does not fit makes it spill, or write to files instead of
 memory, without a word. So bytes are counted here, those on their way in too, and refused beyond a bound.
@@ -16,9 +16,11 @@ import math
 import threading
 import time
 import weakref
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,8 @@ OBJECT_BYTES = 4 << 20  # about; small enough that first layers come early from 
 _TIMEOUT_S = 5.0
 _SLOWEST_BYTES_PER_S = 50e6  # of a pull; what is slower is not waited for
 _BASE_TIMEOUT_S = 1.0
-_PULLED_AHEAD = 2  # chunks whose first objects come while another is read
-_AHEAD_BYTES = 256 << 20  # of a span's chunks, asked for before they are needed
+_ASKED_AHEAD_BYTES = 256 << 20  # of chunks that are asked for before they are needed
+_PULLED_AHEAD_BYTES = 64 << 20  # of objects that are on their way while one is read; of chunks that one call asks for
 
 Refs = tuple[Any, ...]  # `ray.ObjectRef`, one for each run of layers
 
@@ -105,9 +107,14 @@ class RayMemory:
 class ObjectLayers:
     """The layers of one chunk, for a `HostSource`. `fetch` gives the references, at the first read."""
 
-    def __init__(self, header: ChunkHeader, fetch: Callable[[], Refs | Miss], *, is_here: bool = False) -> None:
-        """`is_here`: on this node; then one call has all objects, as each costs as much as a layer's checksum."""
-        self._header, self._fetch, self._is_here = header, fetch, is_here
+    def __init__(
+        self, header: ChunkHeader, fetch: Callable[[], Refs | Miss], before_read: Callable[[int], None] | None = None
+    ) -> None:
+        """`before_read`, of what is at another node, hears which object is read next.
+
+        Without it all objects are on this node: one call has them, as each costs as much as a layer's checksum.
+        """
+        self._header, self._fetch, self._before_read = header, fetch, before_read
         self._step = layers_per_object(header.layer_bytes)
         self._refs: Refs | None = None
         self._runs: dict[int, tuple[U8Array, ...]] = {}  # the layers of what was read last, by object
@@ -131,51 +138,126 @@ class ObjectLayers:
         self._refs = refs
         if number >= len(refs):
             return Miss.SHORT
-        first, wanted = (0, refs) if self._is_here else (number, refs[number : number + 1])
+        first, wanted = 0, refs
+        if self._before_read is not None:
+            self._before_read(number)
+            first, wanted = number, refs[number : number + 1]
         runs = get_runs(wanted, timeout_s(len(wanted) * self._step * self._header.layer_bytes))
         if isinstance(runs, Miss):
             return runs
-        if not self._is_here:
-            begin_pull(refs[number + 1 : number + 2])
         self._runs = dict(enumerate(runs, first))
         return self._runs[number]
 
 
-class PeerReads:
-    """The chunks of a span at another node: they are asked for ahead of need, in order, one call each."""
+@dataclass(slots=True, eq=False)
+class _PeerCall:
+    """Asks a node for neighbours of a chain."""
 
-    def __init__(self, peer: Any, headers: Sequence[ChunkHeader], on_dead: Callable[[], None]) -> None:
-        self._peer, self._headers, self._on_dead = peer, headers, on_dead
-        self._lock = threading.Lock()
-        self._calls: list[Any] = []  # of the first chunks: references to what `NodeActor.read` answers
-        self._ahead = max(1, _AHEAD_BYTES // max(1, headers[0].payload_bytes))
+    peer: Any
+    headers: Sequence[ChunkHeader]
+    on_dead: Callable[[], None]
+    answer: Any = None  # a reference to what `NodeActor.read` answers, once it is asked
 
-    def fetch(self, index: int) -> Refs | Miss:
-        """References to a chunk's objects, when the peer has them in memory; the first is on its way here."""
-        with self._lock:
-            for header in self._headers[len(self._calls) : index + self._ahead]:
-                self._calls.append(self._peer.read.remote([header.key]))
-            calls = self._calls[index : index + 1 + _PULLED_AHEAD]
-        refs = self._refs(calls[0], timeout_s(self._headers[index].payload_bytes))
-        if isinstance(refs, Miss):
-            return refs
-        begin_pull(refs[:1])
-        for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0]:
-            following = self._refs(call, 0.0)
-            begin_pull(() if isinstance(following, Miss) else following[:1])
-        return refs
+    def begin(self) -> None:
+        if self.answer is None:
+            self.answer = self.peer.read.remote([header.key for header in self.headers])
 
-    def _refs(self, call: Any, limit_s: float) -> Refs | Miss:
+    def refs(self, limit_s: float) -> list[Refs | None] | Miss:
+        """References to the objects of each chunk; None: the node does not have it."""
         try:
-            (refs,) = ray.get(call, timeout=limit_s)
+            refs: list[Refs | None] = ray.get(self.answer, timeout=limit_s)
         except GetTimeoutError:
             return Miss.BUSY
         except RayActorError:
-            self._on_dead()
+            self.on_dead()
             return Miss.ABSENT
         except RayError:
             return Miss.ABSENT
-        return Miss.ABSENT if refs is None else tuple(refs)
+        return refs
+
+
+class PeerReads:
+    """The chunks of a chain that other nodes have: asked for, and pulled, ahead of need and in the order of engines.
+
+    These read layer by layer of all chunks, whichever nodes have them. Nothing is asked for before the first read.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._headers: list[ChunkHeader] = []
+        self._calls: list[tuple[_PeerCall, int]] = []  # for each chunk, with its place in the answer
+        self._refs: dict[int, Refs | Miss] = {}  # by chunk, as far as they are known
+        self._objects: list[tuple[int, int]] = []  # first layer and chunk of each, in order
+        self._begins: list[int] = []  # bytes before each of them
+        self._num_asked = self._num_pulled = 0  # chunks and objects
+
+    def add(self, peer: Any, headers: Sequence[ChunkHeader], on_dead: Callable[[], None], *, is_ready: bool) -> int:
+        """Add chunks behind those before, all before the first read; returns the first one's number.
+
+        `is_ready`: they are in that node's memory, so few calls will do; else each is waited for by itself.
+        """
+        first = len(self._headers)
+        most = max(1, _PULLED_AHEAD_BYTES // max(1, headers[0].payload_bytes)) if is_ready else 1
+        for start in range(0, len(headers), most):
+            call = _PeerCall(peer, headers[start : start + most], on_dead)
+            self._calls += [(call, place) for place in range(len(call.headers))]
+        self._headers += headers
+        return first
+
+    def fetch(self, index: int) -> Refs | Miss:
+        """References to a chunk's objects, when its node has them in memory."""
+        with self._lock:
+            self._ask(index)
+        return self._refs_of(index, timeout_s(sum(each.payload_bytes for each in self._calls[index][0].headers)))
+
+    def pull(self, index: int, number: int) -> None:
+        """Have a chunk's object and those that are read behind it come here."""
+        with self._lock:
+            self._put_in_order()
+            step = layers_per_object(self._headers[index].layer_bytes)
+            at = bisect_left(self._objects, (number * step, index))
+            end = bisect_right(self._begins, self._begins[at] + _PULLED_AHEAD_BYTES)
+            self._num_pulled = max(self._num_pulled, at)
+            while self._num_pulled < end and self._pull(*self._objects[self._num_pulled]):
+                self._num_pulled += 1
+
+    def _ask(self, index: int) -> None:
+        ahead = max(1, _ASKED_AHEAD_BYTES // max(1, self._headers[index].payload_bytes))
+        for call, _ in self._calls[self._num_asked : index + ahead]:
+            call.begin()
+        self._num_asked = max(self._num_asked, index + ahead)
+
+    def _put_in_order(self) -> None:
+        if self._objects:
+            return
+        steps = [layers_per_object(header.layer_bytes) for header in self._headers]
+        self._objects = sorted(
+            (layer, index)
+            for index, header in enumerate(self._headers)
+            for layer in range(0, header.layout.num_layers, steps[index])
+        )
+        sizes = (steps[index] * self._headers[index].layer_bytes for _, index in self._objects)
+        self._begins = [0, *accumulate(sizes)][:-1]
+
+    def _pull(self, layer: int, index: int) -> bool:
+        """False if it is not known yet where it is."""
+        call, _ = self._calls[index]
+        if index not in self._refs and not (call.answer and ray.wait([call.answer], timeout=0)[0]):
+            return False
+        refs, number = self._refs_of(index, 0.0), layer // layers_per_object(self._headers[index].layer_bytes)
+        begin_pull(() if isinstance(refs, Miss) else refs[number : number + 1])
+        return True
+
+    def _refs_of(self, index: int, limit_s: float) -> Refs | Miss:
+        if index in self._refs:
+            return self._refs[index]
+        call, place = self._calls[index]
+        found = call.refs(limit_s)
+        if found is Miss.BUSY:
+            return found
+        refs = found if isinstance(found, Miss) else found[place]
+        self._refs[index] = Miss.ABSENT if refs is None else refs
+        return self._refs[index]
 
 
 class LoadNotices:

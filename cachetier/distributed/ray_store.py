@@ -137,9 +137,10 @@ class RayChunkStore:
             if call:
                 self._remember(query.request_id, peer)
         sources: list[_SourceAndHeader] = []
+        reads = PeerReads()
         for span, chunks in zip(found.spans, self._nodes.answers(calls, deadline_s), strict=True):
             sound = _expected(query, span, chunks or [])
-            sources += self._peer_sources(found.peers[span.node], span, sound)
+            sources += self._peer_sources(reads, found.peers[span.node], span, sound)
             num_whole = sum(each.num_usable == query.chunk_tokens for each in sound)
             if chunks is not None and num_whole < span.num_chunks:
                 self._counters["directory_ghosts"] += 1
@@ -159,13 +160,17 @@ class RayChunkStore:
             return DiskSource(header, located.num_usable, located.path, on_miss, loading=self._load_notices)
         held = located.held
         assert isinstance(held, HeldObjects)
-        return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs, is_here=True), on_miss)
+        return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs), on_miss)
 
-    def _peer_sources(self, peer: Any, span: Span, found: Sequence[Located]) -> list[_SourceAndHeader]:
+    def _peer_sources(
+        self, reads: PeerReads, peer: Any, span: Span, found: Sequence[Located]
+    ) -> list[_SourceAndHeader]:
         if not found:
             return []
-        reads = PeerReads(peer, [each.header for each in found], lambda: self._nodes.lost(span.node))
-        return [(self._peer_source(reads, index, each, peer), each.header) for index, each in enumerate(found)]
+        is_ready = all(each.tier == "host" for each in found)
+        headers = [each.header for each in found]
+        first = reads.add(peer, headers, lambda: self._nodes.lost(span.node), is_ready=is_ready)
+        return [(self._peer_source(reads, index, each, peer), each.header) for index, each in enumerate(found, first)]
 
     def _peer_source(self, reads: PeerReads, index: int, located: Located, peer: Any) -> ChunkSource:
         edge: Edge = "peer_host" if located.tier == "host" else "peer_disk"
@@ -176,7 +181,7 @@ class RayChunkStore:
             if miss is Miss.ABSENT:
                 peer.not_here.remote([key])
 
-        layers = ObjectLayers(located.header, lambda: reads.fetch(index))
+        layers = ObjectLayers(located.header, lambda: reads.fetch(index), lambda number: reads.pull(index, number))
         return HostSource(located.header, located.num_usable, layers, on_miss, edge)
 
     def _missed(self, edge: str, key: bytes, miss: Miss) -> None:
