@@ -10,7 +10,8 @@ of these that can be:
     ring     every replica has been silent for long while it had work: the home of the session or hint
     p2c      as that, without either: of two, by hash, the one with fewer requests
 
-Where `router.policy` names another's rule (`policies.py`), that stands in the place of the last three, as "policy".
+Where `router.policy` names another's rule (`policies.py`), that stands in the place of the last three, as "policy",
+unless it raises.
 
 A replica's load is what it reports and what was reserved here since, or all that was reserved here if it reports
 nothing. Figures that are no sensible numbers count as not reported.
@@ -27,7 +28,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -66,6 +67,7 @@ _NUM_LATE = 32  # first tokens of a replica from which its overhead is learned
 _LATE_LOADS_S = 60.0  # how long it is known what loads took longer: else a bad moment would end all loads for ever
 _MAX_ERROR = 10.0  # of one prediction, in the sum of relative errors
 
+_T = TypeVar("_T")
 _Session = tuple[str, str]  # (salt, session id)
 
 
@@ -262,7 +264,7 @@ class Reservation:
         self._load.release(self)
         self._running = self._context_tokens = 0
         if self._by_policy is not None:
-            self._by_policy.policy.ended(self._by_policy)
+            _guarded(self._by_policy.policy.ended, self._by_policy)
             self._by_policy = None
         if self._on_release is not None:
             self._on_release(self)
@@ -270,7 +272,7 @@ class Reservation:
 
     def _leave_queue(self) -> None:
         if self._by_policy is not None and not self._is_started:
-            self._by_policy.policy.started(self._by_policy)
+            _guarded(self._by_policy.policy.started, self._by_policy)
         self._is_started = True
         self._load.leave_queue(self)
         self._work_ns = 0
@@ -321,13 +323,13 @@ class ReplicaChooser:
         self._index.retain(self._loads)
         if self._policy is not None:
             self._numbers = {r: self._numbers.get(r) or next(self._new_number) for r in replica_ids}
-            self._policy.set_replicas(list(self._numbers.values()))
+            _guarded(self._policy.set_replicas, list(self._numbers.values()))
 
     def forget_prefixes(self, replica_id: str) -> None:
         """The replica restarted: it is a candidate, and holds nothing."""
         self._index.forget(replica_id)
         if self._policy is not None and replica_id in self._numbers:
-            self._policy.restarted(self._numbers[replica_id])
+            _guarded(self._policy.restarted, self._numbers[replica_id])
 
     def take_report(self, replica_id: str, report: ReplicaReport) -> bool:
         """Follow what a replica says; False: something is missing, and a snapshot is to be asked for."""
@@ -404,12 +406,15 @@ class ReplicaChooser:
             nothing = np.zeros(len(replica_ids))
             asked = Asked(len(token_ids), nothing, nothing, nothing, nothing, is_away)
         answering = self._answering(session)
-        by_policy = None
+        by_policy: _PolicyRequest | None = None
+        number: int | None = None
+        if self._policy is not None and answering not in replica_ids:
+            by_policy = _PolicyRequest(self._policy, chains[0], shared or next(self._unique), len(token_ids))
+            number = _guarded(self._policy.place, by_policy)
+            by_policy = None if number is None else by_policy
         if answering in replica_ids:
             reason, chosen = "session", replica_ids.index(answering)
-        elif self._policy is not None:
-            by_policy = _PolicyRequest(self._policy, chains[0], shared or next(self._unique), len(token_ids))
-            number = self._policy.place(by_policy)
+        elif number is not None:
             numbers = [self._numbers[r] for r in replica_ids]  # without those that are excluded
             reason, chosen = "policy", numbers.index(number) if number in numbers else int(running.argmin())
         elif priced is not None and not is_silent.all():
@@ -507,14 +512,14 @@ class ReplicaChooser:
             self._index.forget(replica_id)
         device, gone = unpack(report.device), unpack(report.gone)
         self._index.update(replica_id, device=device, host=unpack(report.host), gone=gone)
+        if report.node and device:  # what is computed is saved
+            self._in_tier.update(report.node, device=device)
         if self._policy is not None:
             number = self._numbers[replica_id]
             if report.is_snapshot:
                 self._policy.restarted(number)
             for block, is_there in (*((b, True) for b in device), *((b, False) for b in gone)):
                 self._policy.stored(number, block, is_there=is_there)
-        if report.node and device:  # what is computed is saved
-            self._in_tier.update(report.node, device=device)
 
     def _token_s(self) -> float:
         return float(token_s(alike(self._table[:, _FIGURES:])).mean())
@@ -591,6 +596,15 @@ class ReplicaChooser:
             return block_hashes(token_ids, salt=salt, block_tokens=self.config.block_tokens)
         except (OverflowError, TypeError):  # no ids of any vocabulary: the engine says so
             return []
+
+
+def _guarded(call: Callable[..., _T], *args: Any) -> _T | None:
+    """Call another's rule; whatever is wrong with it, requests are routed."""
+    try:
+        return call(*args)
+    except Exception:
+        logger.exception("router.policy: its rule raised, requests are routed all the same")
+        return None
 
 
 def _loads_of(table: F64, figures: F64, age_s: F64, is_silent: Flags, late_load_s: float) -> Loads:

@@ -61,6 +61,32 @@ def test_who_is_there_is_chosen_and_what_has_ended_is_not_counted(name: PolicyNa
     assert not policy_of(router).placed
 
 
+@pytest.mark.parametrize("fails", ["choose", "started", "ended", "set_replicas", "restarted", "stored"])
+def test_requests_are_routed_by_a_policy_that_raises(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_args: object, **_options: object) -> None:
+        raise RuntimeError(f"{fails} is broken")
+
+    router = chooser("power-of-two")
+    monkeypatch.setattr(POLICIES["power-of-two"], fails, broken)
+    router.set_replicas(REPLICAS[:3])
+    router.forget_prefixes("a")
+    report = ReplicaReport(
+        epoch="e", seq=0, queue_s=0.0, queued_tokens=0, running=0, waiting=0, context_tokens=0, free_page_share=1.0,
+        device=array("Q", [1, 2]).tobytes(), is_snapshot=True,
+    )  # fmt: skip
+    router.take_report("a", report)
+    for number in range(20):
+        held = choose(router, A_PROMPT, f"s{number}")
+        assert held.replica_id in REPLICAS[:3]
+        held.started(0)
+        held.release()
+    assert router.decisions == {"score" if fails == "choose" else "policy": 20}
+    assert all(router.running(replica_id) == 0 for replica_id in REPLICAS)
+    assert f"{fails} is broken" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["hash", "ring"])
 def test_sessions_stay_where_their_hash_says(name: PolicyName) -> None:
     router = chooser(name)
