@@ -188,7 +188,7 @@ class Route(NamedTuple):
     def found_tokens(self) -> int:
         """Return how much of the prompt the chosen one is thought to have, or to bring."""
         asked, chosen = self.asked, self.chosen
-        return int(asked.matched[chosen] + asked.in_host[chosen] + asked.at_peers[chosen] + asked.reused[chosen])
+        return int(asked.matched[chosen] + asked.brought[chosen] + asked.reused[chosen])
 
     def as_json(self) -> dict[str, Any]:
         """Show every candidate's terms in milliseconds, the cheapest first."""
@@ -209,7 +209,7 @@ class Route(NamedTuple):
         return {"reason": self.reason, "replica": self.replica_ids[self.chosen], "candidates": candidates}
 
 
-_FOUND = ("matched", "in_host", "at_peers", "reused")
+_FOUND = ("matched", "in_host", "in_node", "at_peers", "reused")
 
 
 @dataclass(slots=True, eq=False)
@@ -404,7 +404,7 @@ class ReplicaChooser:
         except Exception:
             logger.exception("requests are routed without prices")
             nothing = np.zeros(len(replica_ids))
-            asked = Asked(len(token_ids), nothing, nothing, nothing, nothing, is_away)
+            asked = Asked(len(token_ids), nothing, nothing, nothing, nothing, nothing, is_away)
         answering = self._answering(session)
         by_policy: _PolicyRequest | None = None
         number: int | None = None
@@ -477,7 +477,7 @@ class ReplicaChooser:
         size = self.config.block_tokens
         found = self._index.match(chains[0], now_s)
         matched = np.array([found.blocks.get(r, 0) for r in replica_ids]) * float(size)
-        in_host, at_peers, reused = np.zeros_like(matched), np.zeros_like(matched), np.zeros_like(matched)
+        in_host, in_node, at_peers, reused = (np.zeros_like(matched) for _ in range(4))
         if found.host_blocks:
             in_host = np.array([found.host_blocks.get(r, 0) for r in replica_ids]) * float(size)
             matched -= in_host
@@ -487,14 +487,14 @@ class ReplicaChooser:
                 own_nodes = [self._loads[r].node for r in replica_ids]
                 own = np.array([nodes.get(node, 0) for node in own_nodes]) * float(size)
                 best = np.array([max(nodes.values()) if node else 0 for node in own_nodes]) * float(size)
-                in_host = in_host + np.maximum(own - matched - in_host, 0)
-                at_peers = np.maximum(best - matched - in_host, 0)
+                in_node = np.maximum(own - matched - in_host, 0)
+                at_peers = np.maximum(best - matched - in_host - in_node, 0)
         for chain in chains[1:]:
             blocks = self._index.match(chain, now_s).blocks
             if blocks:
                 reused = reused + np.array([blocks.get(r, 0) for r in replica_ids]) * float(size)
-        left = np.maximum(num_tokens - matched - in_host - at_peers, 0)
-        return Asked(num_tokens, matched, in_host, at_peers, np.minimum(reused, left), is_away)
+        left = np.maximum(num_tokens - matched - in_host - in_node - at_peers, 0)
+        return Asked(num_tokens, matched, in_host, in_node, at_peers, np.minimum(reused, left), is_away)
 
     def _add_private(self, session: _Session | None, asked: Asked, replica_ids: Sequence[str]) -> None:
         """Count what a session has that was truncated, or has documents in it: only its own replica finds that."""
@@ -502,7 +502,7 @@ class ReplicaChooser:
         for index, replica_id in enumerate(replica_ids if load is not None else ()):
             if self._loads[replica_id] is load:
                 asked.matched[index] = max(asked.matched[index], min(num_tokens, asked.num_tokens))
-                asked.in_host[index] = asked.at_peers[index] = asked.reused[index] = 0
+                asked.in_host[index] = asked.in_node[index] = asked.at_peers[index] = asked.reused[index] = 0
 
     def _follow(self, replica_id: str, report: ReplicaReport) -> None:
         """Let the index have what a report says."""
@@ -547,7 +547,7 @@ class ReplicaChooser:
                 del self._private[session]
         route, actual_s = reservation.route, max(self.clock() - reservation._reserved_s, 1e-9)
         missing = route.found_tokens - cached_tokens
-        brought = route.asked.in_host[route.chosen] + route.asked.at_peers[route.chosen]
+        brought = route.asked.brought[route.chosen]
         if route.prices is not None and route.reason != "session":  # that waits for the turn before
             priced_s = route.ttft_s - float(route.prices.overhead[route.chosen])
             if brought:

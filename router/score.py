@@ -33,9 +33,9 @@ _CHUNK_TOKENS = 256  # that an edge brings at once
 _RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
 _MAX_S = 1e6  # of any term
 # Columns of a replica's figures.
-_PREFILL, _DECODE, _HOST, _PEER, _STEP_ROWS, _KV_BYTES, _SCALES = 0, 3, 6, 9, 12, 13, 14
+_PREFILL, _DECODE, _HOST, _NODE, _PEER, _STEP_ROWS, _KV_BYTES, _SCALES = 0, 3, 6, 9, 12, 15, 16, 17
 # Until a replica says what its work costs: proportional to tokens, nothing for what is loaded.
-UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 9, 2048, 1, math.nan, math.nan])
+UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 12, 2048, 1, math.nan, math.nan])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class RouterConfig:
 class Loads(NamedTuple):
     """Says what each candidate has to do already."""
 
-    figures: F64  # [candidates, 16], as `figures_of`, made `alike`
+    figures: F64  # [candidates, 19], as `figures_of`, made `alike`
     queue_s: F64
     running: F64  # requests
     context_tokens: F64  # that they see
@@ -79,10 +79,15 @@ class Asked(NamedTuple):
 
     num_tokens: int
     matched: F64  # of its beginning, on the device
-    in_host: F64  # in the engine's host tier, or the node's cache
-    at_peers: F64  # in other nodes' caches
+    in_host: F64  # in the engine's host tier
+    in_node: F64  # in the node's cache, memory or disk
+    at_peers: F64  # in other nodes' caches, likewise
     reused: F64  # of documents that stand further behind
     is_away: Flags  # its session or hint has its home elsewhere; a prefix has it where most of it is
+
+    @property
+    def brought(self) -> F64:
+        return self.in_host + self.in_node + self.at_peers
 
 
 class Prices(NamedTuple):
@@ -121,7 +126,8 @@ def figures_of(cost: Mapping[str, Any]) -> F64:
     """
     model = CostModel.from_mapping(cost)
     calibration = model.calibration
-    terms = [*calibration.prefill, *calibration.decode, *model.terms_of("host"), *model.terms_of("peer_host")]
+    edges = model.terms_of("host") + model.found_terms("host") + model.found_terms("peer_host")
+    terms = [*calibration.prefill, *calibration.decode, *edges]
     figures = np.array([*terms, model.step_rows, calibration.kv_bytes_per_token, *model.step_scales])
     if not (np.isfinite(figures).all() and (figures >= 0).all() and figures[_PREFILL : _PREFILL + 3].any()):
         raise ConfigError("cost model: must be finite, and a prefill must take time")
@@ -152,15 +158,14 @@ def alike(figures: F64) -> F64:
 
 def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     """Price all candidates."""
-    figures, kv_bytes = loads.figures, loads.figures[:, _KV_BYTES]
+    figures = loads.figures
     behind = asked.num_tokens - asked.matched
-    brought = asked.in_host + asked.at_peers
+    brought = asked.brought
     anew = np.maximum(behind - brought - (1 - _RECOMPUTED_SHARE) * asked.reused, 1)
     compute_s = _prefill_s(figures, anew, asked.num_tokens - anew)
     load_s = np.zeros_like(compute_s)
     if brought.any():
-        bringing_s = _edge_s(figures[:, _HOST:], asked.in_host, kv_bytes)
-        bringing_s = bringing_s + _edge_s(figures[:, _PEER:], asked.at_peers, kv_bytes)
+        bringing_s = _bringing_s(figures, asked)
         all_anew_s = _prefill_s(figures, anew + brought, asked.num_tokens - anew - brought)
         load_s = np.clip(bringing_s - compute_s, 0, np.maximum(all_anew_s - compute_s, 0))  # else it is computed
     num_steps = np.ceil(anew / figures[:, _STEP_ROWS])
@@ -171,8 +176,7 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     usual = figures.mean(axis=0, keepdims=True)
     work_s = _prefill_s(usual, anew, asked.num_tokens - anew)
     if brought.any():
-        work_s = work_s + _edge_s(usual[:, _HOST:], asked.in_host, usual[:, _KV_BYTES])
-        work_s = work_s + _edge_s(usual[:, _PEER:], asked.at_peers, usual[:, _KV_BYTES])
+        work_s = work_s + _bringing_s(usual, asked)
     # Two replicas predict the same work differently, by what they measured. A load that is hidden behind a millisecond
     # is no reason to leave the replica that has the KV already, and to hold it twice.
     best = asked.matched.max(initial=0)
@@ -216,6 +220,12 @@ def _prefill_s(figures: F64, num_new: F64, context: F64) -> F64:
     constant, row, pair = figures[:, _PREFILL], figures[:, _PREFILL + 1], figures[:, _PREFILL + 2]
     num_steps = np.ceil(num_new / figures[:, _STEP_ROWS])
     return constant * num_steps + row * num_new + pair * num_new * (context + num_new / 2)
+
+
+def _bringing_s(figures: F64, asked: Asked) -> F64:
+    kv_bytes = figures[:, _KV_BYTES]
+    own_s = _edge_s(figures[:, _HOST:], asked.in_host, kv_bytes) + _edge_s(figures[:, _NODE:], asked.in_node, kv_bytes)
+    return own_s + _edge_s(figures[:, _PEER:], asked.at_peers, kv_bytes)
 
 
 def _edge_s(terms: F64, num_tokens: F64, kv_bytes: F64) -> F64:

@@ -44,7 +44,9 @@ _DEFAULT_EDGES: dict[CostEdge, Terms] = {
     "save": (1e-4, 2e-4, 1 / 1e9),
     "lookup": (1e-3, 0.0, 0.0),
 }
+_DISKS: tuple[tuple[Edge, Edge], ...] = (("host", "disk"), ("peer_host", "peer_disk"))  # behind each memory
 _STEP_WEIGHT = 0.2  # steps are many
+_FOUND_WEIGHT = 0.1  # of one prompt's chunks, in the share of disks
 _EDGE_WEIGHT = 0.35  # loads are few
 _HALF_LIFE_S = 60.0
 _MAX_ERROR = 10.0  # that one measurement adds to a sum of relative errors
@@ -213,9 +215,11 @@ class CostModel:
         clock: Callable[[], float] = time.monotonic,
         *,
         scales: Mapping[str, float] | None = None,
+        disk_shares: Mapping[str, float] | None = None,
     ) -> None:
-        """`scales`: what another process has learned, by kind."""
+        """`scales`: what another process has learned, by kind; `disk_shares`, by the memory before each disk, too."""
         known = scales or {}
+        self._disk_shares = {memory: (disk_shares or {}).get(memory, 0.0) for memory, _ in _DISKS}
         self.calibration = calibration
         self._lock = threading.Lock()
         steps = {"prefill": calibration.prefill, "decode": calibration.decode}
@@ -251,6 +255,13 @@ class CostModel:
             scale = cost.scale
             constant, middle, last = cost.coefficients
             return constant * scale, middle * scale, last * scale
+
+    def found_terms(self, memory: Edge) -> Terms:
+        """Return them for "host" or "peer_host" and the disk behind it, in the mean of what was found lately."""
+        disk, share = dict(_DISKS)[memory], self._disk_shares[memory]
+        near, far = self.terms_of(memory), self.terms_of(disk)
+        constant, middle, last = (n + share * (f - n) for n, f in zip(near, far, strict=True))
+        return constant, middle, last
 
     def prefill_s(self, num_new: int, context: int) -> float:
         """Predict the seconds to compute `num_new` rows behind `context` tokens, in as many steps as they take."""
@@ -337,6 +348,14 @@ class CostModel:
             else:
                 cost.note_missed(seconds / predicted_s)
 
+    def note_found(self, edges: Sequence[Edge]) -> None:
+        """A tier had chunks of one prompt, each over one of these edges."""
+        with self._lock:
+            for memory, disk in _DISKS:
+                num_on_disk = edges.count(disk)
+                if num_found := edges.count(memory) + num_on_disk:
+                    self._disk_shares[memory] += _FOUND_WEIGHT * (num_on_disk / num_found - self._disk_shares[memory])
+
     def note_save(self, num_bytes: int, seconds: float) -> None:
         """A chunk was copied out of the pool and put into the tier."""
         self.note_edge("save", num_bytes, 1, seconds)
@@ -379,6 +398,7 @@ class CostModel:
                 "step_rows": calibration.step_rows,
                 "kv_bytes_per_token": calibration.kv_bytes_per_token,
                 "scales": {kind: cost.scale for kind, cost in self._costs.items() if cost.is_measured},
+                "disk_shares": dict(self._disk_shares),
             }
 
     @staticmethod
@@ -393,11 +413,14 @@ class CostModel:
                 kv_bytes_per_token=int(mapping["kv_bytes_per_token"]),
             )
             scales = {str(kind): float(scale) for kind, scale in mapping["scales"].items()}
+            disk_shares = {str(memory): float(share) for memory, share in mapping.get("disk_shares", {}).items()}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"cost model: {type(error).__name__}: {error}") from error
         if not all(0.9e-4 <= scale <= 1.1e4 for scale in scales.values()):
             raise ConfigError(f"cost model: scales must be from 0.0001 to 10000 (got {shown(scales)})")
-        return CostModel(calibration, clock, scales=scales)
+        if not all(0 <= share <= 1 for share in disk_shares.values()):
+            raise ConfigError(f"cost model: disk_shares must be from 0 to 1 (got {shown(disk_shares)})")
+        return CostModel(calibration, clock, scales=scales, disk_shares=disk_shares)
 
     def _seconds(self, kind: str, terms: Terms) -> float:
         with self._lock:

@@ -593,6 +593,7 @@ class RouteTokens(TypedDict):
 
     matched: int
     in_host: int
+    in_node: int
     at_peers: int
     reused: int
 

@@ -597,6 +597,7 @@ class Fetches:
         """Ask the store and plan the load; returns whether chunks are being brought."""
         sources = self._store.locate(fetch.query, timeout_s)
         self._costs.note_lookup(self._clock() - asked_s)
+        self._costs.note_found([source.edge for source in sources])
         try:
             sources = fetch.skip_computed(sources)
             chunks, num_tokens = _loadable(fetch, sources), len(fetch.query.token_ids)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 REPORT_S = 0.05  # reports are at least so far apart
 _ALIVE_S = 1.0  # and at most, while there is work
 _NEW_COST = 1.05  # costs are told again when one of them has changed by this factor
+_NEW_SHARE = 0.1  # or the share of what disks have of what the tier finds, by so much
 
 
 class Reporter:
@@ -35,6 +36,7 @@ class Reporter:
         self._told: dict[Page, tuple[bytes, int]] = {}  # each block's name, and its tier
         self._last: tuple[Any, ...] = ()
         self._scales: dict[str, float] = {}
+        self._disk_shares: dict[str, float] = {}
         self._due_s = self._sent_s = -math.inf
         self._changed = engine.forest.report_changes()
         self._sink_ids = engine.sink_ids
@@ -123,13 +125,15 @@ class Reporter:
             return None
         mapping = costs.as_mapping()
         scales: dict[str, float] = mapping["scales"]
+        shares: dict[str, float] = mapping["disk_shares"]
         if is_all:
             return mapping
         known = self._scales
         is_known = scales.keys() == known.keys()
+        is_known &= all(abs(share - self._disk_shares.get(kind, 0.0)) < _NEW_SHARE for kind, share in shares.items())
         if is_known and all(1 / _NEW_COST < scale / known[kind] < _NEW_COST for kind, scale in scales.items()):
             return None
-        self._scales = dict(scales)
+        self._scales, self._disk_shares = scales, shares
         return mapping
 
     def _place(self, page: Page) -> tuple[bytes, int | None]:

@@ -218,7 +218,7 @@ def test_the_price_grows_with_work_and_away_from_home(uncached: int, queued: int
             np.zeros(1),
         )
         matched = np.array([5001.0 - uncached - (more == "uncached")])
-        asked = Asked(5002, matched, np.zeros(1), np.zeros(1), np.zeros(1), np.array([is_away]))
+        asked = Asked(5002, matched, *np.zeros((4, 1)), np.array([is_away]))
         return float(prices(loads, asked, CONFIG).total[0])
 
     assert total() >= 0

@@ -118,7 +118,7 @@ def test_host_tiers_and_nodes_caches_count_as_loads_where_that_is_sooner() -> No
     chosen = played.choose()
     assert chosen.replica_id == "b"  # its node has what `a` computed
     tokens = {each["replica"]: each["tokens"] for each in chosen.route.as_json()["candidates"]}
-    assert [tokens[r]["in_host"] for r in "abc"] == [0, 1024, 0]
+    assert [tokens[r]["in_node"] for r in "abc"] == [0, 1024, 0]
     assert tokens["c"]["at_peers"] == 1024
     terms = {each["replica"]: each["ms"] for each in chosen.route.as_json()["candidates"]}
     assert terms["b"]["load"] < terms["c"]["load"] < 102.4
@@ -127,6 +127,20 @@ def test_host_tiers_and_nodes_caches_count_as_loads_where_that_is_sooner() -> No
     chosen.release()
     played.now_s += 3 * SENT_S
     assert played.held("c") == 0
+
+
+def test_what_nodes_have_on_disk_is_priced_as_that() -> None:
+    taking_s = {"host": 0.0, "disk": 0.04, "peer_host": 0.01, "peer_disk": 0.09}
+    edges = {edge: [seconds, 0.0, 0.0] for edge, seconds in taking_s.items()}
+    played = Played("a", "b", "c")
+    shares = {"host": 0.5, "peer_host": 0.25}
+    for name, node in (("a", "x"), ("b", "x"), ("c", "y")):
+        device = BLOCKS if name == "a" else ()
+        played.take(name, report(1, node=node, device=device, cost={**COST, "edges": edges, "disk_shares": shares}))
+    terms = {each["replica"]: each["ms"] for each in played.choose().route.as_json()["candidates"]}
+    computed_ms = 0.1  # of the last token, beside which it is brought
+    assert terms["b"]["load"] == pytest.approx(20 - computed_ms)
+    assert terms["c"]["load"] == pytest.approx(30 - computed_ms)
 
 
 def test_documents_are_scored() -> None:

@@ -106,6 +106,16 @@ def test_an_edge_follows_and_drifts_back_alone() -> None:
     assert costs.edge_s("disk", 1 << 24, 4) == pytest.approx(before_s, rel=0.01)
 
 
+def test_what_is_found_costs_the_mean_of_memory_and_disk() -> None:
+    costs = make_costs()
+    assert costs.found_terms("host") == costs.terms_of("host")
+    for _ in range(100):
+        costs.note_found(["disk", "disk", "disk", "host", "peer_host"])
+    mean = [0.25 * near + 0.75 * far for near, far in zip(costs.terms_of("host"), costs.terms_of("disk"), strict=True)]
+    assert costs.found_terms("host") == pytest.approx(mean, rel=1e-3)
+    assert costs.found_terms("peer_host") == costs.terms_of("peer_host")
+
+
 def test_a_miss_is_at_least_as_slow_as_it_was_waited_for() -> None:
     costs = make_costs()
     predicted_s = costs.edge_s("peer_host", 1 << 24, 4)
@@ -129,9 +139,12 @@ def test_what_was_learned_survives_json() -> None:
     costs = make_costs(clock, disk=(1e-3, 2e-3, 1e-9))
     costs.note_step([(100, 0)], 1.0)
     costs.note_edge("host", 1 << 24, 4, 1.0)
+    costs.note_found(["host", "disk", "peer_disk"])
     again = CostModel.from_mapping(json.loads(json.dumps(costs.as_mapping())), clock)
     assert again.calibration == costs.calibration
     assert again.as_mapping()["scales"] == pytest.approx(costs.as_mapping()["scales"])
+    for memory in ("host", "peer_host"):
+        assert again.found_terms(memory) == pytest.approx(costs.found_terms(memory))
     assert again.prefill_s(3000, 10) == pytest.approx(costs.prefill_s(3000, 10))
     for edge in COST_EDGES:
         assert again.edge_s(edge, 1 << 22, 3) == pytest.approx(costs.edge_s(edge, 1 << 22, 3))
@@ -154,6 +167,9 @@ def test_what_was_learned_survives_json() -> None:
         {"scales": {"disk": math.nan}},
         {"scales": []},
         {"scales": {"disk": 10**400}},
+        {"disk_shares": {"host": 1.5}},
+        {"disk_shares": {"host": math.nan}},
+        {"disk_shares": 3},
     ],
 )
 def test_broken_mappings_are_refused(change: dict[str, Any]) -> None:
