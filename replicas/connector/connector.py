@@ -1,4 +1,4 @@
-"""Connects one engine to its cache tier: looks up, loads and saves chunks, and learns what that costs.
+"""Connects one engine to its cache tier: looks up, loads and saves chunks.
 
 Engine._start     look_up     a sequence that begins is looked for; the scheduler waits for the answer, not for long:
                               then it computes the first rows, and what comes before the last of them is still used
@@ -48,7 +48,6 @@ class KvConnector:
         loader: ChunkLoader,
         saver: ChunkSaver,
         page_size: int,
-        on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         make_workers: MakeWorkers | None = None,
     ) -> None:
@@ -56,8 +55,6 @@ class KvConnector:
         self.loader, self.saver = loader, saver  # the runner begins what they do, and calls them layer by layer
         self._saves = SavePolicy(store, fingerprint, page_size)
         self.costs, self._clock = costs, clock
-        self._step_began_s = 0.0
-        self._on_close = on_close
         self._controller = LoadController(
             costs, clock, num_layers=fingerprint.layout.num_layers, loads_all=config.load == "always"
         )
@@ -120,34 +117,26 @@ class KvConnector:
                 found.close()
 
     def begin_step(self, batch: Sequence[StepRows]) -> list[SaveJob]:
-        """Begin a step; return the chunks that it completes for the store."""
-        self._step_began_s = self._clock()
+        """Return the chunks that a step completes for the store."""
         return self._saves.of_step(batch)
 
     def end_step(
         self,
-        batch: Sequence[StepRows],
         unsound: Collection[RunningSequence],
         retract: Callable[[Collection[Page]], None],
-    ) -> None:
+    ) -> bool:
         """Take back what a step that was computed should have loaded and did not, and save what is sound.
+
+        Returns whether it loaded, and so may have waited.
 
         unsound  sequences whose logits are not finite
         retract  `Scheduler.retract`
         """
         lost = self.loader.end()
-        if lost is None and batch:  # else it may have waited
-            # Some rows of a blend see less than those of a prompt, or leave early.
-            rows = [
-                (part.num_rows, part.end - part.num_rows)
-                for part in batch
-                if not (part.is_shifted or part.num_compared or part.sequence.request.leaves_nothing)
-            ]
-            if len(rows) == len(batch):
-                self.costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:
             retract(lost)
         self.saver.end(unsound)
+        return lost is not None
 
     def end(self, sequence: RunningSequence, *, is_sound: bool) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""
@@ -178,7 +167,6 @@ class KvConnector:
         self.saver.close()
         self.fetches.close()
         self.store.close()
-        self._on_close()
 
     def _query(self, sequence: RunningSequence, num_resident: int) -> ChainQuery:
         assert sequence.chain is not None

@@ -72,17 +72,23 @@ class Engine:
         *,
         eos_token_ids: tuple[int, ...] = (),
         connector: KvConnector | None = None,
+        costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         durable: DurableSessions | None = None,
         gate: Gate = NO_REPORT,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         """Make an engine.
 
         connector  the cache tier, which the runner uses too
+        costs      what its work costs, which learns from its steps; None: the connector's, and without one nothing is
+                   predicted
         durable    the logs of sessions
         gate       says what of documents may be reused in place where a request leaves that to the engine
         """
         self.runner, self.connector, self.durable = runner, connector, durable
+        self.costs = costs if costs is not None or connector is None else connector.costs
+        self._on_close = on_close
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self.grammars = Grammars(tokenizer, runner.vocab_size)
@@ -125,6 +131,7 @@ class Engine:
         self.blends = self._outbox.blends
         self.explanations = self._outbox.explanations
         self.num_steps = 0
+        self._step_began_s = 0.0
         self.num_missed_deadlines = 0
         # Called with the sequences of a step that sample and logits [S, vocab]; returns what is sampled from.
         self.on_logits: Callable[[list[Sequence], Tensor], Tensor] | None = None
@@ -133,11 +140,6 @@ class Engine:
     def sink_ids(self) -> tuple[int, ...]:
         """Return the tokens behind which documents are computed apart."""
         return () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)
-
-    @property
-    def costs(self) -> CostModel | None:
-        """What its work costs, as it has learned; None: without a cache tier nobody asks."""
-        return None if self.connector is None else self.connector.costs
 
     @property
     def capacity(self) -> int:
@@ -201,6 +203,7 @@ class Engine:
     def _step(self) -> list[TokenEvent]:
         batch = self._schedule()
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
+        self._step_began_s = self.clock()
         saves = [] if self.connector is None else self.connector.begin_step(batch)
         inputs = self.runner.prepare(batch, moves, saves)
         logits = self.runner.forward(inputs)
@@ -324,10 +327,13 @@ class Engine:
     def _commit(self, batch: list[StepRows], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += not any(part.sequence.request.is_warm_up for part in batch)
         sampling = [part.sequence for part in batch if part.samples]
+        took_s, has_loaded = self.clock() - self._step_began_s, False
         if self.connector is not None:
             outcomes = zip(sampling, sampled, strict=True)
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
-            self.connector.end_step(batch, unsound, self.scheduler.retract)
+            has_loaded = self.connector.end_step(unsound, self.scheduler.retract)
+        if not has_loaded:  # else it may have waited
+            self._learn(batch, took_s)
         for part, scores in self.runner.take_scores():
             sequence = part.sequence
             if sequence.path is None or sequence.blend is None:  # it begins anew
@@ -343,6 +349,16 @@ class Engine:
                 logger.exception("commit failed request_id=%s", sequence.request.request_id)
                 self._finish(sequence, "error", _FAILED)
         return self.take_events()
+
+    def _learn(self, batch: list[StepRows], took_s: float) -> None:
+        """Let the costs know what a step took. Some rows of a blend see less than a prompt's, or leave early."""
+        rows = [
+            (part.num_rows, part.end - part.num_rows)
+            for part in batch
+            if not (part.is_shifted or part.num_compared or part.sequence.request.leaves_nothing)
+        ]
+        if self.costs is not None and rows and len(rows) == len(batch):
+            self.costs.note_step(rows, took_s)
 
     def _compute_again(self) -> list[TokenEvent]:
         """Queue what ran to be computed again: the host tier failed and the step with it, so no page is trusted."""
@@ -437,6 +453,8 @@ class Engine:
         for part in (self.runner, self.connector, self.durable):
             if part is not None:
                 part.close()
+        if self._on_close is not None:
+            self._on_close()
 
     def take_events(self) -> list[TokenEvent]:
         """Take the events since the last call; `step` returns them too."""

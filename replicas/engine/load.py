@@ -1,14 +1,16 @@
-"""Makes a running engine from a model name: files, device, dtype, pool size, cache tier."""
+"""Makes a running engine from a model name: files, device, dtype, pool size, costs, cache tier."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,7 @@ def load_engine(
     machine_share  likewise of the machine's memory
 
     `cache`: of the tier under the engine, which `open_store` opens (None: one of this process alone), with logs of
-    sessions; None: there is none.
+    sessions; None: there is none, and steps are not bounded by time, as for batches, which nobody waits beside.
     Raises `CheckpointError` or `ConfigError`.
     """
     report = on_progress or _silent
@@ -115,12 +117,16 @@ def load_engine(
         )
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
-    connector, durable = None, None
-    if cache is not None and cache.enabled and config.prefix_sharing:
-        connector = open_cache_tier(runner, config, cache, model_dir, model_config, dtype, open_store)
-        weights_name = connector.fingerprint.weights
-        durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
-        report("cache tier", 1.0)
+    connector, durable, costs, keep_costs = None, None, None, None
+    if cache is not None:
+        file = _costs_file(runner, config, cache, model_config, dtype)
+        if cache.enabled and config.prefix_sharing:
+            connector = open_cache_tier(runner, config, cache, file, model_dir, model_config, dtype, open_store)
+            weights_name = connector.fingerprint.weights
+            durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
+            report("cache tier", 1.0)
+        costs = _costs(runner, config, cache, file) if connector is None else connector.costs
+        keep_costs = partial(file.write, costs)
     with _fitting("engine.max_batch_tokens: a step of so many does not", device):
         warm_up(runner, tokenizer, config, report)
     report("warm-up", 1.0)
@@ -134,8 +140,10 @@ def load_engine(
         ),
     )
     engine = Engine(
-        runner, tokenizer, config, eos_token_ids=eos_token_ids, connector=connector, durable=durable, gate=gate
-    )
+        runner, tokenizer, config,
+        eos_token_ids=eos_token_ids, connector=connector, costs=costs, durable=durable, gate=gate,
+        on_close=keep_costs,
+    )  # fmt: skip
     check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
@@ -334,6 +342,7 @@ def open_cache_tier(
     runner: Runner,
     engine: EngineConfig,
     cache: CacheConfig,
+    file: CostFile,
     model_dir: Path,
     model: DecoderConfig,
     dtype: torch.dtype,
@@ -343,18 +352,16 @@ def open_cache_tier(
 
     Called before there is traffic. Raises `ConfigError` or `CheckpointError`.
     """
-    folder = _kept_folder()
     fingerprint = model_fingerprint(
-        model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=folder / "weights.json"
+        model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=_kept_folder() / "weights.json"
     )
-    file = CostFile(folder, fingerprint.digest, machine_of(runner, engine))
     store = ProcessChunkStore(cache) if open_store is None else open_store(cache, fingerprint)
-    try:
-        costs = _costs(runner, engine, cache, file)
+    try:  # the store has made the folder
+        costs = _costs(runner, engine, cache, file, None if cache.disk is None else Path(cache.disk.folder))
     except BaseException:
         store.close()
         raise
-    return connect(runner, store, fingerprint, costs, cache, on_close=lambda: file.write(costs))
+    return connect(runner, store, fingerprint, costs, cache)
 
 
 def connect(
@@ -363,8 +370,6 @@ def connect(
     fingerprint: ModelFingerprint,
     costs: CostModel,
     config: CacheConfig,
-    *,
-    on_close: Callable[[], None] = lambda: None,
 ) -> KvConnector:
     """Let an engine load chunks of a store into its runner's pool, and save them from there."""
     layout = fingerprint.layout
@@ -382,13 +387,21 @@ def connect(
         loader=loader,
         saver=saver,
         page_size=runner.page_size,
-        on_close=on_close,
     )
 
 
-def _costs(runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostFile) -> CostModel:
+def _costs_file(
+    runner: Runner, engine: EngineConfig, cache: CacheConfig, model: DecoderConfig, dtype: torch.dtype
+) -> CostFile:
+    """Name where costs are kept: of all models of one shape, as their weights change nothing of a step's time."""
+    shape = json.dumps([asdict(model), str(dtype), cache.chunk_tokens], sort_keys=True, default=repr)
+    return CostFile(_kept_folder(), hashlib.blake2b(shape.encode()).digest()[:32], machine_of(runner, engine))
+
+
+def _costs(
+    runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostFile, disk_folder: Path | None = None
+) -> CostModel:
     """Measure or read costs; processes that start at once do so one after the other, and the later ones read."""
-    disk_folder = None if cache.disk is None else Path(cache.disk.folder)
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, BuildError):  # then they measure beside each other
             held.enter_context(locked(file.path.with_name("costs.lock")))

@@ -61,7 +61,7 @@ def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
 def _load(engine: Engine) -> dict[str, float]:
     """Predict seconds: until all that was taken has its first token, of a decode step, and of a token's prefill.
 
-    NaN where there is no cost model, as there is no cache tier; the backlog is then what the queue took until now.
+    NaN where there is no cost model, as in `LLM` without a cache; the backlog is then what the queue took until now.
     """
     running, costs, num_left = engine.scheduler.running, engine.costs, num_queued_tokens(engine)
     if costs is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.calibration import CostFile
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.kernels.page_table import FREE_SLOT_POSITION
@@ -18,6 +20,7 @@ from mneme.replicas.engine import calibration as module
 from mneme.replicas.engine.calibration import Step, calibrate, machine_of, measured_steps, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
+from mneme.replicas.engine.reporter import Reporter
 from tests.kernels.cases import needs_native
 from tests.replicas.tiered_engine import answers, draw, run, submit
 
@@ -44,6 +47,21 @@ def engine() -> Engine:
 def settled(engine: Engine) -> dict[str, Any]:
     engine.forest.check()
     return engine.stats()
+
+
+def test_an_engine_that_serves_learns_costs_without_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
+    assert load_engine("mneme-tiny", SMALL).costs is None  # answers batches
+    engine = load_engine("mneme-tiny", SMALL, cache=CacheConfig(enabled=False))
+    assert engine.costs is not None
+    submit(engine, "a", [5] * 40, 3)
+    run(engine)
+    counts = {kind: each["count"] for kind, each in engine.costs.accuracy().items()}
+    assert counts == {"prefill": 1, "decode": 2}
+    assert Reporter(engine, "epoch").snapshot().cost is not None
+    engine.close()
+    (file,) = tmp_path.glob("costs-*.json")
+    assert CostModel.from_mapping(json.loads(file.read_text())["costs"]).calibration == engine.costs.calibration
 
 
 def test_the_engine_is_as_it_was(engine: Engine) -> None:
