@@ -1,10 +1,11 @@
 """Load tools of others, unmodified, against a server of ours: no request may fail, no field may be missing.
 
     python benchmarks/clients/run.py NAME [--url http://127.0.0.1:8000] [--out FOLDER] [--only RUN...]
+        [--environments FOLDER]
 
 NAME is `vllm` (`vllm bench serve` of the CPU build), `guidellm`, `aiperf` or `inference-perf`. Each has an environment
-of its own, made once under .peers/clients; inference-perf wants Python 3.12 or newer. `--url` is a running server, such
-as `make serve`'s; the tools find its tokenizer where /v1/models says `root`, so on this machine. Without it a server is
+of its own, made once under `--environments` (.peers/clients); inference-perf wants Python 3.12 or newer. `--url` is a
+running server, such as `make serve`'s; the tools find its tokenizer where /v1/models says `root`, so on this machine. Without it a server is
 started with a random 31M Llama of 8,192 tokens of context that has mneme-tiny's tokenizer: many of its tokens are parts
 of characters. Bound: the tool and the server share the cores, so the figures are no measurement of the server.
 
@@ -235,13 +236,12 @@ def interpreter(min_python: tuple[int, int]) -> str:
     sys.exit(f"no Python {min_python[0]}.{min_python[1]} or newer was found; put one on the path")
 
 
-def environment(name: str, tool: Tool) -> Path:
+def environment(directory: Path, tool: Tool) -> Path:
     """The tool's environment, made where it is not there yet."""
-    directory = ENVIRONMENTS / name
     is_made = directory / "requirements.txt"
     if is_made.exists() and is_made.read_text().split() == list(tool.requirements):
         return directory
-    print(f"making {directory.relative_to(ROOT)}: minutes", flush=True)
+    print(f"making {directory}: minutes", flush=True)
     subprocess.run([interpreter(tool.min_python), "-m", "venv", "--clear", str(directory)], check=True)
     pip = [str(directory / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", *tool.requirements], check=True)
@@ -322,9 +322,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--url", help="of a running server on this machine (default: start one)")
     parser.add_argument("--out", type=Path, default=RESULTS / "clients", help="folder of the results")
     parser.add_argument("--only", nargs="+", help="these of the tool's runs, by name")
+    parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help="folder of the tools' environments")
     given = parser.parse_args(arguments)
     tool = TOOLS[given.name]
-    directory = environment(given.name, tool)
+    directory = environment(given.environments.resolve() / given.name, tool)
     given.out.mkdir(parents=True, exist_ok=True)
     checks = []
     with serving(given.url) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+import mneme.cluster.run
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.serve.gpus import place_engines
 from mneme.config import parse
@@ -117,6 +119,20 @@ def test_every_pod_is_confined_and_has_haproxy(manifest: dict[str, Any]) -> None
             assert {"name": "serve", "containerPort": 8000} in container["ports"]
             assert container["readinessProbe"]
             assert container["livenessProbe"]
+
+
+def test_haproxy_is_started_without_its_unguarded_ports(
+    manifest: dict[str, Any], serve_config: dict[str, Any]
+) -> None:
+    """By the script that does it for `mneme serve`; the image has it, and what it starts, where the pods look."""
+    http = parse(ClusterConfig, serve_config["applications"][0]["args"]).http
+    for _, pod in containers(manifest):
+        environment = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+        assert environment["MNEME_CONNECTIONS_PER_ADDRESS"] == str(http.max_connections_per_address)
+        dockerfile = (FOLDER / "Dockerfile").read_text()
+        assert f"ln -s {{}}/haproxy.sh {environment['RAY_SERVE_HAPROXY_BINARY_PATH']}" in dockerfile
+        assert f"ln -s {{}} {environment['MNEME_HAPROXY']}" in dockerfile
+    assert os.access(Path(mneme.cluster.run.__path__[0]) / "haproxy.sh", os.X_OK)
 
 
 def test_the_head_and_the_workers_differ_in_nothing_that_replicas_see(manifest: dict[str, Any]) -> None:
