@@ -5,9 +5,10 @@
 
 NAME is `vllm` (`vllm bench serve` of the CPU build), `guidellm`, `aiperf` or `inference-perf`. Each has an environment
 of its own, made once under `--environments` (.peers/clients); inference-perf wants Python 3.12 or newer. `--url` is a
-running server, such as `make serve`'s; the tools find its tokenizer where /v1/models says `root`, so on this machine. Without it a server is
-started with a random 31M Llama of 8,192 tokens of context that has mneme-tiny's tokenizer: many of its tokens are parts
-of characters. Bound: the tool and the server share the cores, so the figures are no measurement of the server.
+running server, such as `make serve`'s; the tools find its tokenizer where /v1/models says `root`, so on this machine.
+Without it a server is started with a random 31M Llama of 8,192 tokens of context that has mneme-tiny's tokenizer: many
+of its tokens are parts of characters. Bound: the tool and the server share the cores, so the figures are no
+measurement of the server.
 
 Writes one JSON file for each run of the tool, with its command, versions, machine and load average; ends in one line.
 """

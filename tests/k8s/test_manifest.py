@@ -121,9 +121,7 @@ def test_every_pod_is_confined_and_has_haproxy(manifest: dict[str, Any]) -> None
             assert container["livenessProbe"]
 
 
-def test_haproxy_is_started_without_its_unguarded_ports(
-    manifest: dict[str, Any], serve_config: dict[str, Any]
-) -> None:
+def test_haproxy_is_started_without_its_unguarded_ports(manifest: dict[str, Any], serve_config: dict[str, Any]) -> None:
     """By the script that does it for `mneme serve`; the image has it, and what it starts, where the pods look."""
     http = parse(ClusterConfig, serve_config["applications"][0]["args"]).http
     for _, pod in containers(manifest):
