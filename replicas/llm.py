@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
 
@@ -18,7 +18,7 @@ from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.pins import PinName
 from mneme.config import parse
-from mneme.errors import InvalidRequest, MnemeError
+from mneme.errors import ConfigError, InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import BLOCKED_S
@@ -108,6 +108,35 @@ class RequestOutput:
         raise TypeError(_NOT_A_LIST)
 
 
+# What vLLM's `LLM` takes and this does not, and what is there instead.
+_OF_VLLM = {
+    "seed": "SamplingParams(seed=...)",
+    "tokenizer": "nothing: it is the model's own",
+    "trust_remote_code": "nothing: no code of a model is run",
+    "quantization": "dtype: quantized weights are not supported",
+    "tensor_parallel_size": "device: an engine has one, and `mneme serve --replicas N` runs several",
+    "pipeline_parallel_size": "device: an engine has one, and `mneme serve --replicas N` runs several",
+    "gpu_memory_utilization": 'config={"kv_cache_bytes": ...}',
+    "kv_cache_memory_bytes": 'config={"kv_cache_bytes": ...}',
+    "max_model_len": 'config={"max_context": ...}',
+    "max_num_seqs": 'config={"max_running": ...}',
+    "max_num_batched_tokens": 'config={"max_batch_tokens": ...}',
+    "block_size": 'config={"page_size": ...}',
+    "enable_prefix_caching": 'config={"prefix_sharing": ...}',
+    "swap_space": 'config={"host_cache_bytes": ...}',
+    "enforce_eager": 'config={"cuda_graphs": False}',
+}
+
+
+def _refuse(others: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for the first argument that `LLM` does not know, with what takes its place."""
+    for name in others:
+        if name in {known.name for known in fields(EngineConfig)}:
+            raise ConfigError(f'LLM: {name} is a field of config: config={{"{name}": ...}}')
+        instead = f"; in its place: {_OF_VLLM[name]}" if name in _OF_VLLM else ""
+        raise ConfigError(f"LLM: there is no argument {name}{instead}")
+
+
 class LLM:
     """Answer in batches: `LLM("mneme-tiny").chat([{"role": "user", "content": "Hello"}]).outputs[0].text`.
 
@@ -127,7 +156,9 @@ class LLM:
         dtype: str | None = None,
         config: EngineConfig | Mapping[str, Any] | None = None,
         cache: CacheConfig | Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
+        _refuse(others)
         base = config if isinstance(config, EngineConfig) else parse(EngineConfig, config or {}, "config")
         if cache is not None and not isinstance(cache, CacheConfig):
             cache = parse(CacheConfig, cache, "cache")

@@ -33,6 +33,9 @@ MAX_STOPS = 16  # more than OpenAI's 4: clients of vLLM send such
 MAX_STOP_BYTES = 256
 MAX_ALL_STOP_BYTES = 1024  # of all together: each token of the text is compared with all of them
 MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
+MAX_ALLOWED_TOKEN_IDS = 2**18  # a vocabulary
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS_LIMIT = 2**31 - 1
@@ -110,6 +113,8 @@ class SamplingParams:
     frequency_penalty   subtracted from them, for each time
     seed                None: one is drawn for each request
     logit_bias          added to the logits, by token id
+    allowed_token_ids   all that may be drawn, end tokens too; None: all; not with a grammar
+    bad_words           the output has none of these words, nor with a blank before; kept as a tuple
     stop                a string, or several: the text ends before the first that occurs; kept as a tuple
     stop_token_ids      end the answer, as the model's own end tokens do; kept as a tuple
     include_stop_str_in_output  the text ends behind the stop string
@@ -135,6 +140,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
@@ -165,7 +172,14 @@ class SamplingParams:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest("grammar", type(self.grammar).__name__, "must be a Grammar")
         object.__setattr__(self, "stop", _checked_stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
+        stop_token_ids = _checked_ids("stop_token_ids", self.stop_token_ids, 0, MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        object.__setattr__(self, "bad_words", _checked_bad_words(self.bad_words))
+        if self.allowed_token_ids is not None:
+            allowed = _checked_ids("allowed_token_ids", self.allowed_token_ids, 1, MAX_ALLOWED_TOKEN_IDS)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if self.grammar is not None:
+                raise InvalidRequest("allowed_token_ids", None, "cannot be combined with a grammar")
         _check_logit_bias(self.logit_bias)
 
 
@@ -398,13 +412,26 @@ def _checked_stops(stop: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _checked_stop_token_ids(ids: object) -> tuple[int, ...]:
+def _checked_bad_words(words: object) -> tuple[str, ...]:
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise InvalidRequest("bad_words", words, "must be a list of strings")
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest("bad_words", len(words), f"at most {MAX_BAD_WORDS} words")
+    for word in words:
+        if not word.strip() or len(word.encode("utf-8", "surrogatepass")) > MAX_BAD_WORD_BYTES:
+            raise InvalidRequest(
+                "bad_words", word, f"each word has from 1 to {MAX_BAD_WORD_BYTES} bytes, not all blank"
+            )
+    return tuple(words)
+
+
+def _checked_ids(field: str, ids: object, low: int, high: int) -> tuple[int, ...]:
     if not isinstance(ids, list | tuple):
-        raise InvalidRequest("stop_token_ids", ids, "must be a list of token ids")
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest("stop_token_ids", len(ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
+        raise InvalidRequest(field, ids, "must be a list of token ids")
+    if not low <= len(ids) <= high:
+        raise InvalidRequest(field, len(ids), f"has from {low} to {high} ids")
     for token_id in ids:
-        _check_int("stop_token_ids", token_id, 0, MAX_TOKENS_LIMIT)
+        _check_int(field, token_id, 0, MAX_TOKENS_LIMIT)
     return tuple(ids)
 
 

@@ -21,7 +21,7 @@ from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, Source
 from mneme.replicas.text.detokenizer import TextStream
-from mneme.replicas.text.grammar import Matcher
+from mneme.replicas.text.grammar import Mask, Matcher
 
 GivenUp = Literal["lookup", "waiting", "loading"]  # what of a load took too long; the last: within a step
 
@@ -218,6 +218,8 @@ class Sequence:
     seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
     drawn: TokenCounts | None = None  # of the output, where there is a presence or frequency penalty
     matcher: Matcher | None = None  # follows the output where there is a grammar
+    allowed: Mask | None = None  # what may be drawn, where `allowed_token_ids` says so
+    bad_words: tuple[tuple[int, ...], ...] = ()  # must not be in the output
     pooled: FloatArray | None = None  # the sum of the first `num_pooled` hidden states of its prompt, or the last one
     num_pooled: int = 0
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of its prompt's tokens behind the first
@@ -311,6 +313,17 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """All output of the request, also what another engine had emitted before it was moved here."""
         return self.ids[self.num_prompt - self.request.output_offset :]
+
+    @property
+    def barred_ids(self) -> tuple[int, ...]:
+        """Return what may not be drawn now: ends before `min_tokens`, and what would complete a bad word."""
+        ends = self.end_token_ids if self.num_output < self.request.sampling.min_tokens else ()
+        if not self.bad_words:
+            return ends
+        first = self.num_prompt - self.request.output_offset  # of the output
+        begins = [(len(self.ids) - len(word) + 1, word) for word in self.bad_words]
+        found = [word for begin, word in begins if begin >= first and tuple(self.ids[begin:]) == word[:-1]]
+        return (*ends, *(word[-1] for word in found))
 
     def append(self, token_id: int) -> None:
         """Add an output token."""

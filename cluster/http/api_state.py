@@ -28,7 +28,13 @@ from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.request import Grammar, History
 from mneme.replicas.text.grammar import Grammars
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
-from mneme.replicas.text.prompts import Appended, conversation_prefix, num_system_tokens, render_appended
+from mneme.replicas.text.prompts import (
+    Appended,
+    conversation_prefix,
+    num_system_tokens,
+    render_appended,
+    render_unfinished,
+)
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import Dialect, message_digest
 from mneme.replicas.truncation import MAX_WINDOWS, Truncation
@@ -121,11 +127,13 @@ class ApiState:
         truncation: Truncation | None = None,
         documents: Sequence[object] = (),
         is_cut: bool = False,
+        continues: bool = False,
     ) -> Prompt:
         """The prompt of a conversation, or what it grows by; the template runs off the event loop.
 
         documents  those that are in no message
         is_cut     as `encode` has it
+        continues  the answer goes on with the last message
         """
 
         def work() -> Prompt:
@@ -136,7 +144,8 @@ class ApiState:
                 template_variables={**(template_variables or {}), **stand_ins.variables},
             )
             said = conversation(messages, stand_ins)
-            how = partial(render_appended, render) if appends else lambda some: Appended(render(some), 0)
+            whole = partial(render_unfinished, render) if continues else render
+            how = partial(render_appended, render) if appends else lambda some: Appended(whole(some), 0)
             text, num_closing_chars = stand_ins.placed(how, said)
             parts = stand_ins.cut(text)
             fits_any = is_cut or truncation is not None

@@ -65,6 +65,7 @@ async def run_chat(
     kept_of       what stays resident of the prompt
     """
     use = body.tool_use()
+    body.check_continuation()
     params = await _sampling(api, body)
     if use is not None:
         params = await _with_tools(api, params, use)
@@ -78,12 +79,13 @@ async def run_chat(
         truncation=turn.truncation,
         documents=body.documents_beside,
         is_cut=last is not None,
+        continues=body.continue_final_message,
     )
     names, is_forced = (use.schema_by_name, use.is_forced) if use is not None else ({}, False)
     is_thinking = api.dialect.is_thinking(prompt.text or "")
     if is_thinking and params.grammar is not None and params.grammar.after is None:
         params = replace(params, grammar=replace(params.grammar, after=api.dialect.end_think_id))
-    if turn.session is not None and not prompt.documents and not body.appends:
+    if turn.session is not None and not prompt.documents and not body.appends and not body.continue_final_message:
         drops_reasoning = body.session is not None and body.session.history == "log"
         if use is not None or drops_reasoning:
             history = await api.history(body.messages, body.variables)
@@ -250,6 +252,7 @@ async def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> Sam
     params = body.sampling_params(api.draw_seed())
     api.check_ids("logit_bias", list(params.logit_bias))
     api.check_ids("stop_token_ids", list(params.stop_token_ids))
+    api.check_ids("allowed_token_ids", list(params.allowed_token_ids or ()))
     body.check_stream_options()
     body.check_truncation()
     if params.grammar is not None:

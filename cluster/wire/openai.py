@@ -26,6 +26,8 @@ from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
 from mneme.replicas.documents import MAX_DOCUMENTS, Mode, Order, Selector
 from mneme.replicas.request import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_GRAMMAR_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
@@ -167,6 +169,8 @@ class SamplingBody(Body):
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -208,6 +212,8 @@ class SamplingBody(Body):
             logit_bias=parse_logit_bias(self.logit_bias or {}),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=tuple(self.bad_words or ()),
             logprobs=logprobs,
             prompt_logprobs=max(of_prompt, default=None),
             grammar=self.grammar(),
@@ -407,12 +413,25 @@ class ChatRequest(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     echo: Literal[False] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+
+    def check_continuation(self) -> None:
+        """Raise `InvalidRequest` where the answer is to go on with the last message and cannot."""
+        name, last = "continue_final_message", self.messages[-1]
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise InvalidRequest(name, True, "needs add_generation_prompt: false")
+        if last.role != "assistant" or not last.content or last.tool_calls:
+            raise InvalidRequest(name, True, "needs an assistant's text as the last message")
+        if self.appends or self.tools:
+            raise InvalidRequest(name, True, f"cannot be combined with {'session.append' if self.appends else 'tools'}")
 
     def tool_use(self) -> ToolUse | None:
         """Return what may be called and must be, None where there are no tools; raises `InvalidRequest`."""
@@ -605,7 +624,8 @@ def _first_breach(error: ValidationError) -> InvalidRequest:
     first = max(breaches, key=lambda breach: len(_path(breach["loc"])))
     same = [b["msg"] for b in breaches if _path(b["loc"]) == _path(first["loc"])]
     rule = ", or ".join(dict.fromkeys(message[:1].lower() + message[1:] for message in same))
-    value = None if first["type"] == "missing" else _brief(first["input"])
+    # The rule of a size says what it was.
+    value = None if first["type"] in ("missing", "too_long", "too_short") else _brief(first["input"])
     return InvalidRequest(_path_text(first["loc"]), value, rule)
 
 
@@ -655,11 +675,8 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "web_search_options": (_is_off, "web search is not supported"),
     "logits_processors": (_is_off, "logits processors are not supported"),
     "custom_logit_processor": (_is_off, "logits processors are not supported"),
-    "allowed_token_ids": (_is_off, "not supported"),
-    "bad_words": (_is_off, "not supported"),
     "use_beam_search": (_is_off, "beam search is not supported"),
     "prompt_embeds": (_is_off, "prompt embeddings are not supported"),
-    "continue_final_message": (_is_off, "not supported"),
     "chat_template": (_is_off, "the model's own template is used"),
     "suffix": (_one_of(None, ""), "suffixes are not supported"),
 }

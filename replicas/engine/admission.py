@@ -11,7 +11,7 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
 from mneme.replicas.documents import check_spans
 from mneme.replicas.forest.pages import Owner
-from mneme.replicas.request import GenerationRequest
+from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.queue import WaitingQueue
 from mneme.replicas.sequence import Sequence, TokenCounts
 from mneme.replicas.sessions.sessions import TurnQueue
@@ -47,6 +47,7 @@ def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
         "prompt": request.prompt_token_ids,
         "logit_bias": tuple(params.logit_bias),
         "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
     }
     for name, values in listed.items():
         if values and not 0 <= min(values) <= max(values) < vocab_size:
@@ -97,6 +98,8 @@ def make_sequence(
         num_history=prompt.num_history,
         end_token_ids=(*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)),
         stop_text=_stop_stream(request, tokenizer),
+        allowed=None if params.allowed_token_ids is None else grammars.mask_of(params.allowed_token_ids),
+        bad_words=_bad_words(params, tokenizer),
     )
     if params.repetition_penalty != 1.0:
         sequence.seen = TokenCounts(sequence.ids)
@@ -131,6 +134,20 @@ def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int
     asked = f"{num_prompt} prompt tokens" + (f" and {wanted} more" if wanted else "")
     rule = f"prompt and output must fit {capacity} tokens together; this asks for {asked}"
     raise ContextLengthExceeded("max_tokens" if room >= 1 else "prompt", None, rule)
+
+
+def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of bad words, as vLLM: also behind a blank, where that makes another first token of as many."""
+    if params.bad_words and tokenizer is None:
+        raise InvalidRequest("bad_words", params.bad_words, "needs a tokenizer; this engine has none")
+    found = []
+    for word in params.bad_words:
+        assert tokenizer is not None
+        plain, behind = (tuple(tokenizer.encode_continuation(blank + word.lstrip())) for blank in ("", " "))
+        found.append(plain)
+        if len(behind) == len(plain) and behind[0] != plain[0]:
+            found.append(behind)
+    return tuple(found)
 
 
 def _stop_stream(request: GenerationRequest, tokenizer: Tokenizer | None) -> TextStream | None:

@@ -45,7 +45,7 @@ from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, turn_name
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.grammar import Grammars, without
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -471,14 +471,17 @@ def _sample_row(sequence: Sequence) -> SampleRow:
     request, matcher = sequence.request, sequence.matcher
     if matcher is not None and matcher.is_waiting:
         matcher = None
-    barred_ids = sequence.end_token_ids if sequence.num_output < request.sampling.min_tokens else ()
+    barred_ids = sequence.barred_ids
+    mask = None if sequence.allowed is None else without(sequence.allowed, barred_ids)
+    if matcher is not None:
+        mask = matcher.mask(barred_ids)
     return SampleRow(
         params=request.sampling,
         seed=request.sampling.seed or 0,
         choice_index=request.choice_index,
         position=request.output_offset + sequence.num_output,
-        barred_ids=barred_ids if matcher is None else (),
-        mask=None if matcher is None else matcher.mask(barred_ids),
+        barred_ids=barred_ids if mask is None else (),
+        mask=mask,
         seen=sequence.seen,
         drawn=sequence.drawn,
     )

@@ -40,6 +40,17 @@ _JSON_OPTIONS: JsonCompileOptions = {
 Mask = npt.NDArray[np.int32]  # bit i of word j: token 32 j + i
 
 
+def without(mask: Mask, barred_ids: Sequence[int]) -> Mask:
+    """Return the mask without these tokens, or as it is where it has no others."""
+    if not barred_ids:
+        return mask
+    left = mask.copy()
+    for token_id in barred_ids:
+        if token_id < 32 * len(left):
+            left[token_id >> 5] &= ~np.uint32(1 << (token_id & 31)).view(np.int32)
+    return left if left.any() else mask
+
+
 class Matcher:
     """Follows one answer through a grammar."""
 
@@ -71,13 +82,7 @@ class Matcher:
 
     def mask(self, barred_ids: Sequence[int]) -> Mask:
         """Return which tokens may follow; of those, barred ones only where there are no others."""
-        if not barred_ids:
-            return self._mask
-        left = self._mask.copy()
-        for token_id in barred_ids:
-            if token_id < 32 * len(left):
-                left[token_id >> 5] &= ~np.uint32(1 << (token_id & 31)).view(np.int32)
-        return left if left.any() else self._mask
+        return without(self._mask, barred_ids)
 
     def _look(self) -> None:
         if not self._state.is_error():
@@ -109,6 +114,13 @@ class Grammars:
         if matcher.error is not None:
             raise InvalidRequest(grammar.field, None, matcher.error)
         return matcher
+
+    def mask_of(self, token_ids: Sequence[int]) -> Mask:
+        """Return the mask of these tokens alone, as long as those of matchers are."""
+        num_tokens = max(self._vocab_size, 0 if self._tokenizer is None else self._tokenizer.vocab_size)
+        bits = np.zeros(32 * -(-num_tokens // 32), np.uint8)
+        bits[list(token_ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         with self._lock:

@@ -46,6 +46,19 @@ def render_appended(render: Render, messages: Sequence[Mapping[str, Any]]) -> Ap
     return Appended(whole, len(closed) if whole.startswith(closed) else 0)
 
 
+def render_unfinished(render: Render, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Render a conversation up to the end of its last message's text, for an answer that goes on with it.
+
+    Raises `InvalidRequest` as `Tokenizer.render_chat` does, and where the template rewrites that text.
+    """
+    last = messages[-1]["content"]
+    before, found, behind = render(messages, add_generation_prompt=False).rpartition(last.strip())
+    if not found:
+        raise InvalidRequest("continue_final_message", True, "this model's chat template rewrites the last message")
+    blanks = last[len(last.rstrip()) :]
+    return before + found + (blanks if behind.startswith(blanks) else "")
+
+
 def conversation_prefix(
     render: Render, encode: Callable[[str], list[int]], messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:

@@ -468,3 +468,44 @@ def test_prompts_are_told_with_their_logprobs(llm: LLM) -> None:
     assert all(item.logprob <= item.top[0][1] <= 0 for item in items)
     assert (first.metrics.cached_tokens, again.metrics.cached_tokens) == (0, 0)
     assert llm.generate("The server", GREEDY)[0].prompt_logprobs is None
+
+
+def test_only_allowed_tokens_are_drawn(llm: LLM) -> None:
+    allowed = llm.tokenizer.encode("the server answers", add_special_tokens=False)
+    for params in (
+        SamplingParams(temperature=2.0, seed=1, max_tokens=24, allowed_token_ids=allowed),
+        SamplingParams(temperature=0, max_tokens=24, min_tokens=24, allowed_token_ids=[*allowed, _END]),
+        SamplingParams(temperature=0, max_tokens=24, allowed_token_ids=allowed, bad_words=["the", "server", "answers"]),
+    ):
+        [output] = llm.generate("The server", params)
+        assert set(output.outputs[0].token_ids) <= set(allowed)
+        assert len(output.outputs[0].token_ids) == 24  # none of them ends it
+
+
+def test_bad_words_are_not_said(llm: LLM) -> None:
+    [free] = llm.generate("The server", GREEDY)
+    words = sorted(set(re.findall("[a-z]{4,}", free.outputs[0].text)), key=len)
+    assert words
+    bad = (words[0], words[-1])  # of few tokens, and of several
+    [kept] = llm.generate("The server", dataclasses.replace(GREEDY, bad_words=bad))
+    for word in bad:
+        for written in (llm.tokenizer.encode_continuation(blank + word) for blank in ("", " ")):
+            ids = list(kept.outputs[0].token_ids)
+            assert all(ids[at : at + len(written)] != written for at in range(len(ids)))
+    [same] = llm.generate("The server", dataclasses.replace(GREEDY, bad_words=["nowhere said"]))
+    assert same.outputs == free.outputs
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": 1}, r"SamplingParams\(seed="),
+        ({"max_model_len": 512}, "max_context"),
+        ({"tensor_parallel_size": 2}, "--replicas"),
+        ({"num_pages": 64}, 'config={"num_pages"'),
+        ({"modle": "x"}, "no argument modle$"),
+    ],
+)
+def test_an_argument_of_vllms_is_refused_with_what_takes_its_place(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**given)

@@ -59,6 +59,15 @@ def test_what_the_engine_is_asked_for() -> None:
     assert first.salt == ""
 
 
+@pytest.mark.parametrize("begun", ["the", "the ", " the fox: the"])
+def test_an_answer_goes_on_with_the_last_message(begun: str) -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    messages = [*CHAT["messages"], {"role": "assistant", "content": begun}]
+    how = {"continue_final_message": True, "add_generation_prompt": False}
+    assert post("/v1/chat/completions", {**CHAT, "messages": messages, **how}, engine=engine).status_code == 200
+    assert engine.requests[0].prompt_text == RENDERED + begun
+
+
 def test_a_seed_is_drawn_where_none_is_given() -> None:
     engine = FakeEngineClient(TOKENIZER)
     post("/v1/chat/completions", CHAT, engine=engine)

@@ -197,6 +197,8 @@ BAD_PARAMS: list[tuple[str, Any]] = [
     ("repetition_penalty", 1e-300), ("stop", (1,)), ("temperature", 10**400),
     ("logit_bias", {1: 10**400}),
     ("stop", ("",)), ("stop", ("x" * 257,)), ("stop", ("a",) * 17), ("stop_token_ids", (-1,)),
+    ("allowed_token_ids", ()), ("allowed_token_ids", (-1,)), ("allowed_token_ids", "12"),
+    ("bad_words", (" ",)), ("bad_words", ("a",) * 65), ("bad_words", ("x" * 257,)), ("bad_words", "word"),
     ("logit_bias", {1: 101.0}), ("logit_bias", {-1: 1.0}), ("logit_bias", dict.fromkeys(range(1025), 0.0)),
 ]  # fmt: skip
 
