@@ -1,4 +1,4 @@
-# `make serve` and `make test` need Python (3.11 or newer) and make; they set up the rest in .venv.
+# `make help` lists the targets. `make serve` and `make test` need Python (3.11 or newer) and make; they set up the rest in .venv.
 #
 #   PYTHON    the interpreter that .venv is made from
 #   PIP_ARGS  more arguments for pip, such as an index of CPU or CUDA builds of torch (docs/serving.md, "CPU or CUDA")
@@ -22,10 +22,13 @@ READY := .venv/.ready
 DEV_READY := .venv/.dev-ready
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup setup-dev serve test test-all test-torch faults kernels-compile lint format train gpu clean
+.PHONY: help setup setup-dev serve test test-all test-torch faults kernels-compile lint format train gpu clean
 
-setup: $(READY)
-setup-dev: $(DEV_READY)
+setup: $(READY) # .venv with what `mneme serve` needs
+setup-dev: $(DEV_READY) # and with tests, linters and types
+
+help: # this list
+	@sed -n 's/^\([a-z-]*\):[^#]*# */  \1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -39,38 +42,38 @@ $(DEV_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	touch $@
 
-serve: $(READY)
+serve: $(READY) # the embedded model, or MODEL=, on PORT
 	exec $(BIN)/mneme serve $(MODEL) $(if $(REPLICAS),--replicas $(REPLICAS)) --host 127.0.0.1 --port $(PORT)
 
-test: $(DEV_READY)
+test: $(DEV_READY) # all tests but the slow ones and those of a GPU
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: test
+test-all: test # the slow ones too
 	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
 
 # Long fault and kill loops of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
 FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/connector/test_cached_traffic.py
 FAULT_TESTS += $(wildcard tests/e2e/nodes/test_nodes.py)
 
-faults: $(DEV_READY)
+faults: $(DEV_READY) # long fault and kill loops of the cache tier
 	$(PYTEST) -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
 
 # The paths of a CPU without a compiler: torch in the place of the compiled kernels, wherever those are called.
 TORCH_TESTS := tests/kernels tests/replicas tests/cachetier/pages/test_host_memory.py
 TORCH_TESTS += --ignore=tests/replicas/cache_faults --ignore-glob="*/test_durable_*" --ignore-glob="*/test_triton_*"
 
-test-torch: $(DEV_READY)
+test-torch: $(DEV_READY) # tests of the paths without compiled kernels
 	MNEME_NATIVE=0 $(PYTEST) -m "not slow and not gpu" $(TORCH_TESTS) $(PYTEST_ARGS)
 
-kernels-compile: $(DEV_READY)
+kernels-compile: $(DEV_READY) # Triton's kernels for GPUs, without one
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.triton_compile
 
-lint: $(DEV_READY)
+lint: $(DEV_READY) # style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p mneme
 
-format: $(DEV_READY)
+format: $(DEV_READY) # what style can mend by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -80,13 +83,13 @@ GPU_TARGETS := gpu-check gpu-attention gpu-engine gpu-tiers
 
 .PHONY: $(GPU_TARGETS)
 
-gpu: $(GPU_TARGETS)
+gpu: $(GPU_TARGETS) # the checks and benchmarks of a GPU machine
 
 $(GPU_TARGETS): gpu-%:
 	@PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) benchmarks/bench_gpu.py $* --out $(GPU_OUT) $(GPU_ARGS)
 
-train: $(DEV_READY)
+train: $(DEV_READY) # the embedded model anew
 	$(BIN)/python training/train_tiny.py $(TRAIN_ARGS)
 
-clean:
+clean: # everything that these made
 	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
