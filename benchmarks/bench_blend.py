@@ -550,7 +550,7 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
     if rows := results.get("order"):
         aligned = [row for row in rows if row["arm"].endswith("aligned")]
         reordered = [(int(row["arm"].split()[0]), row["ttft ms"]) for row in aligned]
-        flat = {in_colour(row["arm"]): [(0, row["ttft ms"]), (NUM_DOCUMENTS, row["ttft ms"])] for row in rows
+        flat = {named(row["arm"]): [(0, row["ttft ms"]), (NUM_DOCUMENTS, row["ttft ms"])] for row in rows
                 if row not in aligned}  # fmt: skip
         save(folder / "blend_order.png", "Time to the first token beside exact reordering (lower is better)", about,
              lambda axes: lines(axes, {"exact reordering": reordered, **flat}, "documents that are an exact prefix",

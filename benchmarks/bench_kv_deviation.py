@@ -183,7 +183,7 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
         name: [(row["recomputed"], row[name]) for row in results["attention"]] for name in ("hkvd", "random", "first-k")
     }
     for name, title, panel in (
-        ("deviation", "How far document tokens' KV is off in each layer",
+        ("deviation", "How far document tokens' KV is off in each layer (further left is better)",
          lambda axes: lines(axes, quantiles, "deviation, in share of the norm", "share of tokens below")),
         ("correlation", "Whether tokens that are far off in one layer are in the next (1: the same ones)",
          lambda axes: lines(axes, correlation, "layer, with the next", "rank correlation")),

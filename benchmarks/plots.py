@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-GREENS = ("#0f6b4a", "#4fa583", "#97ccb6", "#c9e6da")  # of labels that begin with "mneme"
+GREENS = ("#0f6b4a", "#4fa583", "#97ccb6", "#c9e6da", "#073b29")  # of labels that begin with "mneme"
 OTHERS = ("#6b7788", "#c98a2b", "#8a6aa0", "#b85c5c", "#4a86ad", "#a3a9b3", "#7d6b4f")
 DIM = "#555b66"
 MOST_LABELLED_BARS = 24

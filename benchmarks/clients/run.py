@@ -51,10 +51,11 @@ class Server(NamedTuple):
     url: str
     model: str
     tokenizer: str  # a directory
+    prefix: int  # tokens that prompts have in common: 1,792, or half of a context of 2,048
 
 
 class Run(NamedTuple):
-    """One call of a tool; `arguments` may name {url}, {model}, {tokenizer} and {out}, a fresh folder."""
+    """One call of a tool; `arguments` may name the fields of `Server` in braces, and {out}, a fresh folder."""
 
     name: str
     arguments: tuple[str, ...]
@@ -179,7 +180,7 @@ TOOLS = {
             for run in (
                 vllm_run("random", n, "--random-input-len", "512", "--random-output-len", "64"),
                 vllm_run(
-                    *("prefix_repetition", n, "--prefix-repetition-prefix-len", "1792"),
+                    *("prefix_repetition", n, "--prefix-repetition-prefix-len", "{prefix}"),
                     *("--prefix-repetition-suffix-len", "256", "--prefix-repetition-output-len", "64"),
                 ),
             )
@@ -271,7 +272,7 @@ def serving(url: str | None) -> Iterator[Server]:
 
 def describe(url: str) -> Server:
     (model, *_) = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"]
-    return Server(url, model["id"], model["root"])
+    return Server(url, model["id"], model["root"], 1792 if model["max_model_len"] > 2048 else 1024)
 
 
 def call(tool: Tool, run: Run, directory: Path, server: Server) -> dict[str, Any]:
@@ -281,7 +282,7 @@ def call(tool: Tool, run: Run, directory: Path, server: Server) -> dict[str, Any
 
         def filled(text: str) -> str:
             for name, value in names.items():
-                text = text.replace(f"{{{name}}}", value)
+                text = text.replace(f"{{{name}}}", str(value))
             return text
 
         if run.config:
