@@ -7,7 +7,6 @@ test may cause, so the choice is made here; what compiles kernels does so in a p
 from __future__ import annotations
 
 import os
-import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of several processes starve each other
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,23 +25,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """What made a test be tried again is shown, too."""
-    if str(report.outcome) == "rerun":  # pytest-rerunfailures' own
-        print(f"\n{report.nodeid} is tried again:\n{report.longreprtext}", file=sys.__stdout__, flush=True)
-
-
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers, one runs all that starts a Ray cluster, first; other files go to whichever is idle.
 
-    Where a change is judged (CI=true), what fails beside a real cluster is tried once more, and the closing line says
-    so: such a test has limits of time, which a machine that is busy with other things passes.
+    Nothing is tried again: limits of time are minutes, for what hangs, so a test that fails has found something.
     """
-    if "CI" in os.environ:
-        for item in items:
-            if item.get_closest_marker("e2e"):
-                item.add_marker(pytest.mark.flaky(reruns=1))
     if not config.getoption("loadgroup", False):  # what --dist loadgroup is called in a worker
         return
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)

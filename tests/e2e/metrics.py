@@ -26,7 +26,7 @@ class Metrics(NamedTuple):
 
 
 def read_metrics(server: str) -> Metrics:
-    page = httpx.get(f"{server}/metrics", timeout=60).raise_for_status().text
+    page = httpx.get(f"{server}/metrics", timeout=240).raise_for_status().text
     return Metrics(samples_of(page))
 
 

@@ -56,7 +56,7 @@ def test_scale_down_and_redeploys_fail_no_request(served: Served) -> None:
 
 
 def change_under_load(served: Served, expected: dict[str, str], short: str, **change: object) -> None:
-    begun, done = threading.Barrier(len(expected) + 1, timeout=120), threading.Event()
+    begun, done = threading.Barrier(len(expected) + 1, timeout=240), threading.Event()
 
     def stream(prompt: str) -> None:
         chunks = iter(range(LONG))
