@@ -24,7 +24,7 @@ from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.text.tool_calls import AnswerParser, CallPiece, whole_calls
+from mneme.replicas.text.tool_calls import AnswerParser, CallPiece, merged, whole_calls
 
 MAX_DELTAS = 64  # steps that a client may be behind before they are told as one
 DONE = b"data: [DONE]\n\n"
@@ -335,7 +335,7 @@ class ChatAnswer(OpenAiAnswer):
         if delta.reasoning and self._has_reasoning:
             said += [f'"{name}":{_quoted(delta.reasoning)}' for name in _REASONING]
         if delta.calls:
-            said.append(f'"tool_calls":[{",".join(map(_call_piece, delta.calls))}]')
+            said.append(f'"tool_calls":[{",".join(map(_call_piece, merged(delta.calls)))}]')
         if delta.text or (delta.num_tokens and not said):
             said.append(f'"content":{_quoted(delta.text)}')
         yield f"{choice}{{{','.join(said)}}}{self._end(delta, usage)}"

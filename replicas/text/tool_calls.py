@@ -67,6 +67,15 @@ def whole_calls(pieces: Iterable[CallPiece]) -> list[ToolCall]:
     return calls
 
 
+def merged(pieces: Iterable[CallPiece]) -> list[CallPiece]:
+    """Join what is said at once of each call: clients take two pieces of one index for two calls."""
+    by_call: dict[int, CallPiece] = {}
+    for piece in pieces:
+        begun = by_call.get(piece.call)
+        by_call[piece.call] = piece if begun is None else begun._replace(arguments=begun.arguments + piece.arguments)
+    return list(by_call.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """Describes how a family writes calls.

@@ -66,6 +66,8 @@ def test_a_stream_brings_id_and_name_first_and_arguments_as_they_come() -> None:
     choices = streamed()
     assert choices[-1]["finish_reason"] == "tool_calls"
     assert "".join(each["delta"].get("content", "") for each in choices) == "One moment."
+    indices = [[piece["index"] for piece in each["delta"].get("tool_calls", [])] for each in choices]
+    assert all(len(set(each)) == len(each) for each in indices)
     pieces = [piece for each in choices for piece in each["delta"].get("tool_calls", [])]
     for index, (name, arguments) in enumerate([("weather", '{"city": "Köln"}'), ("now", "{}")]):
         first, *others = [piece for piece in pieces if piece["index"] == index]
