@@ -196,9 +196,14 @@ class AnthropicMessage(TypedDict):
     usage: AnthropicUsage
 
 
+class AnthropicErrorDetails(TypedDict):
+    error_code: Literal["thread_not_found"]
+
+
 class AnthropicErrorFields(TypedDict):
     type: str
     message: str
+    details: NotRequired[AnthropicErrorDetails]
 
 
 class AnthropicError(TypedDict):

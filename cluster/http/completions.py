@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -106,6 +106,15 @@ async def run_chat(
         lambda: api.dialect.parser(names, is_forced=is_forced, is_thinking=is_thinking),
         () if kept_of is None or body.appends else await kept_of(prompt),
     )
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Return the refusal of a chat request with what its field, or the one that holds it, is called in another API."""
+    field = error.field or ""
+    name = next((name for name in names if field == name or field.startswith((f"{name}.", f"{name}["))), None)
+    if name is None:
+        return error
+    return type(error)(names[name] + field.removeprefix(name), error.value, error.rule)
 
 
 async def _with_tools(api: ApiState, params: SamplingParams, use: ToolUse) -> SamplingParams:

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mneme.errors import InvalidRequest, MnemeError, RequestTimeout, TryAgainLater
+from mneme.errors import InvalidRequest, MnemeError, RequestTimeout, ThreadNotFound, TryAgainLater
 
 _TRANSIENT = {408, 429}  # 4xx that may go well when tried again
 _FINAL = {504}  # 5xx that a client must not repeat by itself: whoever waited has waited long enough
@@ -33,8 +33,11 @@ def error_object(error: MnemeError) -> dict[str, Any]:
 
 
 def anthropic_error(error: MnemeError, request_id: str) -> dict[str, Any]:
-    """The same in Anthropic's form."""
-    return _anthropic(error.http_status, str(error) or "internal error", request_id)
+    """The same in Anthropic's form; its SDKs know by the details that a thread is to be begun anew."""
+    body = _anthropic(error.http_status, str(error) or "internal error", request_id)
+    if isinstance(error, ThreadNotFound):
+        body["error"]["details"] = {"error_code": error.code}
+    return body
 
 
 def _anthropic(status: int, message: str, request_id: str) -> dict[str, Any]:

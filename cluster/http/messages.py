@@ -15,12 +15,12 @@ from starlette.requests import Request
 
 from mneme.cluster.http.answers import Answer, Choice, Delta, event
 from mneme.cluster.http.api_state import ApiState, Prompt
-from mneme.cluster.http.completions import run_chat
+from mneme.cluster.http.completions import renamed, run_chat
 from mneme.cluster.http.error_response import anthropic_error
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.wire.anthropic import CacheMark, CountRequest, MessagesRequest
 from mneme.cluster.wire.openai import ChatRequest, Message, validate
-from mneme.errors import MnemeError
+from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.request import KeptPrefix, SamplingParams
 from mneme.replicas.text.prompts import num_common
 from mneme.replicas.text.tool_calls import CallPiece, whole_calls
@@ -28,11 +28,17 @@ from mneme.replicas.truncation import Truncation
 
 _BLOCK_TOKENS = 64
 _NOBODY_SAYS = "\u4e16\u754c"
+# What chat completions call the fields of a body here.
+_FIELDS = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+}
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 async def messages(api: ApiState, request: Request, body: MessagesRequest) -> RunResponse:
     """Answer a conversation, as Anthropic's API does."""
+    body.check()
     chat = _chat(api, body)
     marks = body.cache_marks(strips=api.config.strip_client_lines)
     tenant: str = request.state.tenant
@@ -52,7 +58,10 @@ async def messages(api: ApiState, request: Request, body: MessagesRequest) -> Ru
     async def kept_of(prompt: Prompt) -> tuple[KeptPrefix, ...]:
         return await kept_prefixes(api, chat, marks, prompt)
 
-    return await run_chat(api, request, chat, worded, kept_of=kept_of)
+    try:
+        return await run_chat(api, request, chat, worded, kept_of=kept_of)
+    except InvalidRequest as error:
+        raise renamed(error, _FIELDS) from None
 
 
 async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mneme.cachetier.sessions.rows import common_prefix
 from mneme.cluster.http.answers import Answer, Choice, Delta, FieldNames, event, token_logprobs
 from mneme.cluster.http.api_state import ApiState, Prompt
-from mneme.cluster.http.completions import run_chat
+from mneme.cluster.http.completions import renamed, run_chat
 from mneme.cluster.http.messages import kept_prefixes
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
 from mneme.cluster.serve.engine_client import look_up_session
@@ -107,7 +107,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
             kept_of=kept_of,
         )
     except InvalidRequest as error:
-        raise _worded(error) from None
+        raise renamed(error, _FIELDS) from None
     if before is None:
         return run
     fork_home = await _fork(api, before, key, home)
@@ -421,12 +421,3 @@ def _key(request: Request) -> SessionKey:
     tenant: str = request.state.tenant
     salt = kv_salt(tenant, request.query_params.get("cache_salt"))
     return salt, session_key(tenant, request.path_params["response_id"], "response_id")
-
-
-def _worded(error: InvalidRequest) -> InvalidRequest:
-    """The refusal with the field's name of this API."""
-    field = error.field or ""
-    name = next((name for name in _FIELDS if field == name or field.startswith((f"{name}.", f"{name}["))), None)
-    if name is None:
-        return error
-    return type(error)(_FIELDS[name] + field.removeprefix(name), error.value, error.rule)

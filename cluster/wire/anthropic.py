@@ -22,7 +22,7 @@ from mneme.cluster.wire.openai import (
     SessionOptions,
     TruncationOptions,
 )
-from mneme.errors import InvalidRequest
+from mneme.errors import InvalidRequest, ThreadNotFound
 from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.request import MAX_STOPS
 from mneme.replicas.text.tool_calls import MAX_TOOLS
@@ -222,6 +222,22 @@ class Diagnostics(Body):
     previous_message_id: str | None = None
 
 
+class Thread(Body):
+    """Begins or goes on with a conversation that the server would hold."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+
+
 class MessagesRequest(CountRequest):
     """Anthropic's fields, and those of this server that chat completions take too."""
 
@@ -232,6 +248,8 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     diagnostics: Diagnostics | None = None
+    thread: Thread | None = None
+    output_config: OutputConfig | None = None
     seed: int | None = None
     session: SessionOptions | None = None
     session_id: str | None = None
@@ -240,11 +258,20 @@ class MessagesRequest(CountRequest):
     blend: BlendBody | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
+    def check(self) -> None:
+        """Raise `InvalidRequest` for what is not offered."""
+        if self.thread is not None and self.thread.type == "continue":
+            rule = "no thread is held here; send the whole conversation, of which the prefix is cached"
+            raise ThreadNotFound("thread.previous_message_id", self.thread.previous_message_id, rule)
+
     def chat(self, *, reasons: bool = False, strips: bool = True) -> dict[str, Any]:
         """Return the chat request that it is."""
         ours = {"stream", "temperature", "top_p", "top_k", "seed", "session", "session_id", "cache_salt"}
         own = self.model_dump(include=ours | {"truncation", "blend", "timeout_s"}, exclude_unset=True)
         prompt = super().chat(reasons=reasons, strips=strips)
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = {"schema": self.output_config.format.schema_}
+            own["response_format"] = {"type": "json_schema", "json_schema": schema}
         return {**own, **prompt, "max_tokens": self.max_tokens or 1, "stop": self.stop_sequences or []}
 
 

@@ -673,6 +673,8 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "audio": (_is_off, "audio is not supported"),
     "modalities": (_one_of(None, ["text"]), 'only ["text"] is supported'),
     "web_search_options": (_is_off, "web search is not supported"),
+    "mcp_servers": (_is_off, "not supported; clients give their servers' tools as `tools`, and call them"),
+    "container": (_is_off, "not supported; nothing is run here"),
     "logits_processors": (_is_off, "logits processors are not supported"),
     "custom_logit_processor": (_is_off, "logits processors are not supported"),
     "use_beam_search": (_is_off, "beam search is not supported"),

@@ -5,6 +5,7 @@
     |  |- ContextLengthExceeded    400  prompt + max_tokens can never fit
     |  |- SessionNotFound          404  there is no such session, or no more
     |  |- ResponseNotFound         404  there is no such response of /v1/responses, or no more
+    |  |- ThreadNotFound           404  /v1/messages holds no message to go on from: it takes whole histories
     |  |- ExplanationNotFound      404  the request is not remembered, or is another key's
     |  |- PinRefused              400  pinning would leave too few pages for requests
     |  |- PinNotFound             404  there is no such pin, or no more
@@ -100,6 +101,13 @@ class ResponseNotFound(InvalidRequest):
         super().__init__(field, value, rule)
         if field == "previous_response_id":
             self.code = "previous_response_not_found"  # OpenAI's
+
+
+class ThreadNotFound(InvalidRequest):
+    """No message of /v1/messages is held for others to go on from; clients then send the whole history."""
+
+    http_status = 404
+    code = "thread_not_found"  # Anthropic's
 
 
 class ExplanationNotFound(InvalidRequest):

@@ -368,6 +368,28 @@ def test_a_miss_is_diagnosed_against_an_earlier_message(changes: dict[str, Any],
     assert told == {"cache_miss_reason": {"type": "previous_message_not_found"}}
 
 
+def test_a_thread_is_not_held_so_that_clients_send_all_of_it() -> None:
+    assert asked(thread={"type": "create"}).prompt_token_ids == asked().prompt_token_ids
+    thread = {"type": "continue", "previous_message_id": "msg_a"}
+    response = post("/v1/messages", {**BODY, "thread": thread, "stream": True})
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["type"] == "not_found_error"
+    assert error["details"] == {"error_code": "thread_not_found"}  # which the SDK looks for
+
+
+def test_an_output_format_is_a_grammar() -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    grammar = asked(output_config={"format": {"type": "json_schema", "schema": schema}}).sampling.grammar
+    assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
+    assert asked(output_config={"effort": "low"}).sampling.grammar is None
+    refused = post(
+        "/v1/messages", {**BODY, "output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}
+    )
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("output_config.format.schema")
+
+
 def test_tools_are_counted() -> None:
     body = {key: value for key, value in BODY.items() if key != "max_tokens"}
     plain, with_tools = (
