@@ -167,8 +167,9 @@ async def _answer(service: Service, route: Route, request: Request) -> Any:
     given: tuple[Any, ...] = ()
     if route.body is not None:
         body = await service.apis[0].parsed(request)
-        given = (validate(route.body, body),)
-        if ignored := ignored_fields(route.body, body):
+        taken = validate(route.body, body)
+        given = (taken,)
+        if ignored := ignored_fields(body, taken):
             request.state.answer_headers.append((b"x-mneme-ignored-fields", ignored.encode()))
     answer = await route.handler(service, request, *given)
     return JSONResponse(answer) if isinstance(answer, dict) else answer

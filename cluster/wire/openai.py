@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -695,13 +697,31 @@ def validate(model: type[M], body: Mapping[str, Any]) -> M:
         raise _first_breach(error) from None
 
 
-def ignored_fields(model: type[Body], body: Mapping[str, Any]) -> str:
-    """Return the names of what a body gives and nothing here knows, as the value of a header; empty: all is known.
+def ignored_fields(body: Mapping[str, Any], taken: Body) -> str:
+    """Return the names of what a body gives and `taken`, which it became, lacks, as the value of a header.
 
-    At most `MAX_IGNORED` names and "..." for more; characters that are not of a name are "?".
+    Those of nested objects stand behind the names of what holds them, without their places in lists. Empty: all is
+    known. At most `MAX_IGNORED` names and "..." for more; characters that are not of a name are "?".
     """
-    fields = model.model_fields
-    known = fields.keys() | {each.alias for each in fields.values()} | _REFUSED.keys()
-    unknown = [name for name, value in body.items() if value is not None and name not in known]
-    names = [_NOT_OF_NAMES.sub("?", name[:MAX_IGNORED_CHARS]) for name in unknown[:MAX_IGNORED]]
-    return ", ".join(names + ["..."] * (len(unknown) > MAX_IGNORED))
+    unknown = list(islice(dict.fromkeys(_unknown(body, taken, "", _REFUSED.keys())), MAX_IGNORED + 1))
+    return ", ".join(unknown[:MAX_IGNORED] + ["..."] * (len(unknown) > MAX_IGNORED))
+
+
+@cache
+def _attributes(model: type[Body]) -> dict[str, str]:
+    """Return a model's fields by all names that they go by."""
+    return {each: name for name, field in model.model_fields.items() for each in (name, field.alias or name)}
+
+
+def _unknown(given: object, taken: object, path: str, known: Collection[str] = ()) -> Iterator[str]:
+    if isinstance(taken, list) and isinstance(given, list):
+        for each, its_taken in zip(given, taken, strict=False):
+            yield from _unknown(each, its_taken, path)
+    elif isinstance(taken, Body) and isinstance(given, Mapping):
+        attribute_by_name = _attributes(type(taken))
+        for name, value in given.items():
+            if name in attribute_by_name:
+                if isinstance(value, list | Mapping):
+                    yield from _unknown(value, getattr(taken, attribute_by_name[name]), f"{path}{name}.")
+            elif value is not None and name not in known:
+                yield path + _NOT_OF_NAMES.sub("?", name[:MAX_IGNORED_CHARS])

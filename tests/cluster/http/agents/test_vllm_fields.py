@@ -102,6 +102,14 @@ def test_names_of_unknown_fields_are_bounded_and_nothing_but_names() -> None:
     assert ask("chat/completions", nothing=1, temperature=9).status_code == 400
 
 
+def test_unknown_fields_within_others_are_named_with_what_holds_them() -> None:
+    part = {"type": "text", "text": "the fox", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    said = {"role": "user", "content": [part, part], "weight": 1}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "of_its_own": 1}}}
+    answer = ask("chat/completions", messages=[said, said], tools=[tool], tool_choice="none", stream_options={"a": 1})
+    assert answer.headers[IGNORED] == "messages.content.prompt_cache_breakpoint, messages.weight, stream_options.a"
+
+
 def test_fields_of_the_other_apis_are_known_by_their_own_names() -> None:
     said = {"model": "tiny", "max_tokens": 3, "messages": CHAT["messages"], "metadata": {"user_id": "u"}, "n": 2}
     assert post("/v1/messages", said).headers[IGNORED] == "metadata, n"
