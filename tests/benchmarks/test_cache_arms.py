@@ -146,6 +146,15 @@ def test_a_workload_takes_every_turn_once_and_counts_after_its_first_fifth(model
     assert ran.num_waiting == 0
 
 
+def test_the_papers_conversations_have_its_number_of_turns() -> None:
+    sessions = bench_tiers.paper_sessions(4000, 0)
+    turns = [turn for each in sessions for turn in each.turns]
+    num_turns, num_in, num_out = bench_tiers.PAPER_LENGTHS.table
+    assert len(turns) / len(sessions) == pytest.approx(num_turns, rel=0.02)
+    assert sum(turn.num_in for turn in turns) / len(turns) == pytest.approx(num_in, rel=0.03)
+    assert sum(turn.num_out for turn in turns) / len(turns) == pytest.approx(num_out, rel=0.03)
+
+
 def test_requests_wait_where_places_outnumber_contexts(model: CachedModel) -> None:
     sessions = [Conversation(0.0, [Turn(700, 8)], 0, seed) for seed in range(4)]
     with closing(make_engine(model, None, CacheConfig(), pages_for(800))) as engine:
