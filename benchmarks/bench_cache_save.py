@@ -61,7 +61,7 @@ from mneme.replicas.engine.engine import Engine
 
 MODEL, SMALL_MODEL = "llama-31m", "llama-wide-kv"
 PLAIN, SAVING = "no tier", "saving"
-MAX_COST = 0.03  # of the time of a decode step
+MAX_COST, MAX_PREFILL_COST = 0.03, 0.05  # of the time of a decode step, of a prompt's
 MAX_WRITTEN = 1.1, 2.6  # times the distinct KV: tails delayed, and each of them written; headers included
 QUICK_PAIRS = 10
 APPLICATION = "bench-saving"
@@ -301,6 +301,10 @@ def checks_of(rows: Sequence[dict[str, Any]], writes: Sequence[dict[str, Any]]) 
     found = {(row["part"], row["model"]): row["cost"] for row in rows if row["arm"] == SAVING}
     checks = [
         at_most(f"saving_cost_{model}", found.get(("decodes", model)), MAX_COST, "of a decode step")
+        for model in (MODEL, SMALL_MODEL)
+    ]
+    checks += [
+        at_most(f"saving_cost_prefill_{model}", found.get(("prefills", model)), MAX_PREFILL_COST, "of a prefill")
         for model in (MODEL, SMALL_MODEL)
     ]
     served = found.get(("decodes, served", MODEL))

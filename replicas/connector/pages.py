@@ -68,6 +68,7 @@ class ChunkPages(Protocol):
     """The pages of one pool, for copies one way. Events are None where there are no streams."""
 
     num_readers: int  # threads that should put at once
+    by_layer: bool  # whether a layer is best copied out while the layers above are computed
 
     def issued(self) -> Event | None:
         """Record all that the engine has issued so far; the engine's thread calls it."""
@@ -88,7 +89,7 @@ def make_chunk_pages(pool: DevicePool, max_layer_bytes: int) -> ChunkPages:
 class CpuChunkPages:
     """Copies happen when they are called for, in the caller's thread and without the interpreter lock."""
 
-    num_readers = 1
+    num_readers, by_layer = 1, False
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
@@ -139,7 +140,7 @@ class _Slot:
 class DeviceChunkPages:
     """Pages of a CUDA pool, copied by a stream through a ring of pinned slots."""
 
-    num_readers = _NUM_READERS
+    num_readers, by_layer = _NUM_READERS, True
 
     def __init__(
         self, pool: DevicePool, streams: Streams, max_layer_bytes: int, *, slot_bytes: int = _SLOT_BYTES

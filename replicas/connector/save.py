@@ -4,10 +4,11 @@
 from its first token on, some chunks a step, under keys that are its alone. A chunk that the store is known to have is
 not saved again.
 
-*How*: the chunks that a step completes are copied layer by layer while it computes the layers above; what ends with a
-request is copied after the step. A second thread makes chunks of the copies, with their checksums, and puts them into
-the store. What is to be saved waits in a write buffer of bounded size; if that is full, chunks are not saved, and
-nobody waits. Before pages get another owner, `before_reuse` waits until their copies are done.
+*How*: the chunks that a step completes are copied out of a device layer by layer while it computes the layers above, on
+a CPU all layers at once when it ends; what ends with a request is copied after the step. A second thread makes chunks
+of the copies, with their checksums, and puts them into the store. What is to be saved waits in a write buffer of
+bounded size; if that is full, chunks are not saved, and nobody waits. Before pages get another owner, `before_reuse`
+waits until their copies are done.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class _Copy:
     tokens: ChunkTokens
     layers: U8Array  # [layers, layer_bytes]
     page_ids: frozenset[int]
-    num_left: int  # layers that are still to be copied, and one more until it is confirmed; less if it is void
+    num_left: int  # layers that are still to be copied, and one more until it is confirmed; below 0 if it is void
     is_void: bool = False
     seconds: float = 0.0  # that threads were at it
 
@@ -308,18 +309,17 @@ class ChunkSaver:
     def layer_done(self, layer: int) -> None:
         """Copy a layer, whose KV is written or issued; a step that is replayed as a graph does not say so.
 
-        A layer that was handed over is not handed over again, whoever says so twice.
+        A layer that was handed over is not handed over again, whoever says so twice. On a CPU all are left to `end`: to
+        wake a thread between two layers costs a short step more than what it copies.
         """
-        if layer >= self._num_handed_over:
-            self._copy_layer(layer)
-            self._num_handed_over = layer + 1
+        if self._shared.pages.by_layer:
+            self._hand_over(layer + 1)
 
     def end(self, unsound: Collection[object] = ()) -> None:
         """Confirm the step's chunks, now that its outcome is known; nothing of the sequences `unsound` is kept."""
         if not self._copies:
             return
-        for layer in range(self._num_handed_over, self._num_layers):
-            self.layer_done(layer)
+        self._hand_over(self._num_layers)
         for copy in self._copies:
             copy.is_void |= copy.job.is_void or copy.job.sequence in unsound
         self._confirm()
@@ -372,15 +372,18 @@ class ChunkSaver:
             shared.under_way.add(copy)
             shared.reading.add(copy)
 
-    def _copy_layer(self, layer: int) -> None:
-        shared = self._shared
-        if self._copies:
-            shared.copying.run(partial(_copy_layer, shared, self._copies, layer, shared.pages.issued()))
+    def _hand_over(self, num_layers: int) -> None:
+        """Have the first layers copied, as far as they are not yet."""
+        shared, layers = self._shared, range(self._num_handed_over, num_layers)
+        if layers:
+            if self._copies:
+                shared.copying.run(partial(_copy_layers, shared, self._copies, layers, shared.pages.issued()))
+            self._num_handed_over = num_layers
 
     def _confirm(self) -> None:
         """Let the step's copies be put, but for those that are void."""
         for copy in self._copies:
-            _layer_done(self._shared, copy)
+            _layers_done(self._shared, copy, 1)
 
     def _buffer(self, num_layer_bytes: int) -> U8Array | None:
         try:
@@ -389,21 +392,22 @@ class ChunkSaver:
             return None
 
 
-def _copy_layer(shared: _Shared, copies: Sequence[_Copy], layer: int, after: Event | None) -> None:
+def _copy_layers(shared: _Shared, copies: Sequence[_Copy], layers: range, after: Event | None) -> None:
     try:
-        if not layer:
+        if not layers.start:
             shared.batches = shared.pages.batches([copy.tokens for copy in copies])
         for batch in shared.batches:
-            _gather(batch, [copies[index] for index in batch.chunks], layer, after)
+            for layer in layers:
+                _gather(batch, [copies[index] for index in batch.chunks], layer, after)
     except Exception:  # the edge of a thread: these chunks are not saved, and their pages are free again
         logger.exception("chunks could not be copied")
         for copy in copies:
             copy.is_void = True
     for copy in copies:
-        if layer == len(copy.layers) - 1:
+        if layers.stop == len(copy.layers):
             shared.batches = ()
             _release_pages(shared, copy)
-        _layer_done(shared, copy)
+        _layers_done(shared, copy, len(layers))
 
 
 def _gather(batch: PageBatch, copies: Sequence[_Copy], layer: int, after: Event | None) -> None:
@@ -421,10 +425,11 @@ def _release_pages(shared: _Shared, copy: _Copy) -> None:
         shared.condition.notify_all()
 
 
-def _layer_done(shared: _Shared, copy: _Copy) -> None:
+def _layers_done(shared: _Shared, copy: _Copy, num_layers: int) -> None:
     with shared.condition:
-        copy.num_left -= 1
-        is_whole = not copy.num_left
+        num_before = copy.num_left
+        copy.num_left -= num_layers
+        is_whole = copy.num_left <= 0 < num_before
     if is_whole:
         shared.putting.run(partial(_put_chunk, shared, copy))
 

@@ -14,6 +14,7 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.replicas.connector import save
+from mneme.replicas.connector.pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.commands import KvTier, delete_sequence_pages, delete_tenant_pages
 from mneme.replicas.engine.engine import Engine
@@ -174,11 +175,20 @@ def test_a_failed_step_lets_go_of_pages_at_once(
 
 
 @pytest.mark.parametrize("is_after", [False, True])
-@pytest.mark.parametrize(("name", "number"), [("_buffer", 1), *(("_copy_layer", n) for n in range(4)), *CONFIRMATIONS])
+@pytest.mark.parametrize(
+    ("name", "number", "by_layer"),
+    [
+        ("_buffer", 1, True),
+        *(("_hand_over", number, True) for number in range(5)),
+        *(("_hand_over", number, False) for number in range(2)),
+        *((*confirmation, by_layer) for confirmation in CONFIRMATIONS for by_layer in (False, True)),
+    ],
+)
 def test_an_interrupt_in_the_midst_of_saves_lets_go_of_pages(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, name: str, number: int, is_after: bool
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, name: str, number: int, by_layer: bool, is_after: bool
 ) -> None:
     """Ctrl-C, of a step's saves or of those of a request's end."""
+    monkeypatch.setattr(CpuChunkPages, "by_layer", by_layer)
     store = FakeStore()
     engine = make_cached_engine(decoder, store)
     submit(engine, "a", draw(3, 150), 1)

@@ -17,6 +17,7 @@ import torch
 from mneme.cachetier.config import CacheConfig
 from mneme.kernels.attention import Plan, attend
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.connector.pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import connect
@@ -175,14 +176,16 @@ def test_steps_that_are_captured_and_replayed_save_each_layer_once(
     """Also those that complete a chunk while they are captured: the capture runs the pass twice and hands over none."""
     handed_over: list[tuple[object, int]] = []
     capturing: list[bool] = []
-    copy_layer = ChunkSaver._copy_layer
+    hand_over = ChunkSaver._hand_over
 
-    def recorded(self: ChunkSaver, layer: int) -> None:
+    def recorded(self: ChunkSaver, num_layers: int) -> None:
         assert not capturing
-        handed_over.extend((copy, layer) for copy in self._copies)
-        copy_layer(self, layer)
+        layers = range(self._num_handed_over, num_layers)
+        handed_over.extend((copy, layer) for copy in self._copies for layer in layers)
+        hand_over(self, num_layers)
 
-    monkeypatch.setattr(ChunkSaver, "_copy_layer", recorded)
+    monkeypatch.setattr(ChunkSaver, "_hand_over", recorded)
+    monkeypatch.setattr(CpuChunkPages, "by_layer", True)
     made: list[DecodeGraphs] = []
 
     def make(run: Run, pool: KvPool) -> DecodeGraphs:
