@@ -589,7 +589,6 @@ _ANTHROPIC = [
     _message("a top_p of 2", top_p=2),
     _message("a top_k of -2", top_k=-2),
     _message("a stream that is text", stream="yes"),
-    _message("a thread to go on with", 404, thread={"type": "continue", "previous_message_id": "msg_a"}),
     _message("a thread of another kind", thread={"type": "fork"}),
     _message("an output format of another kind", output_config={"format": {"type": "regex", "schema": {}}}),
     _message("an output format without its schema", output_config={"format": {"type": "json_schema"}}),
