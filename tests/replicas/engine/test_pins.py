@@ -126,7 +126,7 @@ def test_what_would_take_too_much_is_refused_with_figures_and_before_it_is_compu
 
 
 def test_room_that_is_taken_while_a_prompt_is_computed_refuses_the_pin(caplog: pytest.LogCaptureFixture) -> None:
-    engine = make_engine(num_pages=16, page_size=4)
+    engine = make_engine(num_pages=16, page_size=4, clock=Clock())
     engine.pins.warm(PinName(b"t", "p"), "", (1,) * 12)
     engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=40)))
     events = run(engine)
