@@ -1,5 +1,8 @@
 """One simulated engine, step by step: its own scheduler over its own prefix forest, with the cost model as device.
 
+Steps that only decode, for the same sequences in pages that they have, are alike: such a run is one event. What it did
+is done when somebody looks, and it ends early where a request comes.
+
 Tokens are made of a trace's blocks: equal blocks have equal tokens. Host memory is the engine's own; the cache tier is
 not simulated here.
 """
@@ -8,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName, make_policy
@@ -16,6 +20,7 @@ from mneme.cluster.simulate.replica import EngineShape, Job, Status, Told
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import DEVICE, Owner, Page
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.schedule.queue import OUTPUT_WEIGHT
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.router.autoscaler import ReplicaLoad
@@ -26,7 +31,7 @@ _SAMPLING = SamplingParams()
 
 
 class ExactReplica:
-    """As `Replica`, with a step for each event."""
+    """As `Replica`, with every step."""
 
     def __init__(
         self,
@@ -56,8 +61,8 @@ class ExactReplica:
             costs=costs if shape.max_step_s < math.inf else None,
             max_step_s=shape.max_step_s,
         )
-        self.next_s: float | None = None
-        self.busy_s = self._prefilled_s = self._saved_s = 0.0
+        self._max_running, self._clock = shape.max_running, clock
+        self._busy_s = self._prefilled_s = self._saved_s = 0.0
         self._costs = costs
         self._on_first, self._on_end, self._on_block = on_first, on_end, on_block
         self._changed, self._block_tokens = self._forest.report_changes(), 1
@@ -65,9 +70,21 @@ class ExactReplica:
         self._arrivals = itertools.count()
         self._owners: dict[int, Owner] = {}
         self._jobs: dict[int, tuple[Job, Sequence]] = {}  # by the sequence
-        self._batch: list[StepRows] = []
+        self._batch: list[StepRows] = []  # of the step that runs
+        self._ends: list[float] = []  # when it ends, and those after it that are alike
+        self._lengths: list[float] = []  # seconds of these
+
+    @property
+    def next_s(self) -> float | None:
+        return self._ends[-1] if self._ends else None
+
+    @property
+    def busy_s(self) -> float:
+        self._catch_up()
+        return self._busy_s
 
     def submit(self, job: Job, now_s: float) -> None:
+        self._cut()
         turn, arrival = job.turn, next(self._arrivals)
         self._block_tokens = turn.block_tokens
         ids = [token for token in turn.block_ids for _ in range(turn.block_tokens)]
@@ -89,6 +106,7 @@ class ExactReplica:
 
     def cancel(self, job: Job) -> bool:
         """The client has gone: its request is aborted. Return whether it had not begun."""
+        self._catch_up()
         job.is_cancelled = True
         sequence = next(sequence for each, sequence in self._jobs.values() if each is job)
         has_begun = sequence.path is not None
@@ -99,6 +117,7 @@ class ExactReplica:
 
     def status(self) -> Status:
         """See `Replica.status`."""
+        self._catch_up()
         streams, left = self._streams_and_left()
         return Status(
             sum(self._costs.prefill_s(num_new, 0) for num_new in left),
@@ -117,6 +136,7 @@ class ExactReplica:
 
     def load(self, span_s: float) -> ReplicaLoad:
         """See `Replica.load`."""
+        self._catch_up()
         streams, left = self._streams_and_left()
         load = ReplicaLoad(
             backlog_s=sum(self._costs.prefill_s(num_new, 0) for num_new in left),
@@ -133,7 +153,8 @@ class ExactReplica:
         return [job for job, _ in self._jobs.values() if not job.is_cancelled]
 
     def advance(self, now_s: float) -> None:
-        """The step has ended."""
+        """The step has ended, and all of its run."""
+        self._catch_up()
         for part in self._batch:
             if part.samples and part.sequence.path is not None:
                 self._append(part.sequence, now_s)
@@ -154,7 +175,7 @@ class ExactReplica:
 
     def _append(self, sequence: Sequence, now_s: float) -> None:
         job, _ = self._jobs[id(sequence)]
-        sequence.append(-2 - sequence.arrival)  # nobody else's
+        sequence.append(_answered(sequence))
         if sequence.num_output == 1:
             job.first_s = now_s
             usage, size = sequence.usage, job.turn.block_tokens
@@ -172,7 +193,7 @@ class ExactReplica:
             self._on_end(job)
 
     def _step(self, now_s: float) -> None:
-        self.next_s = None
+        self._ends, self._lengths = [], []
         if self._scheduler.has_work:
             self._batch = self._scheduler.schedule()
             moves = self._forest.drain_moves()
@@ -180,6 +201,59 @@ class ExactReplica:
             load_bytes = sum(load.num_tokens for load in moves.loads) * self._costs.calibration.kv_bytes_per_token
             # Layers are loaded beside those that compute.
             step_s = max(self._costs.step_s(rows), self._costs.edge_s("host", load_bytes, len(moves.loads)))
-            self.busy_s += step_s
+            self._busy_s += step_s
             self._prefilled_s += self._costs.step_s([each for each in rows if each[0] > 1])
-            self.next_s = now_s + step_s
+            self._lengths = [step_s, *self._alike()]
+            self._ends = [*itertools.accumulate(self._lengths, initial=now_s)][1:]
+
+    def _alike(self) -> Iterator[float]:
+        """Yield the seconds of further steps that are sure to have the rows that follow, and nothing else."""
+        num_keys = sum(part.end for part in self._batch)
+        for _ in range(self._num_alike()):
+            num_keys += len(self._batch)
+            yield self._costs.decode_s(len(self._batch), num_keys)
+
+    def _num_alike(self) -> int:
+        """Count them: until a page is full or a stream ends, if nobody else is to be admitted."""
+        scheduler, batch = self._scheduler, self._batch
+        is_open = bool(scheduler.waiting) and len(scheduler.running) < self._max_running
+        has_news = bool(self._changed)  # of pages, to be told when this step has ended
+        if is_open or has_news or len(batch) < len(scheduler.running) or self._forest.wants_copies:
+            return 0
+        fewest = _UNBOUNDED_TOKENS
+        for part in batch:
+            sequence = part.sequence
+            if part.num_rows > 1 or not part.samples or not sequence.num_output or sequence.path is None:
+                return 0
+            if sequence.path.gaps or sequence.window is not None:
+                return 0
+            fewest = min(fewest, -part.end % _PAGE_TOKENS, sequence.max_tokens - sequence.num_output - 1)
+        return fewest
+
+    def _catch_up(self) -> None:
+        """Do what the steps of the run did that have ended; the one that runs has its rows."""
+        num_ended = bisect_left(self._ends, self._clock())
+        if not num_ended:
+            return
+        for part in self._batch:
+            sequence = part.sequence
+            assert sequence.path is not None
+            for _ in range(num_ended):
+                sequence.append(_answered(sequence))
+            self._forest.take_rows(sequence.path, sequence.context, num_ended)
+        for _ in range(num_ended):
+            for part in self._batch:
+                self._scheduler.waiting.charge(part.sequence, OUTPUT_WEIGHT)
+        for length_s in self._lengths[1 : num_ended + 1]:
+            self._busy_s += length_s
+        del self._ends[:num_ended], self._lengths[:num_ended]
+
+    def _cut(self) -> None:
+        """End the run with the step that runs: what comes is seen behind it."""
+        self._catch_up()
+        del self._ends[1:], self._lengths[1:]
+
+
+def _answered(sequence: Sequence) -> int:
+    """Return a token that is nobody else's."""
+    return -2 - sequence.arrival

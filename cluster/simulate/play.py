@@ -22,13 +22,14 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.cachetier.simulate.simulator import BlockTiers
 from mneme.cluster.simulate.exact import ExactReplica
-from mneme.cluster.simulate.replica import EngineShape, Job, Replica
+from mneme.cluster.simulate.replica import EngineShape, Job, Replica, Status
 from mneme.cluster.simulate.routers import ROUTERS, Router, World
 from mneme.cluster.simulate.workload import Turn, infinite_hit_ratio
 from mneme.router.autoscaler import AutoscaleConfig, Autoscaler
 
 _UNBOUNDED = 2**50
 _LOOK_S = 1.0  # between two looks of the autoscaler
+_REPORT_S = 0.05  # reports of one replica are at least so far apart, as its `Reporter`'s
 TIERS = ("device", "host", "disk")
 
 
@@ -43,7 +44,7 @@ class ClusterShape:
     policy: PolicyName = "lru"
     router: str = "mneme"
     ingresses: int = 1
-    report_s: float = 1.0  # between two reports of load; replicas tell `mneme` at the end of a step, too
+    report_s: float = 1.0  # between two reports of load; replicas tell `mneme` at the end of a step with news, too
     timeout_s: float | None = None
     max_retries: int = 3
     concurrency: int | None = None  # sessions at once: the next begins when one has ended; None: at their times
@@ -71,6 +72,10 @@ class Simulation:
         self._replicas: list[Replica | ExactReplica] = []
         self._tiers: dict[int, BlockTiers] = {}  # by replica
         self._planned: list[float | None] = []  # when each replica's next event is
+        self._told: dict[int, tuple[int, ...]] = {}  # what each has reported of its queue
+        self._told_s: dict[int, float] = {}  # and when
+        self._changed: set[int] = set()  # whose blocks are others since
+        self._is_due: set[int] = set()  # who has news, for which it is not time yet
         self._in_flight: list[int] = []
         self._busy_before: list[float] = []  # until it was restarted
         self._active: list[int] = []  # that take requests
@@ -147,14 +152,26 @@ class Simulation:
     def _advance(self, number: int, replica: Replica | ExactReplica, planned_s: float) -> None:
         if self._replicas[number] is replica and replica.next_s == planned_s:
             replica.advance(self.now_s)
-            self._report(number)
+            self._report_news(number)
             self._planned[number] = None
             self._schedule(number)
+
+    def _report_news(self, number: int) -> None:
+        """Report what is new, as soon as it may be."""
+        if not self._has_reports or number in self._is_due:
+            return
+        if number not in self._changed and _queue(self._replicas[number].status()) == self._told[number]:
+            return
+        self._is_due.add(number)
+        self._at(self._told_s[number] + _REPORT_S, self._report, number)
 
     def _report(self, number: int) -> None:
         if not self._has_reports:
             return
         status = self._replicas[number].status()
+        self._told[number], self._told_s[number] = _queue(status), self.now_s
+        self._changed.discard(number)
+        self._is_due.discard(number)
         for router in self._routers:
             router.reported(number, status)
 
@@ -196,6 +213,7 @@ class Simulation:
         self.num_timeouts += 1
         if self._replicas[job.replica].cancel(job):
             self._in_flight[job.replica] -= 1
+        self._report_news(job.replica)
         self._withdraw(job, retries)
 
     def _withdraw(self, job: Job, retries: int) -> None:
@@ -293,6 +311,7 @@ class Simulation:
         return Replica(shape.engine, tiers, self._costs, self._first, self._end)
 
     def _stored(self, number: int, block_id: int, is_there: bool) -> None:
+        self._changed.add(number)
         for router in self._routers:
             router.stored(number, block_id, is_there=is_there)
 
@@ -345,6 +364,11 @@ class Simulation:
             "took_s": round(took_s, 3),
             "simulated_requests_per_minute": round(60 * len(jobs) / took_s) if took_s else None,
         }
+
+
+def _queue(status: Status) -> tuple[int, ...]:
+    """Return what is news if it changes; streams that go on are none."""
+    return status.queued_tokens, status.running, status.waiting
 
 
 def rank(ordered: Sequence[float], percent: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.simulate.costs import Rates, stands_still
 from mneme.cachetier.simulate.synthetic import SyntheticShape, make_trace
 from mneme.cachetier.simulate.traces import PacedRequest, TraceRequest
+from mneme.cluster.simulate.exact import ExactReplica
 from mneme.cluster.simulate.play import ClusterShape, Simulation
 from mneme.cluster.simulate.replica import DEFAULT_RATES, EngineShape
 from mneme.cluster.simulate.routers import ROUTERS
@@ -26,6 +28,9 @@ COSTS = CostModel(
     Calibration(prefill=(0, 0.1, 0), decode=(1.0, 0, 0), step_rows=1000, kv_bytes_per_token=1), stands_still
 )
 ONE = ClusterShape(replicas=1, engine=EngineShape(max_step_s=1.0))
+
+
+TIMES = ("took_s", "simulated_requests_per_minute")  # of this machine
 
 
 def turn(at_s: float, block_ids: list[int], output_tokens: int = 1) -> Turn:
@@ -123,6 +128,31 @@ def test_skipped_steps_end_where_each_step_would_have() -> None:
     for name, tolerance in {"ttft_p50_s": 0.1, "ttft_p90_s": 0.2, "e2e_p50_s": 0.05, "itl_p50_s": 0.05}.items():
         assert skipping[name] == pytest.approx(exact[name], rel=tolerance)
     assert skipping["hit_ratio"] == pytest.approx(exact["hit_ratio"], abs=0.02)
+
+
+@pytest.mark.parametrize("router", ["mneme", "power-of-two"])
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_of_decodes_are_what_their_steps_are(router: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One event for a run of alike steps changes no figure."""
+    draw = random.Random(seed)
+    sessions = SyntheticShape(num_sessions=40, sessions_per_s=1.5, num_turns=4, tokens_in=300, think_s=4, seed=seed)
+    turns = found_turns(make_trace(sessions, draw.choice([16, 64, 512])))
+    engine = EngineShape(capacity_tokens=draw.choice([None, 16_000, 30_000]), max_running=draw.choice([2, 8, 64]))
+    if engine.capacity_tokens is not None:
+        engine = replace(engine, host_tokens=draw.choice([0, 20_000]))
+    shape = ClusterShape(
+        replicas=3, router=router, exact=True, engine=engine, seed=seed,
+        timeout_s=draw.choice([None, 5.0]), restarts=((20.0, 1),),
+    )  # fmt: skip
+    figures = []
+    for is_alike in (True, False):
+        if not is_alike:
+            monkeypatch.setattr(ExactReplica, "_num_alike", lambda _replica: 0)
+        simulation = Simulation(shape, turns, DEFAULT_RATES.cost_model())
+        found = simulation.run()
+        times = [(job.turn.session, job.replica, job.first_s, job.ended_s, tuple(job.found)) for job in simulation.done]
+        figures.append(({name: each for name, each in found.items() if name not in TIMES}, times))
+    assert figures[0] == figures[1]
 
 
 def test_exact_replicas_say_what_they_hold() -> None:
