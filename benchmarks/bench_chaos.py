@@ -9,7 +9,7 @@ token is seen; what a fault may not do is fail a request or change a token. Thre
     kills    a session's second answer is streamed, and its replica killed (SIGKILL) after 0, 1, 5 or 20 pieces of text
     others   a node is removed at once (its replica, cache actor and raylet), a cache actor, a directory, an ingress is
              killed. Who is answered through the ingress that is killed loses the connection, which nobody can take
-             over: these are counted apart, as `cut`
+             over: these, and no other, are counted apart, as `cut`
     random   one of these every few seconds for `--minutes`, with each process's private memory and descriptors, pages
              in use and bytes of the tiers every 10 s: growth is the slope of the second half
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -49,7 +50,8 @@ STORY = "Once upon a time there was a small library in which every book could re
 PROMPTS = [f"{number}. {STORY[:400]}" for number in range(12)]
 LIMIT_S = 240.0
 SAMPLE_S, FAULT_S = 10.0, (4.0, 12.0)
-GROWTH_LIMIT_MIB_PER_HOUR = 64.0
+PROCESSES = ("engine", "ingress", "node", "directory", "controller", "proxy")
+GROWTH_LIMITS_PER_HOUR = {"mib": 64.0, "fds": 64.0}  # of one process
 # Ray's, so that a node that went is noticed soon and processes keep the machine's priority.
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -244,7 +246,7 @@ class Load:
     def __init__(self, url: str, expected: list[str], num_clients: int) -> None:
         self.url, self.expected = url, expected
         self.seen = Seen()
-        self.may_cut = False  # an ingress was killed just now
+        self.cut_s = -math.inf  # when an ingress was killed last
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._client, args=(n,), daemon=True) for n in range(num_clients)]
 
@@ -267,11 +269,11 @@ class Load:
         draw = random.Random(number)
         with httpx.Client(base_url=self.url, timeout=LIMIT_S) as http:
             while not self._is_over.is_set():
-                index = draw.randrange(len(PROMPTS))
+                index, began_s = draw.randrange(len(PROMPTS)), time.monotonic()
                 try:
                     text, _, pause_s = stream(http, plain(index))
                 except (httpx.HTTPError, BadStream) as error:
-                    if self.may_cut:
+                    if began_s < self.cut_s:  # its connection went with the ingress
                         self.seen.num_cut += 1
                     else:
                         self.seen.failures.append(f"{type(error).__name__}: {error}"[:120])
@@ -331,7 +333,7 @@ def explained(http: httpx.Client, completion: str, session: str) -> list[dict[st
     return choices
 
 
-def cause(cluster: ChaosCluster, what: str, draw: random.Random) -> Callable[[], None]:
+def cause(cluster: ChaosCluster, load: Load, what: str, draw: random.Random) -> Callable[[], None]:
     """Do it; what is returned makes it whole again."""
     if what == "node":
         name = cluster.node_without_ingress()
@@ -340,7 +342,9 @@ def cause(cluster: ChaosCluster, what: str, draw: random.Random) -> Callable[[],
         cluster.remove_node(name)
         return lambda: cluster.add_node(name)
     if what == "ingress":
-        os.kill(cluster.ingress_in_use(), signal.SIGKILL)
+        pid = cluster.ingress_in_use()
+        os.kill(pid, signal.SIGKILL)
+        load.cut_s = time.monotonic()
         return lambda: None
     kinds = {"replica": "#engine#", "cache actor": "NodeActor", "directory": "Directory"}
     pids = sorted(cluster.pids(kinds[what]).values())
@@ -356,12 +360,10 @@ def other_rows(cluster: ChaosCluster, load: Load, repeats: int, draw: random.Ran
         load.take()
         began_s = time.monotonic()
         for _ in range(repeats):
-            load.may_cut = what == "ingress"
-            mend = cause(cluster, what, draw)
+            mend = cause(cluster, load, what, draw)
             time.sleep(5.0)
             mend()
             cluster.await_replicas()
-            load.may_cut = False
         seen = load.take()
         rows.append({"fault": what, "times": repeats, "seconds": time.monotonic() - began_s, **seen.as_json(),
                      "longest_pause_s": max(seen.pauses_s, default=None)})  # fmt: skip
@@ -384,13 +386,11 @@ def random_faults(cluster: ChaosCluster, load: Load, minutes: float, draw: rando
             samples.append({"at_s": round(time.monotonic() - began_s, 1), **sample(cluster)})
             next_sample_s = time.monotonic() + SAMPLE_S
         what = draw.choices(("replica", "cache actor", "directory", "node", "ingress"), (6, 3, 3, 1, 1))[0]
-        load.may_cut = what == "ingress"
-        mend = cause(cluster, what, draw)
+        mend = cause(cluster, load, what, draw)
         faults[what] += 1
         time.sleep(draw.uniform(*FAULT_S))
         mend()
         cluster.await_replicas()
-        load.may_cut = False
         print(f"{time.monotonic() - began_s:.0f} s {what} {load.seen.as_json()}", file=sys.stderr, flush=True)
     cluster.await_replicas()
     samples.append({"at_s": round(time.monotonic() - began_s, 1), **sample(cluster)})
@@ -463,14 +463,14 @@ def main() -> None:
     results["pause_p50_s"] = statistics.median(pauses_s) if pauses_s else None
     failed = sum(row["failed"] for row in kills) + sum(part.get("num_failed", 0) for part in parts)
     wrong = sum(row["wrong"] for row in kills) + sum(part.get("num_wrong", 0) for part in parts)
+    grown = results.get("random", {}).get("growth", {})
     run.check(
         at_most("requests that failed", failed, 0, "requests"),
         at_most("answers with a wrong token", wrong, 0, "answers"),
         at_most("pause p95 of killed streams", p95_s, 1.0, "s"),
         *(
-            at_most(f"growth of {name}", results.get("random", {}).get("growth", {}).get(f"{name}_mib_per_hour"),
-                    GROWTH_LIMIT_MIB_PER_HOUR, "MiB/hour")
-            for name in ("controller", "proxy")
+            at_most(f"growth of {name}'s {unit}", grown.get(f"{name}_{unit}_per_hour"), limit, f"{unit}/hour")
+            for name in PROCESSES for unit, limit in GROWTH_LIMITS_PER_HOUR.items()
         ),
     )  # fmt: skip
     run.end(results)
