@@ -75,11 +75,11 @@ def write_random_llama(directory: Path, seed: int = 0, **shape: int) -> Path:
     return directory
 
 
-def write_chat_llama(directory: Path) -> Path:
-    """Save the same model with the tokenizer and the chat template of mneme-tiny."""
+def write_chat_llama(directory: Path, **shape: int) -> Path:
+    """Save the same model, or one of another shape, with the tokenizer and the chat template of mneme-tiny."""
     from mneme.replicas.model.config import model_directory
 
-    write_random_llama(directory, vocab_size=3072, eos_token_id=3)
+    write_random_llama(directory, **{"vocab_size": 3072, "eos_token_id": 3, **shape})
     for file in model_directory("mneme-tiny").iterdir():
         if file.name.startswith(("tokenizer", "chat_template")):
             shutil.copy(file, directory)
