@@ -38,7 +38,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from engines import PAGE_SIZE, request
-from harness import PartResult, Run, at_least, at_most, options_of
+from harness import Check, PartResult, Run, at_least, at_most, options_of
 from plots import bars, caption_of, save
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -326,10 +326,7 @@ class Bench:
             for ratio in self._scale.ratios:
                 rows += self._perplexity_rows(texts, window, ratio)
         ratios = {arm: [row["over TT"] for row in rows if row["arm"] == arm and not row["keeps"]] for arm in STRATEGIES}
-        checks = [
-            at_most("perplexity_ours_over_tt", max(ratios[OURS]), MOST_OVER_TT),
-            at_least("perplexity_nkvt_over_tt", min(ratios[NKVT]), CLEARLY_WORSE),
-        ]
+        checks = checks_of_perplexity(max(ratios[OURS]), min(ratios[NKVT]))
         return PartResult(name="perplexity", title="of text behind the first overflow", rows=rows, checks=checks)
 
     def retrieval(self) -> PartResult:
@@ -338,9 +335,9 @@ class Bench:
             asked = questions(self._tokenizer, self._text, self._scale.num_cases, window - NUM_SPARE, self._seed)
             rows += self._retrieval_rows(asked, window)
         below = [row["below TT"] for row in rows if row["arm"] == OURS and not row["keeps"]]
-        check = at_most("retrieval_ours_below_tt", max(below), MOST_BELOW_TT, "accuracy")
+        checks = checks_of_retrieval(max(below))
         title = "a question behind the overflow whose answer was kept"
-        return PartResult(name="retrieval", title=title, rows=rows, checks=[check])
+        return PartResult(name="retrieval", title=title, rows=rows, checks=checks)
 
     def turns(self) -> PartResult:
         rows = [row for window in self._scale.turn_windows for row in self._turn_rows(window)]
@@ -454,6 +451,17 @@ def spent(heard: Sequence[Heard]) -> dict[str, Any]:
     }
 
 
+def checks_of_perplexity(ours: float | None = None, nkvt: float | None = None) -> list[Check]:
+    return [
+        at_most("perplexity_ours_over_tt", ours, MOST_OVER_TT),
+        at_least("perplexity_nkvt_over_tt", nkvt, CLEARLY_WORSE),
+    ]
+
+
+def checks_of_retrieval(below: float | None = None) -> list[Check]:
+    return [at_most("retrieval_ours_below_tt", below, MOST_BELOW_TT, "accuracy")]
+
+
 def main() -> None:
     parser = options_of(__doc__, quick="one window, one ratio, 200 questions; at most 90 s", out=True)
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be given more than once")
@@ -461,7 +469,10 @@ def main() -> None:
     run = Run("truncation", args, threads=1, python=platform.python_version(), dtype="float32", model="mneme-tiny")
     bench = Bench(QUICK if args.quick else FULL, args.seed)
     parts = [getattr(bench, name)() for name in args.only or PARTS]
-    run.end({run.show(part).name: part.rows for part in parts}, draw)
+    results = {run.show(part).name: part.rows for part in parts}
+    for name, checks in (("perplexity", checks_of_perplexity()), ("retrieval", checks_of_retrieval())):
+        run.check(*(checks if name not in results else ()))
+    run.end(results, draw)
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
