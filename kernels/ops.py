@@ -75,6 +75,22 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
     return index.tolist(), value.tolist()
 
 
+def mask_logits(logits: Tensor, bits: Tensor) -> None:
+    """Set the logits of tokens whose bit is 0 to -inf, in place.
+
+    logits  float32 [T, vocab]  contiguous
+    bits    int32 [T, at least vocab / 32]  bit i of word j: token 32 j + i; contiguous, on the logits' device
+    """
+    _check_logits(logits)
+    num_words = -(-logits.shape[1] // 32)
+    is_right = bits.dtype is torch.int32 and bits.ndim == 2 and len(bits) == len(logits) and bits.shape[1] >= num_words
+    if not is_right or not logits.is_contiguous() or not bits.is_contiguous() or bits.device != logits.device:
+        rule = f"must be int32 [{len(logits)}, at least {num_words}] beside the logits, both contiguous"
+        raise ValueError(f"bits: {rule} (got {_text(bits)})")
+    computed = native_ops if native_ops.can_compute(logits) else torch_ops
+    computed.mask_logits(logits, bits)
+
+
 def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> list[int]:
     """Return where each row's cumulative distribution, in the order of the vocabulary, passes its number.
 

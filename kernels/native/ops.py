@@ -61,6 +61,12 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     return index, value
 
 
+def mask_logits(logits: Tensor, bits: Tensor) -> None:
+    native_function("mneme_mask_logits")(
+        logits.data_ptr(), bits.data_ptr(), len(logits), logits.shape[1], bits.shape[1], num_threads()
+    )
+
+
 def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> Tensor:
     logits = logits.contiguous()
     num_rows, count = logits.shape

@@ -32,6 +32,13 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     return index, logits.gather(-1, index[:, None])[:, 0]
 
 
+def mask_logits(logits: Tensor, bits: Tensor) -> None:
+    """Unpack the bits where they are: what crosses to a device is a 32nd of the logits."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    is_barred = ((bits[:, :, None] >> shifts) & 1 == 0).flatten(1)
+    logits.masked_fill_(is_barred[:, : logits.shape[1]], -torch.inf)
+
+
 def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> Tensor:
     temperature = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
     return invert((logits / temperature[:, None]).softmax(dim=-1), numbers)

@@ -371,18 +371,20 @@ class Engine:
         return self.take_events()
 
     def _append(self, sequence: Sequence, outcome: Sampled) -> None:
+        matcher, grammar = sequence.matcher, sequence.request.sampling.grammar
+        if outcome.token_id is not None:
+            sequence.append(outcome.token_id)
+        if matcher is not None and matcher.error is not None and grammar is not None:
+            self._finish(sequence, "error", InvalidRequest(grammar.field, None, matcher.error))
+            return
         if outcome.token_id is None:
             self._finish(sequence, "error", "the model's logits are not finite")
             return
-        sequence.append(outcome.token_id)
         if sequence.num_output == 1:
             self.scheduler.release_followers(sequence)
         sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
         reason = sequence.finish_reason(outcome.token_id)
-        matcher, grammar = sequence.matcher, sequence.request.sampling.grammar
-        if matcher is not None and matcher.error is not None and grammar is not None:
-            self._finish(sequence, "error", InvalidRequest(grammar.field, None, matcher.error))
-        elif reason is None:
+        if reason is None:
             self._outbox.report(sequence)
         else:
             self._finish(sequence, reason)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mneme.kernels.ops import best_tokens, draw_tokens, draw_whole
+from mneme.kernels.ops import best_tokens, draw_tokens, draw_whole, mask_logits
 from mneme.kernels.torch.ops import invert
 from mneme.replicas.request import Logprobs, PromptLogprobs, SamplingParams
 from mneme.replicas.sequence import TokenCounts
@@ -91,10 +91,10 @@ def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
     logits  float32 [num_rows, vocab_size], contiguous; changed in place
     """
-    if not any(r.params.logit_bias or r.barred_ids or r.seen or r.drawn or r.mask is not None for r in rows):
+    _mask_logits(logits, rows)
+    if not any(row.params.logit_bias or row.barred_ids or row.seen or row.drawn for row in rows):
         return
     flat = logits.view(-1)
-    _mask_logits(logits, rows)
     biases = ((i, list(row.params.logit_bias), list(row.params.logit_bias.values())) for i, row in enumerate(rows))
     if edits := _on_device(logits, biases):
         flat[edits.at] += edits.value
@@ -111,14 +111,12 @@ def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 def _mask_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Set the logits of what rows' masks leave out to -inf."""
-    masks = [(index, row.mask) for index, row in enumerate(rows) if row.mask is not None]
-    if not masks:
+    masked = next((row.mask for row in rows if row.mask is not None), None)
+    if masked is None:
         return
-    barred = np.zeros((len(rows), len(masks[0][1])), np.int32)
-    for index, mask in masks:
-        np.invert(mask, out=barred[index])
-    bits = np.unpackbits(barred.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
-    logits.masked_fill_(torch.from_numpy(bits.view(np.bool_)).to(logits.device), -torch.inf)
+    free = np.full_like(masked, -1)
+    bits = np.stack([free if row.mask is None else row.mask for row in rows])
+    mask_logits(logits, torch.from_numpy(bits).to(logits.device))
 
 
 def _lowered_by(row: SampleRow) -> npt.NDArray[np.float64]:

@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 MAX_COMPILED = 64
 _MAX_ERROR_CHARS = 400
 # They come last, so that no schema sets them: `lenient` and `coerce_one_of` would let invalid answers through, and
-# without a bound a model may write blanks for ever.
+# without a bound a model may write blanks for ever. 20 are enough for a line's end and an indent.
 _JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
     "coerce_one_of": False,
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}",
+    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}",
 }
 
 Mask = npt.NDArray[np.int32]  # bit i of word j: token 32 j + i
@@ -64,6 +64,7 @@ class Matcher:
         self.error: str | None = None
         if emitted and not self.is_waiting:
             compiled.consume_tokens(list(emitted))
+        self._mask: Mask | None = None  # None: not computed for this state
         self._look()
         self.is_over = False  # what ended before has its end token yet to come
 
@@ -78,20 +79,29 @@ class Matcher:
             self._awaited = None if token_id == self._awaited else self._awaited
             return
         self._state.consume_token(token_id)
+        self._mask = None
         self._look()
 
     def mask(self, barred_ids: Sequence[int]) -> Mask:
-        """Return which tokens may follow; of those, barred ones only where there are no others."""
+        """Return which tokens may follow; of those, barred ones only where there are no others.
+
+        Computed here and not by `push`, so that a device computes the logits meanwhile. Where that fails no token may
+        follow, and `error` says why.
+        """
+        if self._mask is None:
+            self._mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
+            self._look()
+            if self.error is not None:
+                self._mask = np.zeros_like(self._mask)
         return without(self._mask, barred_ids)
 
     def _look(self) -> None:
-        if not self._state.is_error():
-            self.is_over = self._state.is_stopped()
-            if self.is_over and self._state.stop_reason() not in ("NoExtension", "NoExtensionBias", "EndOfSentence"):
-                self.error = f"the grammar could not be followed: {self._state.stop_reason()}"
-            self._mask: Mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
         if self._state.is_error():
             self.error = f"the grammar could not be followed: {_brief(self._state.get_error())}"
+        elif self._state.is_stopped():
+            self.is_over = True
+            if self._state.stop_reason() not in ("NoExtension", "NoExtensionBias", "EndOfSentence"):
+                self.error = f"the grammar could not be followed: {self._state.stop_reason()}"
 
 
 class Grammars:
@@ -100,17 +110,31 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int = 0) -> None:
         """`vocab_size`: of the model, which may have more tokens than its tokenizer."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()  # of `_compiled`; nobody waits for what another compiles
+        self._lock = threading.Lock()  # of `_compiled`
+        self._compiling = threading.Lock()  # held by who checks one that is not known
         self._tokens: LLTokenizer | None = None
         self._compiled: Bounded[Grammar, LLMatcher | str] = Bounded(MAX_COMPILED)
 
     def check(self, grammar: Grammar) -> None:
-        """Compile it; raises `InvalidRequest`, which names what is not supported. May take a second the first time."""
+        """Compile it; raises `InvalidRequest`, which names what is not supported.
+
+        May take half a second the first time. New ones are compiled one after the other, so that whatever many ask
+        for at once takes one core and leaves the others to who generates.
+        """
+        if not self.knows(grammar):
+            with self._compiling:
+                self._compile(grammar)
         self._compile(grammar)
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Return whether it was compiled of late, or found not to be supported."""
+        with self._lock:
+            return self._compiled.get(grammar) is not None
 
     def matcher(self, grammar: Grammar, emitted: Sequence[int]) -> Matcher:
         """Make a matcher behind `emitted`; raises `InvalidRequest`."""
         matcher = Matcher(self._compile(grammar).deep_copy(), emitted, grammar.after)
+        matcher.mask(())
         if matcher.error is not None:
             raise InvalidRequest(grammar.field, None, matcher.error)
         return matcher
@@ -154,12 +178,15 @@ class Grammars:
 
 @cache
 def _limits() -> LLParserLimits:
-    """Some 0.2 s to compile, 20 ms for a token and 100 MB of states, each at most."""
+    """About 0.5 s to compile, 50 ms for a token and 100 MB of states, each at most.
+
+    What takes long to compile are objects of many optional properties: the time grows with the square of their number.
+    """
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
-        max_grammar_size=100_000,
+        max_grammar_size=20_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
         max_lexer_states=50_000,

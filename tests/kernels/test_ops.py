@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,6 +128,20 @@ def test_best_tokens(size: int) -> None:
         assert value[row] == logits[row].max()
         assert index[row] == int((logits[row] == logits[row].max()).nonzero()[0])
     assert value[3] != value[3]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 3000])
+def test_masked_logits_are_barred_and_the_others_stay(size: int) -> None:
+    logits = draw(4, size, dtype=torch.float32)
+    logits[:, 0] = torch.nan
+    allowed = draw(4, size + 40, dtype=torch.float32, seed=1) > 0  # bits behind the vocabulary mean nothing
+    allowed[0], allowed[1] = True, False
+    packed = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+    packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4)))
+    expected = logits.masked_fill(~allowed[:, :size], -torch.inf)
+    ops.mask_logits(logits, torch.from_numpy(packed.view(np.int32)))
+    assert torch.equal(logits.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 @pytest.mark.usefixtures("backend")

@@ -1,5 +1,5 @@
-// The decoder's row-wise operations: RMS norm, with or without the residual's addition, the gate of the MLP, the best
-// token and the draw of one.
+// The decoder's row-wise operations: RMS norm, with or without the residual's addition, the gate of the MLP, the mask of
+// a grammar, the best token and the draw of one.
 // Each row is computed alone and in one order, so it does not depend on the rows beside it.
 // Bytes: inputs and results once each (a draw reads its logits twice). Flops per element: norms 4, with the addition 5,
 // gates about 20, best token 3, draw about 20.
@@ -132,6 +132,19 @@ Best best_of(const float* x, int64_t count) {
   return any_nan ? Best{0, NAN} : Best{std::find(x, x + count, value) - x, value};
 }
 
+// Sets the logits of tokens whose bit is 0 to -inf. Words are mostly all ones, where any text may follow, or all zeros.
+void mask_row(float* x, const uint32_t* bits, int64_t count) {
+  for (int64_t i = 0; i < count; i += 32) {
+    const uint32_t word = bits[i / 32];
+    if (word == ~0u) continue;
+    const int size = static_cast<int>(std::min<int64_t>(32, count - i));
+    if (word == 0)
+      std::fill_n(x + i, size, -INFINITY);
+    else
+      for (int bit = 0; bit < size; ++bit) x[i + bit] = word >> bit & 1 ? x[i + bit] : -INFINITY;
+  }
+}
+
 // e^((x - best) * scale) of one vector of logits; 0 where that is below what exponential() reaches.
 inline Vec weights_of(Vec x, float best, float scale) {
   const Vec power = (x - best) * scale;
@@ -232,6 +245,15 @@ extern "C" void mneme_best_tokens(const float* logits, int64_t* index, float* va
     index[row] = best.index;
     value[row] = best.value;
   }
+}
+
+// logits [num_rows, count], bits [num_rows, num_words], contiguous.
+extern "C" void mneme_mask_logits(float* logits, const uint32_t* bits, int64_t num_rows, int64_t count,
+                                  int64_t num_words, int32_t num_threads) {
+  const int threads = mneme::team(num_rows * count, num_threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < num_rows; ++row)
+    mneme::mask_row(logits + row * count, bits + row * num_words, count);
 }
 
 // logits [num_rows, count], contiguous; temperature, number and index [num_rows].

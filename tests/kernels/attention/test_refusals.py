@@ -249,6 +249,15 @@ BAD_LOGITS = [torch.zeros(4, 100).bfloat16(), torch.zeros(4, 100).double(), torc
             ("logits: must be float32", lambda x=x: ops.draw_whole(x, [1.0] * len(x), [0.5] * len(x)))
             for x in BAD_LOGITS
         ),
+        *(("logits: must be float32", lambda x=x: ops.mask_logits(x, torch.zeros(3, 4))) for x in BAD_LOGITS),
+        *(
+            ("bits: must be int32", lambda bits=bits: ops.mask_logits(torch.zeros(3, 33), bits))
+            for bits in (
+                torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32),
+                torch.zeros(3, 4, dtype=torch.int32)[:, ::2], meta(3, 2),
+            )
+        ),
+        ("bits: .* both contiguous", lambda: ops.mask_logits(torch.zeros(33, 3).T, torch.zeros(3, 2).int())),
         *(
             ("temperatures, numbers: ", lambda t=t, n=n: ops.draw_whole(torch.zeros(4, 100), [1.0] * t, [0.5] * n))
             for t, n in PAIRS
