@@ -22,7 +22,7 @@ from mneme.cluster.metrics.latency import Clock, ModelLatencies
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.wire.openai import Message, conversation
-from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
 from mneme.primitives import Bounded
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.request import Grammar, History
@@ -41,6 +41,7 @@ from mneme.replicas.truncation import MAX_WINDOWS, Truncation
 
 T = TypeVar("T")
 
+MAX_COMPILING = 16  # new grammars at once; each may take half a second
 MAX_PROMPT_RECORDS = 1024  # some bytes for each 64 tokens
 _SMALL_TEXT_CHARS = 4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
 
@@ -102,6 +103,8 @@ class ApiState:
     # meanwhile.
     _template_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "template"))
     _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
+    _grammar_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
+    _num_compiling: int = 0  # grammars, the waiting ones too
     _grammars: Grammars = field(init=False)
     dialect: Dialect = field(init=False)
     # Of messages whose clients ask what became of their prefix, by tenant and id: `messages.PromptRecord`.
@@ -196,8 +199,17 @@ class ApiState:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, work)
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """Raise `InvalidRequest` for a grammar that the model cannot follow."""
-        await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, self._grammars.check, grammar)
+        """Raise `InvalidRequest` for a grammar that the model cannot follow, `Overloaded` where too many are new."""
+        if self._grammars.knows(grammar):
+            self._grammars.check(grammar)
+            return
+        if self._num_compiling >= MAX_COMPILING:
+            raise Overloaded("too many new grammars at once")
+        self._num_compiling += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self._grammars.check, grammar)
+        finally:
+            self._num_compiling -= 1
 
     def encode(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
-from mneme.cluster.http.api_state import Backend
+from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
+from mneme.replicas.request import Grammar
+from mneme.replicas.text.grammar import Grammars
 from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, chat, get, post, serving
 from tests.cluster.bad_request_checks import BadRequestChecker
 from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, RawRequest
@@ -157,6 +160,29 @@ def test_a_template_that_never_ends_is_one_refused_request() -> None:
     tokenizer.close()
     assert [response.status_code for response in responses] == [400, 200, 400, 200]
     assert responses[0].json()["error"]["param"] == "messages"
+
+
+def test_new_grammars_wait_for_each_other_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, go_on, running = Grammars.check, threading.Event(), threading.Semaphore(1)
+
+    def checked(grammars: Grammars, grammar: Grammar) -> None:
+        assert running.acquire(blocking=False)
+        assert go_on.wait(30)
+        running.release()
+        check(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "check", checked)  # so that one takes long, whatever the compiler can
+
+    async def run() -> list[int]:
+        async with concurrently(FakeEngineClient(TOKENIZER)) as client:
+            bodies = [{**CHAT, "guided_regex": f"[a-z]{{{i + 1}}}"} for i in range(MAX_COMPILING + 1)]
+            calls = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
+            done, _ = await asyncio.wait(calls, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            go_on.set()
+            assert [call.result().status_code for call in done] == [429]
+            return [response.status_code for response in await asyncio.gather(*calls)]
+
+    assert sorted(asyncio.run(run())) == [200] * MAX_COMPILING + [429]
 
 
 def test_bodies_that_are_being_read_share_a_budget() -> None:
