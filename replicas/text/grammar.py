@@ -91,6 +91,8 @@ class Matcher:
         if self._mask is None:
             self._mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
             self._look()
+            if self.error is None and not self._mask.any():  # of a schema whose references go round, for one
+                self.error = "the grammar could not be followed: it lets nothing follow and does not end"
             if self.error is not None:
                 self._mask = np.zeros_like(self._mask)
         return without(self._mask, barred_ids)
@@ -173,7 +175,11 @@ class Grammars:
             compiled = LLMatcher(self._tokens, _source(grammar), log_level=0, limits=_limits())
         except ValueError as error:
             return _brief(str(error))
-        return f"is not supported: {_brief(compiled.get_error())}" if compiled.is_error() else compiled
+        if compiled.is_error():
+            return f"is not supported: {_brief(compiled.get_error())}"
+        begun = Matcher(compiled.deep_copy(), ())
+        begun.mask(())
+        return begun.error or compiled
 
 
 @cache

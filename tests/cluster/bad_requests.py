@@ -707,7 +707,43 @@ _OTHER_ROUTES = [
     )
 ]
 
+# Routes that take nothing: there is only the method to get wrong.
+_WITHOUT_PARAMETERS = [
+    BadRequest(name=f"{method} {path}", method=method, path=path, status=405, param=None)
+    for path in (
+        *("/v1/models", "/v1/kv/stats", "/v1/kv/pins", "/health", "/ready", "/metrics", "/version"),
+        *("/", "/docs", "/openapi.json"),
+    )
+    for method in ("POST", "DELETE")
+]
+
+
+def _embedding(name: str, param: str | None, status: int = 400, **changes: Any) -> BadRequest:
+    body = {"model": "$MODEL", "input": "Hello", **changes}
+    return BadRequest(name=f"embeddings: {name}", path="/v1/embeddings", body=body, param=param, status=status)
+
+
+_EMBEDDINGS = [
+    _embedding("no input", "input", input=None),
+    _embedding("an empty text", "input", input=""),
+    _embedding("no texts", "input", input=[]),
+    _embedding("one text of two empty", "input[1]", input=["a", ""]),
+    _embedding("an object", "input", input={}),
+    _embedding("texts and ids", "input[1]", input=["a", 5]),
+    _embedding("an id that is negative", "input", input=[-1]),
+    _embedding("an id of 2^70", "input", input=[2**70]),
+    _embedding("ids nested too deep", "input[0][0]", input=[[[1]]]),
+    _embedding("a surrogate", "input", input="\ud800"),
+    _embedding("an unknown model", "model", 404, model="no-such-model"),
+    _embedding("a format of no kind", "encoding_format", encoding_format="hex"),
+    _embedding("0 dimensions", "dimensions", dimensions=0),
+    _embedding("dimensions as text", "dimensions", dimensions="8"),
+    _embedding("truncated to 0", "truncate_prompt_tokens", truncate_prompt_tokens=0),
+]
+
 BAD_REQUESTS = [
+    *_WITHOUT_PARAMETERS,
+    *_EMBEDDINGS,
     *_JSON,
     *_PLACES,
     *_MESSAGES,

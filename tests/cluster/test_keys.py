@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import os
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,25 @@ def test_each_key_is_a_tenant_with_its_role() -> None:
     assert len(set(keyring.tenants)) == 4
     assert [caller.is_admin for caller in callers] == [True, True, False, True]
     assert Keyring(["k1"], clock=Clock()).authenticate("Bearer k1").tenant == callers[1].tenant
+
+
+def test_hashes_of_keys_are_compared_in_constant_time_alone() -> None:
+    """Read the source: times cannot be told apart in a test.
+
+    Nothing in it that stops at the first difference may see what was sent or a key's hash: no `==`, `in`, look-up.
+    """
+    secret, found = {"digest", "sha256"}, []
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(Keyring.authenticate)))):
+        names = {getattr(each, "id", None) or getattr(each, "attr", None) for each in ast.walk(node)}
+        if names & secret and isinstance(node, ast.Compare | ast.Subscript):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and any(
+            isinstance(each, ast.Name | ast.Attribute)
+            and (getattr(each, "id", "") or getattr(each, "attr", "")) in secret
+            for each in node.args
+        ):
+            found.append(ast.unparse(node.func))
+    assert set(found) == {"hmac.compare_digest", "tenant_of_secret"}, found  # the second behind the first, of the found
 
 
 @pytest.mark.parametrize(

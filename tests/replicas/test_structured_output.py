@@ -395,6 +395,18 @@ def test_an_object_of_too_many_properties_is_refused(grammars: Grammars) -> None
         grammars.check(Grammar("json_schema", schema))
 
 
+def test_references_that_go_round_are_refused_or_end_their_request(llm: LLM, grammars: Grammars) -> None:
+    with pytest.raises(InvalidRequest, match="could not be followed"):
+        grammars.check(Grammar("json_schema", {"$ref": "#"}))
+    round_trip = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    grammar = Dialect(llm.tokenizer, "hermes").call_grammar({"f": round_trip}, is_forced=True, is_one=True)
+    assert grammar is not None
+    last = _run(llm, [_request("round", llm, grammar=grammar, max_tokens=200)])["round"][-1]
+    assert last.finish_reason == "error"
+    assert isinstance(last.refusal, InvalidRequest)
+    assert last.refusal.field == "tools"
+
+
 def test_blanks_between_the_tokens_of_json_are_bounded(llm: LLM, grammars: Grammars) -> None:
     for num_blanks in (20, 21):
         matcher = grammars.matcher(Grammar("json_object"), [])

@@ -42,6 +42,19 @@ def test_nothing_is_said_of_graphs_where_nobody_serves(capsys: pytest.CaptureFix
     assert "cuda graphs" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("mode", [None, "disabled", "token"])
+def test_ray_without_tokens_is_warned_of(
+    mode: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    doctor(port=1, as_json=True)
+    findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert findings["RAY_AUTH_MODE"]["value"] == (mode or "not set")
+    assert ("token" in findings["RAY_AUTH_MODE"]["advice"]) == (mode != "token")
+
+
 def test_what_is_found_is_said_at_once_and_summed_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

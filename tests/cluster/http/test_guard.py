@@ -17,7 +17,7 @@ from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.grammar import Grammars
-from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, chat, get, post, serving
+from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, chat, get, post, serving
 from tests.cluster.bad_request_checks import BadRequestChecker
 from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, RawRequest
 from tests.cluster.fake_engine_client import FakeEngineClient
@@ -123,6 +123,15 @@ def test_the_id_that_a_proxy_gave_is_left_to_the_proxy() -> None:
         response = post("/v1/chat/completions", CHAT, engine=engine, headers={"X-Request-ID": "twice"})
         assert "x-request-id" not in response.headers
     assert len({request.request_id for request in engine.requests}) == 2
+
+
+def test_prompts_are_text_or_ids() -> None:
+    tensor = post("/v1/completions", {**COMPLETION, "prompt_embeds": "gASVAAAA"})
+    assert (tensor.status_code, tensor.json()["error"]["param"]) == (400, "prompt_embeds")
+    for kind in ("image_url", "input_audio", "video_url", "file"):
+        part = {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}
+        refused = chat(messages=[{"role": "user", "content": [part]}])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].content[0].type")
 
 
 def test_long_headers_are_refused_before_the_body_is_read() -> None:
