@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 import torch
 import transformers
@@ -255,6 +256,56 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
         thread.join(60)
         assert not thread.is_alive()
     assert texts == expected
+    await_metric(server, 'mneme_replicas{state="ready"}', 2, limit_s=300)
+
+
+def test_a_forced_call_goes_on_where_its_killed_replica_left_it(
+    server: str, server_process: ServerProcess, client: OpenAI
+) -> None:
+    """The grammar's state is made anew from the tokens that the client has."""
+    await_metric(server, 'mneme_replicas{state="ready"}', 2, limit_s=300)
+    note = {"type": "string", "minLength": 300, "maxLength": 400}
+    schema = {
+        "type": "object",
+        "properties": {"note": note, "days": {"type": "integer"}},
+        "required": ["note", "days"],
+        "additionalProperties": False,
+    }
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 900,
+        "temperature": 0,
+        "tools": [{"type": "function", "function": {"name": "write", "parameters": schema}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    prompts = [f"{i}. {PROMPT}" for i in range(6)]
+    expected = []
+    for prompt in prompts:
+        (call,) = client.chat.completions.create(messages=ask(prompt), **body).choices[0].message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+        expected.append(call.function.arguments)
+    victim = min(cpu_seconds(server_process))
+    written: list[str] = [""] * len(prompts)
+    halfway = threading.Barrier(len(prompts) + 1, timeout=240)
+
+    def stream(i: int) -> None:
+        with client.chat.completions.create(messages=ask(prompts[i]), stream=True, **body) as chunks:
+            for n, chunk in enumerate(chunks):
+                if n == 20:
+                    halfway.wait()
+                for call in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
+                    written[i] += (call.function and call.function.arguments) or ""
+
+    threads = [threading.Thread(target=stream, args=(i,), daemon=True) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    halfway.wait()
+    os.kill(victim, signal.SIGKILL)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert written == expected
     await_metric(server, 'mneme_replicas{state="ready"}', 2, limit_s=300)
 
 
