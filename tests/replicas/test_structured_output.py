@@ -98,21 +98,91 @@ VALUES: list[dict[str, Any]] = [
     *({"type": "integer", "multipleOf": of, "minimum": 0, "maximum": 40} for of in (2, 3, 7)),
     *({"type": "number", "minimum": low, "exclusiveMaximum": low + 1} for low in (-2, 0, 0.5)),
     *({"type": "string", "minLength": low, "maxLength": low + size} for low in (0, 2) for size in (0, 3)),
-    *(
-        {"type": "string", "pattern": each}
-        for each in (r"^\\d{3}$", "^[a-f]+$|^x$", "^(ab){1,2}$", r"^\\w-\\w$", "^é?$")
-    ),
+    *({"type": "string", "pattern": each} for each in (r"^\d{3}$", "^[a-f]+$|^x$", "^(ab){1,2}$", r"^\w-\w$", "^é?$")),
     *({"type": "string", "format": each} for each in ("date", "uuid", "ipv4", "duration", "hostname")),
     *({"const": each} for each in (None, True, 0, -1.5, "é", [], [1, "a"], {"a": {"b": []}})),
     *({"enum": each} for each in (["a"], ["a", "b", "abc"], [1, 2, 30], [None, False], [[1], {"a": 1}])),
     *({"type": each} for each in ("null", "boolean", ["boolean", "null"])),
 ]
+# As people write them: arguments of functions, messages of APIs, files of settings, resources of a cluster.
+COLOR = {"type": "string", "enum": ["red", "green", "blue"]}
+WRITTEN: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Where", "maxLength": 9},
+            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"},
+        },
+        "required": ["city"],
+        **CLOSED,
+    },
+    _object(to={"type": "array", "items": {"type": "string", "format": "ipv4"}, "minItems": 1, "maxItems": 1}),
+    _object(
+        amount={"type": "number", "minimum": 0, "maximum": 9}, currency={"type": "string", "pattern": "^[A-Z]{3}$"}
+    ),
+    _object(op={"enum": ["eq", "lt", "gt"]}, args={"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 2}),
+    _object(ok={"type": "boolean"}, error={"type": ["string", "null"], "maxLength": 5}),
+    _object(page={"type": "integer", "minimum": 1, "maximum": 99, "default": 1}, size={"enum": [10, 20, 50]}),
+    {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "definitions": {"port": {"type": "integer", "minimum": 1, "maximum": 65535}},
+        **_object(listen={"$ref": "#/definitions/port"}, admin={"$ref": "#/definitions/port"}),
+    },
+    {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "https://example.com/settings.json",
+        "title": "Settings",
+        **_object(
+            level={"enum": ["debug", "info"]}, color=COLOR, paths={"type": "array", "items": STRING, "maxItems": 2}
+        ),
+    },
+    {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$defs": {"labels": {"type": "object", "additionalProperties": {"type": "boolean"}, "maxProperties": 1}},
+        **_object(
+            apiVersion={"const": "v1"},
+            kind={"enum": ["Pod", "Service"]},
+            metadata=_object(
+                name={"type": "string", "pattern": "^[a-z][a-z0-9]{0,5}$"}, labels={"$ref": "#/$defs/labels"}
+            ),
+        ),
+    },
+    _object(
+        containers={
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 1,
+            "items": _object(image=STRING, ports={"type": "array", "items": INTEGER, "maxItems": 1}),
+        }
+    ),
+    _object(event={"oneOf": [_object(type={"const": "click"}, x=INTEGER), _object(type={"const": "key"}, k=COLOR)]}),
+    _object(at={"type": "string", "format": "date-time"}, by=_object(id={"type": "string", "format": "uuid"})),
+    _object(matrix={"type": "array", "items": {"type": "array", "items": INTEGER, "maxItems": 1}, "maxItems": 2}),
+    {
+        "allOf": [
+            {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
+            CLOSED | {"properties": {"a": {}}},
+        ]
+    },
+    {
+        "type": "object",
+        "properties": {"n": {"anyOf": [{"type": "null"}, COLOR]}},
+        "required": ["n"],
+        "minProperties": 1,
+    },
+    _object(
+        answer={"type": "string", "minLength": 1, "maxLength": 20}, sure={"type": "number", "minimum": 0, "maximum": 1}
+    ),
+    _object(**{"x-id": INTEGER, "a.b": {"type": "boolean"}, "$c": {"type": "null"}}),
+]
 SCHEMAS += [
+    *WRITTEN,
     *VALUES,
     *(_object(v=each) for each in VALUES),
     *({"type": "array", "items": each, "minItems": 1, "maxItems": 2} for each in VALUES),
     *({"anyOf": [each, {"type": "null"}]} for each in VALUES[::3]),
 ]
+SCHEMAS = [json.loads(text) for text in dict.fromkeys(map(json.dumps, SCHEMAS))]
 
 
 @pytest.fixture(scope="module")
