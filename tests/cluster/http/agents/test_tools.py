@@ -11,6 +11,7 @@ import pytest
 import mneme.replicas.mneme_tiny as tiny
 from tests.cluster.api_fixtures import CHAT, chat, post
 from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.replicas.text.family_templates import QWEN_3
 from tests.replicas.tiny_tokenizer import CHATML, tiny_tokenizer
 
 TEMPLATE = (Path(next(iter(tiny.__path__))) / "chat_template.jinja").read_text()
@@ -216,6 +217,44 @@ def test_a_session_knows_what_it_said_however_it_is_resent(drops: bool, history:
     log = engine.sessions.get(("", "public:s"))
     assert log is not None
     assert "rain" not in engine.tokenizer.decode(list(log.ids))
+
+
+def _num_computed(history: str) -> int:
+    """Tokens of a new question's prompt that a session's log lacks, behind a round of calls that had reasoning."""
+    thought = "<think>\nHm, fox.\n</think>\n\n"
+    sentence = thought + '<tool_call>\n{"name": "weather", "arguments": {"city": "b"}}\n</tool_call>'
+    engine = FakeEngineClient(tiny_tokenizer(QWEN_3), sentence)
+    body = {"tools": [TOOL], "session": {"id": "s", "history": history}}
+    messages = [*CHAT["messages"]]
+    for content in ("the quick brown fox jumps over the lazy dog. " * 30, "rain"):
+        message = _told(engine, **body, messages=messages)
+        if content == "rain":  # the round's last; its reasoning may go
+            break
+        message.pop("reasoning")
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": content}
+        messages += [message, result]
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    before = list(log.ids)
+    plain = {name: value for name, value in message.items() if "reasoning" not in name}
+    result = {"role": "tool", "tool_call_id": plain["tool_calls"][0]["id"], "content": "rain"}
+    _told(engine, **body, messages=[*messages, plain, result, {"role": "user", "content": "and now?"}])
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    after = list(log.ids)
+    shared = next((i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before))
+    num_answer = len(engine.tokenizer.encode(sentence, add_special_tokens=False))
+    return len(after) - shared - num_answer
+
+
+def test_reasoning_that_qwen_3_drops_costs_no_prefill_with_the_log() -> None:
+    """Its template drops the thought of the first call as soon as a user asks again: all behind that is other text."""
+    assert _num_computed("text") > 300  # the long result was behind the thought
+    new = (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert _num_computed("log") <= len(tiny_tokenizer(QWEN_3).encode_rendered(new))
 
 
 def test_a_session_with_other_tools_is_another_conversation() -> None:
