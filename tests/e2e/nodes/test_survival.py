@@ -72,9 +72,15 @@ def turn(session: str, text: str) -> dict[str, Any]:
 
 
 def stream(
-    http: httpx.Client, body: dict[str, Any], on_piece: Callable[[list[str]], object] = lambda _: None
+    http: httpx.Client,
+    body: dict[str, Any],
+    on_piece: Callable[[list[str]], object] = lambda _: None,
+    on_part: Callable[[list[str]], object] = lambda _: None,
 ) -> tuple[list[str], str]:
-    """The pieces of text, of which `on_piece` hears as they come, and the completion's id."""
+    """The pieces of text, of which `on_piece` hears as they come, and the completion's id.
+
+    `on_part` hears of chunks without text: of tokens that end within a character.
+    """
     pieces: list[str] = []
     with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
         answer.raise_for_status()
@@ -87,6 +93,8 @@ def stream(
                 if piece:
                     pieces.append(piece)
                     on_piece(pieces)
+                elif piece == "":
+                    on_part(pieces)
     return pieces, event["id"]
 
 
@@ -136,6 +144,30 @@ def test_text_that_may_begin_a_stop_string_is_withheld_over_a_kill(
 
         pieces, completion = stream(http, turn(session, QUESTION) | {"stop": [stop], "min_tokens": 0}, kill)
         assert "".join(pieces) == (whole[:first] if is_met else whole)
+        await_metric(str(http.base_url), READY, 2, limit_s=RECOVERY_LIMIT_S)
+        if "~1" in explained(http, session, completion).get("request_id", ""):
+            break  # else the answer was there before the signal
+    else:
+        pytest.fail("no answer was resumed")
+
+
+def test_a_character_of_several_tokens_is_whole_over_a_kill(process: ServerProcess, http: httpx.Client) -> None:
+    """The replica is killed between the tokens of a character; a grammar has the answer be of such characters."""
+    text = "\N{SNOWMAN}\N{GRINNING FACE}" * 30
+    wanted = {"guided_choice": [text], "min_tokens": 0, "ignore_eos": False, "max_tokens": 1000}
+    for _ in range(10):
+        session, home, _ = begun(process, http)
+        has_killed = False
+
+        def kill(pieces: list[str], home: int = home) -> None:
+            nonlocal has_killed
+            if not has_killed and pieces:
+                has_killed = True
+                os.kill(home, signal.SIGKILL)
+
+        pieces, completion = stream(http, turn(session, QUESTION) | wanted, on_part=kill)
+        assert has_killed
+        assert "".join(pieces) == text
         await_metric(str(http.base_url), READY, 2, limit_s=RECOVERY_LIMIT_S)
         if "~1" in explained(http, session, completion).get("request_id", ""):
             break  # else the answer was there before the signal
