@@ -115,7 +115,7 @@ def _mask_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     if masked is None:
         return
     free = np.full_like(masked, -1)
-    bits = np.stack([free if row.mask is None else row.mask for row in rows])
+    bits = np.concatenate([free if row.mask is None else row.mask for row in rows]).reshape(len(rows), -1)
     mask_logits(logits, torch.from_numpy(bits).to(logits.device))
 
 

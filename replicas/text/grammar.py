@@ -89,9 +89,10 @@ class Matcher:
         follow, and `error` says why.
         """
         if self._mask is None:
-            self._mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
+            bits = self._state.compute_bitmask()
+            self._mask = np.frombuffer(bits, np.int32)
             self._look()
-            if self.error is None and not self._mask.any():  # of a schema whose references go round, for one
+            if self.error is None and bits == bytes(len(bits)):  # of a schema whose references go round, for one
                 self.error = "the grammar could not be followed: it lets nothing follow and does not end"
             if self.error is not None:
                 self._mask = np.zeros_like(self._mask)
