@@ -106,22 +106,49 @@ def undisturbed(http: httpx.Client) -> list[str]:
     return stream(http, turn(session, QUESTION))[0]
 
 
+def killed(
+    process: ServerProcess,
+    http: httpx.Client,
+    more: dict[str, Any],
+    is_time: Callable[[list[str]], bool],
+    *,
+    within_character: bool = False,
+) -> Iterator[tuple[str, dict[str, int] | None]]:
+    """Answers whose replica was killed, as soon as `is_time` says so of the pieces until then.
+
+    With each, how its KV was found after that, and its history's tokens; None where all of the answer was on its way
+    before the signal. Ten answers at most.
+    """
+    for _ in range(10):
+        session, home, num_history = begun(process, http)
+        victims = [home]
+
+        def kill(pieces: list[str], victims: list[int] = victims) -> None:
+            if victims and is_time(pieces):
+                os.kill(victims.pop(), signal.SIGKILL)
+
+        hears = {"on_part": kill} if within_character else {"on_piece": kill}
+        pieces, completion = stream(http, turn(session, QUESTION) | more, **hears)
+        assert not victims
+        await_metric(str(http.base_url), READY, 2, limit_s=RECOVERY_LIMIT_S)
+        found = explained(http, session, completion)
+        if "~1" not in found.get("request_id", ""):
+            yield "".join(pieces), None
+            continue
+        yield "".join(pieces), {**found["kv_details"], "history": num_history}
+        return
+    pytest.fail("no answer was resumed")
+
+
 @pytest.mark.parametrize("num_before", [0, 1, 5, 20])
 def test_a_stream_goes_on_from_the_tiers_kv_when_its_replica_is_killed(
     process: ServerProcess, http: httpx.Client, undisturbed: list[str], num_before: int
 ) -> None:
     """After so many pieces of text."""
-    session, home, num_history = begun(process, http)
-
-    def kill(pieces: list[str]) -> None:
-        if len(pieces) == num_before:
-            os.kill(home, signal.SIGKILL)
-
-    pieces, completion = stream(http, turn(session, QUESTION), kill)
-    assert "".join(pieces) == "".join(undisturbed)
-    resumed = explained(http, session, completion)
-    assert "~1" in resumed["request_id"]
-    assert resumed["kv_details"]["host"] + resumed["kv_details"]["disk"] >= 0.99 * (num_history - 1)
+    for text, found in killed(process, http, {}, lambda pieces: len(pieces) >= num_before):
+        assert text == "".join(undisturbed)
+        if found is not None:
+            assert found["host"] + found["disk"] >= 0.99 * (found["history"] - 1)
 
 
 @pytest.mark.parametrize("is_met", [True, False], ids=["met", "never met"])
@@ -132,47 +159,17 @@ def test_text_that_may_begin_a_stop_string_is_withheld_over_a_kill(
     whole = "".join(undisturbed)
     stop = whole[100:180] + ("" if is_met else "\N{SNOWMAN}")
     first = whole.index(whole[100:180])
-    for _ in range(10):
-        session, home, _ = begun(process, http)
-        has_killed = False
-
-        def kill(pieces: list[str], home: int = home) -> None:
-            nonlocal has_killed
-            if not has_killed and len("".join(pieces)) >= first - 8:
-                has_killed = True
-                os.kill(home, signal.SIGKILL)
-
-        pieces, completion = stream(http, turn(session, QUESTION) | {"stop": [stop], "min_tokens": 0}, kill)
-        assert "".join(pieces) == (whole[:first] if is_met else whole)
-        await_metric(str(http.base_url), READY, 2, limit_s=RECOVERY_LIMIT_S)
-        if "~1" in explained(http, session, completion).get("request_id", ""):
-            break  # else the answer was there before the signal
-    else:
-        pytest.fail("no answer was resumed")
+    more = {"stop": [stop], "min_tokens": 0}
+    for text, _ in killed(process, http, more, lambda pieces: len("".join(pieces)) >= first - 8):
+        assert text == (whole[:first] if is_met else whole)
 
 
 def test_a_character_of_several_tokens_is_whole_over_a_kill(process: ServerProcess, http: httpx.Client) -> None:
     """The replica is killed between the tokens of a character; a grammar has the answer be of such characters."""
-    text = "\N{SNOWMAN}\N{GRINNING FACE}" * 30
-    wanted = {"guided_choice": [text], "min_tokens": 0, "ignore_eos": False, "max_tokens": 1000}
-    for _ in range(10):
-        session, home, _ = begun(process, http)
-        has_killed = False
-
-        def kill(pieces: list[str], home: int = home) -> None:
-            nonlocal has_killed
-            if not has_killed and pieces:
-                has_killed = True
-                os.kill(home, signal.SIGKILL)
-
-        pieces, completion = stream(http, turn(session, QUESTION) | wanted, on_part=kill)
-        assert has_killed
-        assert "".join(pieces) == text
-        await_metric(str(http.base_url), READY, 2, limit_s=RECOVERY_LIMIT_S)
-        if "~1" in explained(http, session, completion).get("request_id", ""):
-            break  # else the answer was there before the signal
-    else:
-        pytest.fail("no answer was resumed")
+    whole = "\N{SNOWMAN}\N{GRINNING FACE}" * 30
+    more = {"guided_choice": [whole], "min_tokens": 0, "ignore_eos": False, "max_tokens": 1000}
+    for text, _ in killed(process, http, more, bool, within_character=True):
+        assert text == whole
 
 
 def begun(process: ServerProcess, http: httpx.Client) -> tuple[str, int, int]:
