@@ -16,11 +16,10 @@ import math
 import threading
 import time
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -188,8 +187,8 @@ class PeerReads:
         self._calls: list[tuple[_PeerCall, int]] = []  # for each chunk, with its place in the answer
         self._refs: dict[int, Refs | Miss] = {}  # by chunk, as far as they are known
         self._objects: list[tuple[int, int]] = []  # first layer and chunk of each, in order
-        self._begins: list[int] = []  # bytes before each of them
         self._num_asked = self._num_pulled = 0  # chunks and objects
+        self._dropped: set[int] = set()  # chunks that nobody reads any more
 
     def add(self, peer: Any, headers: Sequence[ChunkHeader], on_dead: Callable[[], None], *, is_ready: bool) -> int:
         """Add chunks behind those before, all before the first read; returns the first one's number.
@@ -215,16 +214,26 @@ class PeerReads:
         with self._lock:
             self._put_in_order()
             step = layers_per_object(self._headers[index].layer_bytes)
-            at = bisect_left(self._objects, (number * step, index))
-            end = bisect_right(self._begins, self._begins[at] + _PULLED_AHEAD_BYTES)
-            self._num_pulled = max(self._num_pulled, at)
-            while self._num_pulled < end and self._pull(*self._objects[self._num_pulled]):
-                self._num_pulled += 1
+            at, left_bytes = bisect_left(self._objects, (number * step, index)), _PULLED_AHEAD_BYTES
+            for place in range(at, len(self._objects)):
+                layer, chunk = self._objects[place]
+                if chunk in self._dropped:
+                    continue
+                if left_bytes < 0 or (place >= self._num_pulled and not self._pull(layer, chunk)):
+                    break
+                left_bytes -= layers_per_object(self._headers[chunk].layer_bytes) * self._headers[chunk].layer_bytes
+                self._num_pulled = max(self._num_pulled, place + 1)
+
+    def drop(self, index: int) -> None:
+        """Nobody reads that chunk any more: it is neither asked for nor pulled."""
+        with self._lock:
+            self._dropped.add(index)
 
     def _ask(self, index: int) -> None:
         ahead = max(1, _ASKED_AHEAD_BYTES // max(1, self._headers[index].payload_bytes))
-        for call, _ in self._calls[self._num_asked : index + ahead]:
-            call.begin()
+        for chunk, (call, _) in enumerate(self._calls[self._num_asked : index + ahead], self._num_asked):
+            if chunk not in self._dropped:
+                call.begin()
         self._num_asked = max(self._num_asked, index + ahead)
 
     def _put_in_order(self) -> None:
@@ -236,8 +245,6 @@ class PeerReads:
             for index, header in enumerate(self._headers)
             for layer in range(0, header.layout.num_layers, steps[index])
         )
-        sizes = (steps[index] * self._headers[index].layer_bytes for _, index in self._objects)
-        self._begins = [0, *accumulate(sizes)][:-1]
 
     def _pull(self, layer: int, index: int) -> bool:
         """False if it is not known yet where it is."""

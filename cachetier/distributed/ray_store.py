@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from ray.exceptions import RayError
@@ -165,12 +166,14 @@ class RayChunkStore:
     def _peer_sources(
         self, reads: PeerReads, peer: Any, span: Span, found: Sequence[Located]
     ) -> list[_SourceAndHeader]:
-        if not found:
-            return []
-        is_ready = all(each.tier == "host" for each in found)
-        headers = [each.header for each in found]
-        first = reads.add(peer, headers, lambda: self._nodes.lost(span.node), is_ready=is_ready)
-        return [(self._peer_source(reads, index, each, peer), each.header) for index, each in enumerate(found, first)]
+        sources: list[_SourceAndHeader] = []
+        for tier, chunks in groupby(found, key=lambda each: each.tier):
+            neighbours = list(chunks)
+            headers = [each.header for each in neighbours]
+            first = reads.add(peer, headers, lambda: self._nodes.lost(span.node), is_ready=tier == "host")
+            for index, each in enumerate(neighbours, first):
+                sources.append((self._peer_source(reads, index, each, peer), each.header))
+        return sources
 
     def _peer_source(self, reads: PeerReads, index: int, located: Located, peer: Any) -> ChunkSource:
         edge: Edge = "peer_host" if located.tier == "host" else "peer_disk"
@@ -182,7 +185,7 @@ class RayChunkStore:
                 peer.not_here.remote([key])
 
         layers = ObjectLayers(located.header, lambda: reads.fetch(index), lambda number: reads.pull(index, number))
-        return HostSource(located.header, located.num_usable, layers, on_miss, edge)
+        return HostSource(located.header, located.num_usable, layers, on_miss, edge, lambda: reads.drop(index))
 
     def _missed(self, edge: str, key: bytes, miss: Miss) -> None:
         self._counters[f"{edge}_miss_{miss.value}"] += 1

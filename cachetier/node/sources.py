@@ -39,10 +39,11 @@ class HostSource:
         layer: Callable[[int], U8Array | Miss],
         on_miss: OnMiss,
         edge: Edge = "host",
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.header, self.num_usable, self.edge = header, num_usable, edge
         self._layer: Callable[[int], U8Array | Miss] | None = layer
-        self._on_miss = on_miss
+        self._on_miss, self._on_close = on_miss, on_close
 
     def read(self, layer: int) -> U8Array | Miss:
         """See `ChunkSource.read`."""
@@ -56,6 +57,7 @@ class HostSource:
 
     def close(self) -> None:
         self._layer = None
+        self._on_close()
 
 
 class DiskSource:

@@ -223,8 +223,9 @@ class Fetch:
     def is_outdated(self, num_resident: int, num_tokens: int) -> bool:
         """Return whether the store may have more of a sequence by now than is coming.
 
-        The engine lost what is before it; or, after a while, nothing is coming, or not all or perhaps not from the
-        nearest tier, and nothing of it was read, so that asking again costs no more than the question.
+        The engine lost what is before it; or, after a while, nothing is coming, or not all, and nothing of it was read
+        or is about to be, so that asking again costs no more than the question: no place among those who read, and no
+        time that it has waited.
         """
         if self.is_looking or self.is_given_up:
             return False
@@ -233,8 +234,7 @@ class Fetch:
             return True
         if self._clock() - self._asked_s < ASK_AGAIN_S:
             return False
-        is_best = self.has_all(num_tokens) and not self._far
-        return not (is_best or self.reads) if spans else self.is_settled
+        return not (self.has_all(num_tokens) or self.reads or self._is_busy) if spans else self.is_settled
 
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking: to where a chunk ends.

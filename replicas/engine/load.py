@@ -393,8 +393,9 @@ def connect(
 def _costs_file(
     runner: Runner, engine: EngineConfig, cache: CacheConfig, model: DecoderConfig, dtype: torch.dtype
 ) -> CostFile:
-    """Name where costs are kept: of all models of one shape, as their weights change nothing of a step's time."""
-    shape = json.dumps([asdict(model), str(dtype), cache.chunk_tokens], sort_keys=True, default=repr)
+    """Name where costs of a disk and of all models of one shape are kept: weights change nothing of a step's time."""
+    disk = None if cache.disk is None or not cache.enabled else cache.disk.folder
+    shape = json.dumps([asdict(model), str(dtype), cache.chunk_tokens, disk], sort_keys=True, default=repr)
     return CostFile(_kept_folder(), hashlib.blake2b(shape.encode()).digest()[:32], machine_of(runner, engine))
 
 

@@ -134,6 +134,19 @@ def test_first_layers_of_all_chunks_come_first_and_few_objects_at_a_time(
     assert [ref for _, ref in asked] == in_order
 
 
+def test_what_nobody_reads_any_more_is_neither_asked_for_nor_pulled(asked: list[Refs], late: set[int]) -> None:
+    reads, peer = PeerReads(), Peer()
+    reads.add(peer, HEADERS, lambda: None, is_ready=False)
+    for index in range(1, len(HEADERS) - 1):
+        reads.drop(index)
+    for number in range(NUM_LAYERS):
+        for index in (0, len(HEADERS) - 1):
+            assert reads.fetch(index)
+            reads.pull(index, number)
+    assert peer.asked == [[HEADERS[0].key], [HEADERS[-1].key]]
+    assert [ref for _, ref in asked] == [(index, n) for n in range(NUM_LAYERS) for index in (0, len(HEADERS) - 1)]
+
+
 def test_what_waits_for_a_late_answer_comes_when_it_is_read(asked: list[Refs], late: set[int]) -> None:
     reads = PeerReads()
     reads.add(Peer(), HEADERS, lambda: None, is_ready=False)

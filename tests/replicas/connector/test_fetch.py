@@ -104,7 +104,7 @@ def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
     [
         ("host", 0, 0, 0, [False, False]),
         ("host", 0, 0, CHUNK_TOKENS, [False, True]),  # a chunk may have come
-        ("disk", 0, 0, 0, [False, True]),  # it may be in memory by now
+        ("disk", 0, 0, CHUNK_TOKENS, [False, False]),  # its place among those who read would be lost
         ("disk", 1, 0, CHUNK_TOKENS, [False, False]),  # what was read would be read again
         ("disk", 1, -1, 0, [True, True]),  # it hangs behind what the engine has no more
     ],
@@ -137,6 +137,7 @@ def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame
     workers["kv-look"].play()
     clock.now_s += 100.0  # it is not its turn
     assert not fetch.is_ready(is_alone=False)
+    assert not fetch.is_outdated(0, 2 * len(fetch.query.token_ids))  # it would wait at the end, and from now on
     assert fetch.plan is not None
     clock.now_s += fetch.plan.slack_s * 1.01
     assert fetch.is_ready(is_alone=False)
