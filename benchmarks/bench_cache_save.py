@@ -4,7 +4,7 @@
 
 *Decodes*: two engines over one set of weights, one with a tier (memory and disk), one without, each decode the same
 batch of 16 at the same contexts. Sequences stand 16 tokens apart, so that a stretch of 64 steps completes four chunks
-of 256 tokens: as much KV is saved as is made. *Prefills*: four prompts of 512 tokens, one after the other, are eight
+of 256 tokens: as much KV is saved as is made. *Prefills*: 16 prompts of 512 tokens, one after the other, are 32
 full chunks. Stretches take turns, in another order each time; a cost is the median of the pairs' ratios of wall time.
 What is left to be saved and written at a stretch's end is waited for, but not counted: a part of the last chunks.
 
@@ -70,7 +70,7 @@ NUM_STEPS = 64  # of a stretch of decodes
 FIRST_CONTEXT = 128  # of the first of the batch
 APART = CHUNK_TOKENS // BATCH  # tokens between the contexts of two of the batch
 PROMPT_TOKENS = 512  # of a prompt in a stretch of prefills
-PROMPTS_PER_STRETCH = 4
+PROMPTS_PER_STRETCH = 16  # the last one's chunks are saved when the clock has stopped
 TURN_TOKENS = 64  # of a question, and of its answer
 NUM_SESSIONS = 4
 _MIN_SAVED = 0.5  # of what a stretch completes, or the arm does not do what it says
