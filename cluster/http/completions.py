@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,8 +22,8 @@ from mneme.cluster.wire.openai import (
     ToolUse,
 )
 from mneme.errors import DeadlineExceeded, InvalidRequest
-from mneme.replicas.request import GenerationRequest, KeptPrefix, SamplingParams
-from mneme.replicas.text.tool_calls import AnswerParser
+from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, SamplingParams
+from mneme.replicas.text.tool_calls import AnswerParser, refused_arguments
 from mneme.replicas.truncation import Truncation, resolved
 
 _EMBEDDED = SamplingParams(max_tokens=1, temperature=0, seed=0, ignore_eos=True)
@@ -109,12 +110,15 @@ async def run_chat(
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Return the refusal of a chat request with what its field, or the one that holds it, is called in another API."""
-    field = error.field or ""
-    name = next((name for name in names if field == name or field.startswith((f"{name}.", f"{name}["))), None)
-    if name is None:
-        return error
-    return type(error)(names[name] + field.removeprefix(name), error.value, error.rule)
+    """Return the refusal of a chat request with what its field, or the one that holds it, is called in another API.
+
+    names  that API's by a pattern of the chat API's, of which the first that fits counts
+    """
+    for pattern, name in names.items():
+        field, num_fitting = re.subn(rf"^{pattern}(?=$|[.\[])", name, error.field or "")
+        if num_fitting:
+            return type(error)(field, error.value, error.rule)
+    return error
 
 
 async def _with_tools(api: ApiState, params: SamplingParams, use: ToolUse) -> SamplingParams:
@@ -134,12 +138,22 @@ async def _with_tools(api: ApiState, params: SamplingParams, use: ToolUse) -> Sa
         grammar = dialect.call_grammar(use.schema_by_name, is_forced=use.is_forced, is_one=use.is_one, otherwise=given)
         if grammar is not None:
             await api.check_grammar(grammar)
-    except InvalidRequest:
+    except InvalidRequest as error:
         if use.is_forced or use.is_strict or given is not None:
-            raise
+            raise _of_tool(error, grammar, use) from None
         grammar = None  # what is said of tools that may be called need not be understood
     shows_special = dialect.shows_special_tokens
     return replace(params, grammar=grammar, skip_special_tokens=params.skip_special_tokens and not shows_special)
+
+
+def _of_tool(error: InvalidRequest, grammar: Grammar | None, use: ToolUse) -> InvalidRequest:
+    """Return the refusal of calls' grammar with the tool whose arguments it is about, if it is about one's."""
+    found = None if grammar is None else refused_arguments(grammar, error.rule)
+    if found is None:
+        return error
+    name, rule = list(use.schema_by_name)[found[0]], found[1]
+    index = next(i for i, tool in enumerate(use.tools) if tool["function"]["name"] == name)
+    return InvalidRequest(f"tools[{index}].function.parameters", None, rule)
 
 
 async def completions(api: ApiState, request: Request, body: CompletionRequest) -> RunResponse:

@@ -32,6 +32,8 @@ _NOBODY_SAYS = "\u4e16\u754c"
 _FIELDS = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "stop": "stop_sequences",
+    "tool_choice.function.name": "tool_choice.name",
+    r"tools(\[\d+\])\.function\.parameters": r"tools\1.input_schema",
 }
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 

@@ -57,6 +57,8 @@ _FIELDS = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "tool_choice.function.name": "tool_choice.name",
+    r"tools(\[\d+\])\.function": r"tools\1",
 }
 
 

@@ -17,10 +17,12 @@ from pydantic import Field
 from mneme.cluster.wire.openai import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
+    ArgumentsSchema,
     BlendBody,
     Body,
     SessionOptions,
     TruncationOptions,
+    is_tool,
 )
 from mneme.errors import InvalidRequest, ThreadNotFound
 from mneme.replicas.config import MAX_TIMEOUT_S
@@ -118,9 +120,9 @@ class Turn(Body):
 class AnthropicTool(Body):
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: ArgumentsSchema
     strict: bool | None = None
-    type: Literal["custom"] | None = None
+    type: Annotated[Literal["custom"] | None, is_tool("custom", None)] = None
     cache_control: CacheControl | None = None
 
     def tool(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from functools import cache
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
@@ -318,17 +319,38 @@ class BlendBody(Body):
         return self.model_dump(include=self.model_fields_set)
 
 
+def _checked_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise PydanticCustomError("arguments", "must be the schema of an object: arguments have names")
+    return schema
+
+
+def is_tool(*kinds: str | None) -> BeforeValidator:
+    """Refuse other kinds of tools, which a server would have to run or a model to be trained for."""
+
+    def check(kind: object) -> object:
+        if kind not in kinds:
+            raise PydanticCustomError("kind_of_tool", "this kind of tool is not supported; functions are")
+        return kind
+
+    return BeforeValidator(check)
+
+
+ArgumentsSchema = Annotated[dict[str, Any], AfterValidator(_checked_arguments)]
+
+
 class Function(Body):
     """A function that an answer may call; `parameters` is the JSON schema of its arguments."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ArgumentsSchema | None = None
     strict: bool | None = None
 
 
 class Tool(Body):
-    type: Literal["function"]
+    type: Annotated[Literal["function"], is_tool("function")]
     function: Function
 
 
@@ -356,9 +378,13 @@ class CalledFunction(Body):
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """Return it with arguments as a mapping, as templates write them; what is no JSON object stays as it is."""
+        """Return it with arguments as a mapping, as templates write them; what is no JSON object stays as it is.
+
+        So does one with half a character, which a model may write as an escape, and no prompt can have.
+        """
         try:
             arguments = json.loads(self.arguments or "{}")
+            json.dumps(arguments, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             arguments = None
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
@@ -622,8 +648,9 @@ def parse_logit_bias(logit_bias: Mapping[str, float]) -> dict[int, float]:
 def _first_breach(error: ValidationError) -> InvalidRequest:
     """The first type error as an `InvalidRequest` that names its path in the body."""
     breaches = error.errors(include_url=False, include_context=False)
-    # A union reports each of its branches: the longest path is in the branch that was meant.
-    first = max(breaches, key=lambda breach: len(_path(breach["loc"])))
+    # A union reports each of its branches: the longest path is in the branch that was meant. What else a tool must have
+    # goes by its kind.
+    first = max(breaches, key=lambda breach: (len(_path(breach["loc"])), breach["type"] == "kind_of_tool"))
     same = [b["msg"] for b in breaches if _path(b["loc"]) == _path(first["loc"])]
     rule = ", or ".join(dict.fromkeys(message[:1].lower() + message[1:] for message in same))
     # The rule of a size says what it was.

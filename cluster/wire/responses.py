@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from mneme.cluster.wire.anthropic import CacheMark
-from mneme.cluster.wire.openai import MAX_CONTENT_PARTS, MAX_MESSAGES, Body, Function, ServiceTier, tier_of
+from mneme.cluster.wire.openai import MAX_CONTENT_PARTS, MAX_MESSAGES, Body, Function, ServiceTier, is_tool, tier_of
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.text.tool_calls import MAX_TOOLS
@@ -121,7 +121,7 @@ InputItem = Annotated[
 
 
 class FunctionTool(Function):
-    type: Literal["function"]
+    type: Annotated[Literal["function"], is_tool("function")]
 
     def tool(self) -> dict[str, Any]:
         """Return what chat completions call it."""

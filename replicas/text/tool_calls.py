@@ -25,9 +25,13 @@ MAX_CALLS = 16  # of a forced answer: models that are not used to calls go on an
 HISTORY_NOTE = b"\0said"  # how a session's note of its last answer begins
 THINK, END_THINK = "<think>", "</think>"
 _MAX_HEAD_CHARS = 512  # of a call, up to its arguments
-# Keywords of JSON schema whose values are no schemas, and those that name further properties of an object.
-_LITERAL_KEYWORDS = ("enum", "const", "default", "examples")
-_OPENING_KEYWORDS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "$ref")
+# Keywords of JSON schema that name further properties of an object, and those that combine it from several schemas.
+_OPENING_KEYWORDS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_COMBINING_KEYWORDS = ("$ref", "anyOf", "oneOf", "allOf")
+# llguidance's words for a schema that a line of a grammar holds, before it quotes the lines around that.
+_REFUSED_SCHEMA = re.compile(
+    r"is not supported: at (\d+)\(\d+\): failed to compile JSON schema: (.*?)(?: \d+ \| .*| \.\.\. .*)?$"
+)
 _NAME = r"(?P<name>[\w.\-]{1,64})"
 
 
@@ -169,7 +173,12 @@ class Dialect:
         if tool_format is None and not self.reasons:
             return None
         return AnswerParser(
-            tool_format, frozenset(names), reasons=self.reasons, is_open=is_thinking, ends=self._end_texts
+            tool_format,
+            frozenset(names),
+            is_forced=is_forced,
+            reasons=self.reasons,
+            is_open=is_thinking,
+            ends=self._end_texts,
         )
 
     def call_grammar(
@@ -236,24 +245,34 @@ def _lark(grammar: Grammar) -> str:
 
 def _of_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of an object that is written as chat templates write it."""
-    own: dict[str, Any] = dict(schema)
-    if not own:
-        own = {"properties": {}, "additionalProperties": False}
-    elif '"allOf"' not in json.dumps(own):  # its branches name properties of one object
-        own = _closed(own)
-    if not any(key in own for key in ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")):
-        own["type"] = "object"
-    return {**own, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    own: dict[str, Any] = _closed(schema or {"properties": {}})
+    guidance = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {**own, "type": "object", "x-guidance": guidance}
+
+
+def refused_arguments(grammar: Grammar, rule: str) -> tuple[int, str] | None:
+    """Return which function's arguments a refusal of a `call_grammar` is about and why, without the grammar's rules."""
+    found = _REFUSED_SCHEMA.match(rule)
+    line = None if found is None else re.match(r"args_(\d+):", grammar.text.split("\n")[int(found[1]) - 1])
+    return None if found is None or line is None else (int(line[1]), f"is not supported: {found[2]}")
 
 
 def _closed(schema: Any) -> Any:
-    """Bar properties that a schema does not name, where it does not say: models then do not make any up."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
+    """Bar properties that an object does not name, where it does not say: models then do not make any up.
+
+    What several schemas say together is left as it is, as each may name properties of the one object. So is an object
+    that requires what it does not name.
+    """
+    if not isinstance(schema, Mapping) or any(key in schema for key in _COMBINING_KEYWORDS):
         return schema
-    own = {key: each if key in _LITERAL_KEYWORDS else _closed(each) for key, each in schema.items()}
-    if isinstance(schema.get("properties"), Mapping) and not any(key in schema for key in _OPENING_KEYWORDS):
+    own = {key: _closed(each) if key in ("items", "additionalProperties") else each for key, each in schema.items()}
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        return own
+    own["properties"] = {name: _closed(each) for name, each in properties.items()}
+    names = [*properties]  # what is required may be anything, also what no mapping could hold
+    is_open = isinstance(required, list) and any(each not in names for each in required)
+    if not is_open and not any(key in schema for key in _OPENING_KEYWORDS):
         own["additionalProperties"] = False
     return own
 
@@ -266,14 +285,20 @@ class AnswerParser:
         tool_format: ToolFormat | None,
         names: Collection[str],
         *,
+        is_forced: bool = False,
         reasons: bool = False,
         is_open: bool = False,
         ends: Sequence[str] = (),
     ) -> None:
-        """`is_open`: the answer begins within the reasoning. `ends`: texts of tokens that end an answer."""
+        """Begin an answer.
+
+        is_forced  it is calls: the beginning of one with which it ends, where it was cut off, is no content
+        is_open    it begins within the reasoning
+        ends       texts of tokens that end an answer
+        """
         self.num_calls = 0
         self.has_reasoned = False
-        self._format, self._names, self._ends = tool_format, names, ends
+        self._format, self._names, self._is_forced, self._ends = tool_format, names, is_forced, ends
         self._head = re.compile(tool_format.head) if tool_format is not None else None
         self._closings = tuple(filter(None, (tool_format.opening, tool_format.closing))) if tool_format else ()
         self._text = ""  # what was not taken yet
@@ -344,7 +369,7 @@ class AnswerParser:
         opening = self._format.opening if self._format is not None else ""
         said, found, rest = self._text.partition(opening) if opening else (self._text, "", "")
         self._text = rest
-        if opening and not found and not self._is_ended:
+        if opening and not found and (self._is_forced or not self._is_ended):
             said, self._text = _held_back(said, (opening,))
         self._content += self._without_blanks(said)
         if found:
@@ -429,7 +454,9 @@ class AnswerParser:
         """What was taken for the beginning of a call is content; what closed the last one is not."""
         assert self._format is not None
         raw, self._raw, self._step = self._raw, "", self._say
-        if self.num_calls:
+        if self._is_forced and self._is_ended:
+            raw, self._text = "", ""
+        elif self.num_calls:
             _, opening, rest = raw.rpartition(self._format.opening) if self._format.opening else ("", "", "")
             raw = opening + rest if opening else ""
         self._content += self._without_blanks(raw)

@@ -340,9 +340,17 @@ _MODEL_AND_SAMPLING = [
     _case("a tool's name with blanks", "tools[0].function.name", tools=[_tool("f f")]),
     _case("two tools of a name", "tools", tools=[_tool(), _tool()]),
     _case("too many tools", "tools", tools=[_tool(f"f{i}") for i in range(129)]),
-    _case("tools with a $ref to nothing", "tools", tools=[_tool(parameters={"$ref": "#/a"})], tool_choice="required"),
     _case(
-        "tools with a keyword that is not known", "tools", tools=[_tool(parameters={"not": {}})], tool_choice="required"
+        "tools with a $ref to nothing",
+        "tools[0].function.parameters",
+        tools=[_tool(parameters={"$ref": "#/a"})],
+        tool_choice="required",
+    ),
+    _case(
+        "tools with a keyword that is not known",
+        "tools[0].function.parameters",
+        tools=[_tool(parameters={"not": {}})],
+        tool_choice="required",
     ),
     _case("tools of a megabyte", "tools", tools=[_tool(parameters={"const": "x" * MIB})], tool_choice="required"),
     _case(

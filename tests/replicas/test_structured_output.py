@@ -468,7 +468,8 @@ def test_an_object_of_too_many_properties_is_refused(grammars: Grammars) -> None
 def test_references_that_go_round_are_refused_or_end_their_request(llm: LLM, grammars: Grammars) -> None:
     with pytest.raises(InvalidRequest, match="could not be followed"):
         grammars.check(Grammar("json_schema", {"$ref": "#"}))
-    round_trip = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    defs = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    round_trip = {**defs, **_object(x={"$ref": "#/$defs/a"})}
     grammar = Dialect(llm.tokenizer, "hermes").call_grammar({"f": round_trip}, is_forced=True, is_one=True)
     assert grammar is not None
     last = _run(llm, [_request("round", llm, grammar=grammar, max_tokens=200)])["round"][-1]
@@ -483,6 +484,45 @@ def test_blanks_between_the_tokens_of_json_are_bounded(llm: LLM, grammars: Gramm
         for token_id in llm.tokenizer.encode('{"a":' + "\n" * num_blanks + "1}", add_special_tokens=False):
             matcher.push(token_id)
         assert (matcher.error is None) == (num_blanks == 20)
+
+
+A, B = ({"properties": {name: STRING}, "required": [name]} for name in "ab")
+
+
+@pytest.mark.parametrize(
+    ("schema", "takes", "refuses"),
+    [
+        ({"properties": {"k": INTEGER}, "required": ["k"], "anyOf": [A, B]}, '{"k": 1, "a": "x"}', '{"k": 1}'),
+        (
+            {"$defs": {"a": A}, "$ref": "#/$defs/a", "properties": {"b": STRING}, "required": ["b"]},
+            '{"a": "y", "b": "x"}',
+            '{"b": "x"}',
+        ),
+        ({"properties": {"a": STRING}, "required": ["a", "b"]}, '{"a": "x", "b": 1}', '{"a": "x"}'),
+        ({"properties": {"properties": POINT}, "required": ["properties"]}, '{"properties": {"x": 1, "y": 2}}', "{}"),
+        ({"properties": {"properties": POINT}, "required": []}, "{}", '{"additionalProperties'),
+        ({"properties": {"to": POINT}}, '{"to": {"x": 1, "y": 2}}', '{"to": {"x": 1, "y": 2, "z'),
+        ({"properties": {"to": {"type": "array", "items": POINT}}}, '{"to": []}', '{"to": [{"x": 1, "y": 2, "z'),
+        ({"allOf": [A, B]}, '{"a": "x", "b": "y"}', '{"a": "x"}'),
+        ({"$defs": {"a": A}, "$ref": "#/$defs/a"}, '{"a": "x"}', "[1"),
+        (TREE, '{"v": 1, "next": {"v": 2}}', '{"v": 1, "next": {}}'),
+        (A, '{"a": "x"}', '{"a": "x", '),
+        ({}, "{}", '{"'),
+    ],
+)
+def test_arguments_are_closed_only_where_one_schema_says_all_of_an_object(
+    llm: LLM, grammars: Grammars, schema: dict[str, Any], takes: str, refuses: str
+) -> None:
+    grammar = Dialect(llm.tokenizer, "mistral").call_grammar({"f": schema}, is_forced=True, is_one=True)
+    assert grammar is not None
+    for arguments, is_taken in ((takes, True), (refuses, False)):
+        is_whole = arguments.endswith("}")
+        matcher = grammars.matcher(grammar, [])
+        text = '[TOOL_CALLS] [{"name": "f", "arguments": ' + arguments + "}]" * is_whole
+        for token_id in llm.tokenizer.encode(text, add_special_tokens=False):
+            if matcher.error is None:
+                matcher.push(token_id)
+        assert (matcher.error is None) == is_taken
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "none"])

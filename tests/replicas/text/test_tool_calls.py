@@ -98,6 +98,25 @@ def test_what_is_no_call_is_content_as_it_was_written(family: str, text: str) ->
         assert _said(AnswerParser(FORMATS[family], ("f",)), text, size) == (text, "", [])
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", _hermes(F, G)),
+        ("llama3_json", '{"name": "f", "parameters": {"a": 1}}'),
+        ("mistral", "[TOOL_CALLS] " + _listed("arguments", F, G)),
+        ("mistral_args", f"[TOOL_CALLS]f[ARGS]{F[1]}[TOOL_CALLS]g[ARGS]{{}}"),
+        ("json", _listed("parameters", F, G)),
+    ],
+)
+def test_a_forced_answer_has_no_content_wherever_it_is_cut_off(family: str, text: str) -> None:
+    for end in range(len(text) + 1):
+        for size in (1, 1000):
+            parser = AnswerParser(FORMATS[family], ("f", "g"), is_forced=True)
+            content, _, calls = _said(parser, text[:end], size)
+            assert content == ""
+            assert all(name in ("f", "g") for name, _ in calls)
+
+
 def test_arguments_come_as_they_are_written() -> None:
     parser = AnswerParser(FORMATS["hermes"], ("f",))
     assert parser.push('Hm <tool_call>{"name": "f"') == Spoken("Hm")

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 import mneme.replicas.mneme_tiny as tiny
+from mneme.replicas.text.tokenizer import Tokenizer
 from tests.cluster.api_fixtures import CHAT, chat, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.text.family_templates import QWEN_3
-from tests.replicas.tiny_tokenizer import CHATML, tiny_tokenizer
+from tests.replicas.tiny_tokenizer import CHATML, IM_END, byte_level_backend, tiny_tokenizer
 
 TEMPLATE = (Path(next(iter(tiny.__path__))) / "chat_template.jinja").read_text()
 TOOL = {
@@ -129,6 +131,104 @@ def test_a_format_holds_for_what_is_no_call() -> None:
         1
     ].sampling.grammar
     assert "start: calls | answer" in grammar.text
+
+
+def _refused(path: str = "/v1/chat/completions", **body: Any) -> tuple[str | None, str]:
+    """The field and the message of a refusal."""
+    asks = {"model": "tiny", "max_tokens": 50, "tool_choice": "required", **body}
+    if path != "/v1/responses":
+        asks["messages"] = CHAT["messages"]
+    response = post(path, asks, engine=FakeEngineClient(tiny_tokenizer(TEMPLATE)))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return error.get("param"), error["message"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rule"),
+    [
+        ({"type": "array", "required": ["a"]}, "must be the schema of an object"),
+        ({"type": ["string", "null"]}, "must be the schema of an object"),
+        ({"properties": {"a": {"not": {}}}}, "not"),
+        ({"const": 3}, "incompatible types"),
+    ],
+)
+def test_a_refused_schema_is_named_by_its_tool(parameters: dict[str, Any], rule: str) -> None:
+    tools = [OTHER, TOOL, {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    schema = {"input_schema": parameters}
+    for param, message in (
+        _refused(tools=tools),
+        _refused(tools=tools, tool_choice=named),
+        _refused(
+            "/v1/responses",
+            input="x",
+            tools=[{"type": "function", **tool["function"]} for tool in tools],
+        ),
+        _refused(
+            "/v1/messages",
+            tools=[{"name": "now", "input_schema": {}}, {"name": "g", "input_schema": {}}, {"name": "f", **schema}],
+            tool_choice={"type": "any"},
+        ),
+    ):
+        field = message.partition(":")[0]
+        assert param in (None, field)
+        assert field in ("tools[2].function.parameters", "tools[2].parameters", "tools[2].input_schema")
+        assert rule in message
+        assert "args_" not in message
+        assert "whitespace_flexible" not in message
+
+
+def test_no_answer_would_heed_a_schema_of_no_object() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+    for choice in ("auto", "none"):
+        assert _refused(tools=[tool], tool_choice=choice)[0] == "tools[0].function.parameters"
+
+
+def test_kinds_of_tools_that_are_not_there_are_named_as_such() -> None:
+    for path, more in (("/v1/chat/completions", {}), ("/v1/responses", {"input": "x"}), ("/v1/messages", {})):
+        for kind in ("web_search", "web_search_20250305"):
+            choice = {"tool_choice": {"type": "any"}} if path == "/v1/messages" else {}
+            _, message = _refused(path, tools=[{"type": kind, "name": "web_search"}], **more, **choice)
+            assert message.startswith("tools[0].type: this kind of tool is not supported")
+
+
+def test_auto_has_a_grammar_for_schemas_of_several_parts() -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())  # its own, as a token is added
+    backend.add_tokens(["<tool_call>"])
+    tokenizer = Tokenizer(backend, eos_token_ids=(IM_END,), chat_template=TEMPLATE)
+    text = {"type": "string"}
+    branches = [{"properties": {name: text}, "required": [name]} for name in "ab"]
+    for parameters in (
+        {"type": "object", "properties": {"kind": text}, "required": ["kind"], "anyOf": branches},
+        {"$defs": {"a": branches[0]}, "$ref": "#/$defs/a", "properties": {"b": text}, "required": ["b"]},
+        {"properties": {"a": text}, "required": ["a", "b"]},
+    ):
+        engine = FakeEngineClient(tokenizer, "Hm.")
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        response = post("/v1/chat/completions", {**CHAT, "tools": [tool]}, engine=engine)
+        assert response.status_code == 200
+        assert engine.requests[0].sampling.grammar is not None
+
+
+@pytest.mark.parametrize("cut", [{"max_tokens": 12}, {"stop": ["name"]}])
+def test_a_forced_call_that_was_cut_off_leaves_no_content(cut: dict[str, Any]) -> None:
+    sentence = CALLS.partition("\n")[2]
+    assert whole(sentence, tool_choice="required", **cut)["message"] == {
+        "role": "assistant",
+        "content": "",
+        "refusal": None,
+    }
+    deltas = [choice["delta"] for choice in streamed(sentence, tool_choice="required", **cut)]
+    assert not any(delta.get("content") or delta.get("tool_calls") for delta in deltas)
+    assert whole(sentence, **cut)["message"]["content"].startswith("<tool_call>")  # a free answer's own words
+
+
+def test_arguments_with_half_a_character_are_told_as_they_were_written() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "\\ud800"}'}}
+    history = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    text = asked(messages=[*history, {"role": "tool", "tool_call_id": "c1", "content": "rain"}])[1].prompt_text
+    assert '"arguments": "{\\"city\\": \\"\\\\ud800\\"}"' in text
 
 
 def test_a_schema_that_no_grammar_takes_is_only_told() -> None:
