@@ -73,7 +73,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     if body.previous_response_id is not None:
         before = (salt, session_key(tenant, body.previous_response_id, "previous_response_id"))
         kept, home = await _found(api, before, "previous_response_id")
-    items = body.items(response_id)
+    items = body.items(response_id, () if kept is None else kept.history)
     about = {"id": response_id, "object": "response", "created_at": int(api.wall_clock())}
     echo = {**body.echo(), **about, "model": api.model.id}
     appends = kept is not None and all(kept.response.get(name) == echo[name] for name in _HEAD)
@@ -213,7 +213,7 @@ class Keeper(NamedTuple):
         if num_same == min(len(old), len(new)) and response["model"] == before["model"]:
             is_found = usage["input_tokens_details"]["cached_tokens"] >= _HIT_SHARE * min(num_same, len(new) - 1)
             return {"type": "cache_hit" if is_found else "unavailable"}
-        changed = next((name for name in ("model", "tools") if response[name] != before[name]), "input")
+        changed = next((name for name in _HEAD if response[name] != before[name]), "input")
         reason = "context_compacted" if choice.usage.truncated_tokens else f"{changed}_changed"
         shown = slice(num_same, num_same + _SHOWN_TOKENS)
         decode = self.api.tokenizer.decode

@@ -20,6 +20,7 @@ from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.text.tool_calls import MAX_TOOLS
 
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512  # OpenAI's
+MAX_ITEM_ID_CHARS = 256
 
 Items = list[dict[str, Any]]
 CacheTtl = Literal["30m", "12h"]
@@ -50,13 +51,14 @@ class TextPart(Body):
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS)]
+ItemId = Annotated[str, Field(max_length=MAX_ITEM_ID_CHARS)]
 
 
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: str | None = None
+    id: ItemId | None = None
 
     def item(self) -> dict[str, Any]:
         kind = "output_text" if self.role == "assistant" else "input_text"
@@ -70,7 +72,7 @@ class FunctionCallItem(Body):
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
+    id: ItemId | None = None
 
     def item(self) -> dict[str, Any]:
         return {"type": self.type, "call_id": self.call_id, "name": self.name, "arguments": self.arguments}
@@ -80,7 +82,7 @@ class FunctionOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: str | None = None
+    id: ItemId | None = None
 
     def item(self) -> dict[str, Any]:
         return {"type": self.type, "call_id": self.call_id, "output": "".join(_texts(self.output))}
@@ -95,7 +97,7 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     summary: list[ReasoningPart] | None = None
     content: list[ReasoningPart] | None = None
-    id: str | None = None
+    id: ItemId | None = None
 
     def item(self) -> dict[str, Any]:
         parts = {name: [part.model_dump() for part in getattr(self, name) or ()] for name in ("summary", "content")}
@@ -225,14 +227,23 @@ class ResponsesRequest(Body):
                 rule = f"keys may have {MAX_METADATA_KEY_CHARS} characters, values {MAX_METADATA_CHARS}"
                 raise InvalidRequest("metadata", key, rule)
 
-    def items(self, response_id: str) -> Items:
-        """Return the input as it is told again; items without an id get one."""
+    def items(self, response_id: str, before: Iterable[Mapping[str, Any]] = ()) -> Items:
+        """Return the input as it is told again behind the items of `before`; items without an id get one.
+
+        Raises `InvalidRequest` for an id that is another's: lists of items go on behind one of them.
+        """
         given = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         hexes = response_id.removeprefix("resp_")
-        return [
+        items = [
             {"id": each.id or f"item_{hexes}_{index}", "status": "completed", **each.item()}
             for index, each in enumerate(given)
         ]
+        taken = {item["id"] for item in before}
+        for index, item in enumerate(items):
+            if item["id"] in taken:
+                raise InvalidRequest(f"input[{index}].id", item["id"], "each item has an id of its own")
+            taken.add(item["id"])
+        return items
 
     def marks(self, num_before: int, items: Items) -> list[CacheMark]:
         """Return what is to be kept of the prompt whose messages are `num_before` others and then those of `items`."""
@@ -273,11 +284,12 @@ class ResponsesRequest(Body):
         if isinstance(choice, ToolChoice):
             choice = {"type": choice.type, "function": {"name": choice.name}}
         if self.tools:
-            own |= {"tools": [tool.tool() for tool in self.tools], "tool_choice": choice or "auto"}
+            own["tools"] = [tool.tool() for tool in self.tools]
         form = None if self.text is None or self.text.format is None else self.text.format.response_format()
         return {
             **own,
             "messages": list(messages),
+            "tool_choice": choice,
             "max_completion_tokens": 1 if self.is_prewarm else self.max_output_tokens,
             "response_format": form,
         }

@@ -210,7 +210,8 @@ def test_diagnostics_say_what_changed_and_where(store: bool, engine: FakeEngineC
     missed = diagnosed(client, first["id"], **{**same, "instructions": "be quick"})
     old, new = (engine.requests[i].prompt_token_ids for i in (0, -1))
     num_same = next(i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
-    assert missed["reason"] == "input_changed"
+    assert missed["reason"] == "instructions_changed"
+    assert diagnosed(client, first["id"], **same, input="the dog")["reason"] == "input_changed"
     assert (missed["comparison_reusable_tokens"], missed["cache_missed_tokens"]) == (num_same, len(new) - num_same)
     difference = missed["first_difference"]
     assert difference["token"] == num_same
@@ -301,6 +302,16 @@ def test_input_items_come_in_pages(client: TestClient) -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(wrong)))
 
 
+def test_no_item_has_the_id_of_an_earlier_response_s(client: TestClient) -> None:
+    said = [{"role": "user", "content": "the fox", "id": "i"}]
+    first = create(client, input=said)
+    for repeated in (said, first["output"]):
+        body = {**BODY, "input": repeated, "previous_response_id": first["id"]}
+        refused = client.post("/v1/responses", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].id")
+        create(client, input=repeated)
+
+
 def test_only_background_responses_could_be_cancelled(client: TestClient) -> None:
     path = f"/v1/responses/{create(client)['id']}/cancel"
     assert client.post(path).status_code == 400
@@ -342,6 +353,11 @@ def test_another_key_knows_nothing_of_it(engine: FakeEngineClient) -> None:
         ({"truncation": "sometimes"}, "truncation"),
         ({"previous_response_id": ""}, "previous_response_id"),
         ({"model": None}, "model"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}, "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}, **TOOLS}, "tool_choice.name"),
+        ({"input": [{"role": "user", "content": "x", "id": "i" * 257}]}, "input[0].id"),
+        ({"input": [{"role": "user", "content": "x", "id": "i"}] * 2}, "input[1].id"),
     ],
 )
 def test_a_bad_body_is_refused_by_its_field(client: TestClient, changes: Any, param: str) -> None:
