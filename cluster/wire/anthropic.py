@@ -301,6 +301,8 @@ def _marks_of(turn: Turn, num_before: int) -> Iterator[CacheMark]:
         num_said += block.type in ("text", "document")
         num_result += block.type == "tool_result"
         if block.type == "tool_result":
+            for number, part in enumerate(block.content if isinstance(block.content, list) else (), 1):
+                yield _mark(num_before + num_result, number, part.cache_control)
             yield _mark(num_before + num_result, None, block.cache_control)
         elif block.type in ("text", "document"):
             yield _mark(num_before + num_results + 1, num_said, block.cache_control)

@@ -331,11 +331,47 @@ def test_a_mark_keeps_the_prompt_up_to_it_and_changes_no_token(changes: Any, end
     assert engine.requests[1].prompt_token_ids == request.prompt_token_ids
 
 
-def test_five_marks_are_one_too_many() -> None:
-    blocks = [_said("a", FIVE)] * 5
-    response = post("/v1/messages", {**BODY, "messages": [{"role": "user", "content": blocks}]})
+def _result(*content: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """A conversation that ends with a tool's result of these blocks."""
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": list(content), **more}
+    said = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result, _said("and now?")]}]
+    return [*BODY["messages"], *said]
+
+
+@pytest.mark.parametrize(
+    ("content", "end"), [([_said("rain", FIVE), _said("sun")], "rain"), ([_said("rain"), _said("sun", FIVE)], "sun")]
+)
+def test_a_mark_within_a_tools_result_keeps_the_prompt_up_to_it(content: Any, end: str) -> None:
+    engine = FakeEngineClient(tiny_tokenizer(TEMPLATE))
+    post("/v1/messages", {**BODY, "messages": _result(*content)}, engine=engine)
+    ((num_tokens, ttl_s),) = engine.requests[0].kept
+    kept = engine.tokenizer.decode(engine.requests[0].prompt_token_ids[:num_tokens])
+    assert ttl_s == 300
+    assert end in kept
+    assert "and now?" not in kept
+    assert ("sun" in kept) == (end == "sun")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [_said("a", FIVE)] * 5}],
+        _result(*[_said("rain", FIVE)] * 4, cache_control=FIVE),
+    ],
+)
+def test_five_marks_are_one_too_many(messages: Any) -> None:
+    response = post("/v1/messages", {**BODY, "messages": messages})
     assert response.status_code == 400
     assert "cache_control" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("cut", [{"max_tokens": 12}, {"stop_sequences": ["name"]}])
+def test_a_forced_call_that_was_cut_off_leaves_no_content(cut: dict[str, Any]) -> None:
+    engine = FakeEngineClient(tiny_tokenizer(TEMPLATE), f"<tool_call>\n{CALL}\n</tool_call>")
+    asks = {**BODY, "tools": TOOLS, "tool_choice": {"type": "any"}, **cut}
+    assert post("/v1/messages", asks, engine=engine).json()["content"] == []
+    assert not [each for each in events(engine, **asks) if each["type"].startswith("content_block")]
 
 
 @pytest.mark.parametrize(
