@@ -85,6 +85,8 @@ async def run_chat(
     names, is_forced = (use.schema_by_name, use.is_forced) if use is not None else ({}, False)
     is_thinking = api.dialect.is_thinking(prompt.text or "")
     if is_thinking and params.grammar is not None and params.grammar.after is None:
+        # Where no single token ends the reasoning there is none: the grammar holds from the answer's beginning.
+        is_thinking = api.dialect.end_think_id is not None
         params = replace(params, grammar=replace(params.grammar, after=api.dialect.end_think_id))
     if turn.session is not None and not prompt.documents and not body.appends and not body.continue_final_message:
         drops_reasoning = body.session is not None and body.session.history == "log"

@@ -279,6 +279,23 @@ def test_reasoning_stands_by_itself(template: str, begin: str) -> None:
     assert "reasoning" not in whole(sentence, template, tools=[], include_reasoning=False)["message"]
 
 
+def test_a_grammar_holds_from_the_beginning_where_no_single_token_ends_the_reasoning() -> None:
+    """The template opened it, but what the grammar lets an answer say is no reasoning."""
+    assert tiny_tokenizer(OPENS).token_id("</think>") is None
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    for sentence, changes in (
+        ('{"a": 1}', {"tools": [], "response_format": schema}),
+        ('{"a": 1}', {"tools": [], "guided_choice": ['{"a": 1}']}),
+    ):
+        response, request = asked(sentence, OPENS, **changes)
+        assert request.sampling.grammar.after is None
+        message = response.json()["choices"][0]["message"]
+        assert (message["content"], "reasoning" in message) == (sentence, False)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    message = whole(call, OPENS, tool_choice="required")["message"]
+    assert [each["function"]["name"] for each in message["tool_calls"]] == ["now"]
+
+
 def _told(engine: FakeEngineClient, **body: Any) -> dict[str, Any]:
     response = post("/v1/chat/completions", {**CHAT, **body}, engine=engine, headers={"X-Session-ID": "s"})
     assert response.status_code == 200, response.text
