@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +33,24 @@ MAX_COMPILED = 64
 _MAX_ERROR_CHARS = 400
 # They come last, so that no schema sets them: `lenient` and `coerce_one_of` would let invalid answers through, and
 # without a bound a model may write blanks for ever. 20 are enough for a line's end and an indent.
-_JSON_OPTIONS: JsonCompileOptions = {
+JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
     "coerce_one_of": False,
+    "item_separator": ",",
+    "key_separator": ":",
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}",
 }
+# Without `\u`: a name that a schema gives could be written with it once more, as one that is free.
+_ESCAPES = 'nrbtf"\\'
+# Control characters that need it, as text has them and as a pattern may write them.
+_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_PATTERN_CONTROLS = re.compile(r"\\(x[017]|u00[017]|[xu]\{|[Uacv0-7])|\[[^\]]*(&&|--|~~)")
+
+# What one request may cost the others of its steps, in seconds of its thread: so much for each token on average, and
+# more where tokens before took less. A usual token takes some 0.05 ms; the first ones of a large schema take 10.
+_TOKEN_S, _MAX_SAVED_S = 0.002, 0.25
+# Else llguidance looks for all text that must follow: of `/a+/ start` without end. It comes last: the last one holds.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
 Mask = npt.NDArray[np.int32]  # bit i of word j: token 32 j + i
 
@@ -54,9 +69,16 @@ def without(mask: Mask, barred_ids: Sequence[int]) -> Mask:
 class Matcher:
     """Follows one answer through a grammar."""
 
-    def __init__(self, compiled: LLMatcher, emitted: Sequence[int], after: int | None = None) -> None:
+    def __init__(
+        self,
+        compiled: LLMatcher,
+        emitted: Sequence[int],
+        after: int | None,
+        clock: Callable[[], float],
+    ) -> None:
         """Take ownership of `compiled`. `emitted` are tokens that the answer has already; `after` as in `Grammar`."""
-        self._state = compiled
+        self._state, self._clock = compiled, clock
+        self._left_s = _MAX_SAVED_S  # what it may take until the next token
         self._awaited = after
         if after is not None and after in emitted:
             self._awaited, emitted = None, emitted[emitted.index(after) + 1 :]
@@ -78,9 +100,12 @@ class Matcher:
         if self.is_waiting:
             self._awaited = None if token_id == self._awaited else self._awaited
             return
+        began_s = self._clock()
         self._state.consume_token(token_id)
         self._mask = None
         self._look()
+        self._left_s = min(self._left_s + _TOKEN_S, _MAX_SAVED_S)
+        self._charge(began_s)
 
     def mask(self, barred_ids: Sequence[int]) -> Mask:
         """Return which tokens may follow; of those, barred ones only where there are no others.
@@ -89,14 +114,21 @@ class Matcher:
         follow, and `error` says why.
         """
         if self._mask is None:
+            began_s = self._clock()
             bits = self._state.compute_bitmask()
             self._mask = np.frombuffer(bits, np.int32)
             self._look()
             if self.error is None and bits == bytes(len(bits)):  # of a schema whose references go round, for one
                 self.error = "the grammar could not be followed: it lets nothing follow and does not end"
+            self._charge(began_s)
             if self.error is not None:
                 self._mask = np.zeros_like(self._mask)
         return without(self._mask, barred_ids)
+
+    def _charge(self, began_s: float) -> None:
+        self._left_s -= self._clock() - began_s
+        if self._left_s < 0 and self.error is None:
+            self.error = f"the grammar is too complex: its tokens take more than {1000 * _TOKEN_S:.0f} ms each"
 
     def _look(self) -> None:
         if self._state.is_error():
@@ -110,9 +142,11 @@ class Matcher:
 class Grammars:
     """Compiles grammars for one tokenizer, and remembers what came of the last ones. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int = 0) -> None:
-        """`vocab_size`: of the model, which may have more tokens than its tokenizer."""
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int = 0, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        """`vocab_size`: of the model, which may have more tokens than its tokenizer. `clock`: of the calling thread."""
+        self._tokenizer, self._vocab_size, self._clock = tokenizer, vocab_size, clock
         self._lock = threading.Lock()  # of `_compiled`
         self._compiling = threading.Lock()  # held by who checks one that is not known
         self._tokens: LLTokenizer | None = None
@@ -136,7 +170,7 @@ class Grammars:
 
     def matcher(self, grammar: Grammar, emitted: Sequence[int]) -> Matcher:
         """Make a matcher behind `emitted`; raises `InvalidRequest`."""
-        matcher = Matcher(self._compile(grammar).deep_copy(), emitted, grammar.after)
+        matcher = Matcher(self._compile(grammar).deep_copy(), emitted, grammar.after, self._clock)
         matcher.mask(())
         if matcher.error is not None:
             raise InvalidRequest(grammar.field, None, matcher.error)
@@ -178,14 +212,14 @@ class Grammars:
             return _brief(str(error))
         if compiled.is_error():
             return f"is not supported: {_brief(compiled.get_error())}"
-        begun = Matcher(compiled.deep_copy(), ())
+        begun = Matcher(compiled.deep_copy(), (), None, self._clock)
         begun.mask(())
         return begun.error or compiled
 
 
 @cache
 def _limits() -> LLParserLimits:
-    """About 0.5 s to compile, 50 ms for a token and 100 MB of states, each at most.
+    """About 0.5 s to compile, 20 ms for a token and 100 MB of states, each at most.
 
     What takes long to compile are objects of many optional properties: the time grows with the square of their number.
     """
@@ -195,7 +229,7 @@ def _limits() -> LLParserLimits:
         initial_lexer_fuel=1_000_000,
         max_grammar_size=20_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_max_items=5_000,
         max_lexer_states=50_000,
         verbose_errors=False,
     )
@@ -214,12 +248,55 @@ def _source(grammar: Grammar) -> str:
 
     text = grammar.text
     if grammar.kind in ("json_schema", "json_object"):
-        return LLMatcher.grammar_from_json_schema(text, None, _JSON_OPTIONS)
+        try:
+            schema = json.loads(text)
+        except ValueError:  # llguidance says what is wrong
+            schema = {}
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
+        return LLMatcher.grammar_from_json_schema(text, None, {**JSON_OPTIONS, **name_options(schema)})
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if grammar.kind == "choice":
-        text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-    return LLMatcher.grammar_from_lark(text)
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    return LLMatcher.grammar_from_lark(text + _NO_FORCING)
+
+
+def name_options(schema: Any) -> JsonCompileOptions:
+    r"""Return the options under which what an object's names say holds; raises `ValueError` where there are none.
+
+    llguidance counts a free name twice that is written twice, and does not know that `\u0061` is an `a`. Without `\u`
+    it leaves out of a text what can be written in no other way.
+    """
+    has_controls = is_open = False
+    for part in _parts(schema):
+        if isinstance(part, str):
+            has_controls |= _CONTROLS.search(part) is not None
+        if not isinstance(part, Mapping):
+            continue
+        num_least, required = part.get("minProperties"), part.get("required")
+        num_required = len(set(map(str, required))) if isinstance(required, list | tuple) else 0
+        if isinstance(num_least, int | float) and num_least > num_required + 1:
+            raise ValueError('is not supported: "minProperties" that counts more than one name that is not required')
+        names, by_pattern = part.get("properties"), part.get("patternProperties")
+        is_open |= bool(names or by_pattern) and part.get("additionalProperties") is not False
+        patterns = [part.get("pattern"), *(by_pattern if isinstance(by_pattern, Mapping) else ())]
+        for pattern in patterns:
+            if isinstance(pattern, str) and (_PATTERN_CONTROLS.search(pattern) or _CONTROLS.search(pattern)):
+                has_controls = True
+    if has_controls and is_open:
+        raise ValueError('is not supported: control characters, unless "additionalProperties" is false')
+    return {"json_allowed_escapes": _ESCAPES + ("u" if has_controls else "")}
+
+
+def _parts(schema: Any) -> Iterator[Any]:
+    """Walk a schema and all that is in it; its literals too, which at worst refuses one more."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        yield part
+        left.extend(part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ())
 
 
 def _brief(error: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import ReasoningParserName, ToolParserName
 from mneme.replicas.request import Grammar, History
+from mneme.replicas.text.grammar import JSON_OPTIONS, name_options
 from mneme.replicas.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -239,14 +240,21 @@ def _detected(tokenizer: Tokenizer, template: str) -> str | None:
 def _lark(grammar: Grammar) -> str:
     """Write what an answer must match as a rule's right side; raises `InvalidRequest`."""
     if grammar.kind in ("json_schema", "json_object"):
-        return f"%json {grammar.text}"
+        schema = json.loads(grammar.text)
+        if isinstance(schema, dict):
+            schema["x-guidance"] = {**JSON_OPTIONS, **name_options(schema)}
+        return f"%json {json.dumps(schema, ensure_ascii=False)}"
     raise InvalidRequest(grammar.field, grammar.kind, "only a JSON schema can be combined with tools")
 
 
 def _of_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object that is written as chat templates write it."""
+    """Return the schema of an object that is written as chat templates write it; raises `InvalidRequest`."""
     own: dict[str, Any] = _closed(schema or {"properties": {}})
-    guidance = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    try:
+        names = name_options(own)
+    except ValueError as error:
+        raise InvalidRequest("tools", None, str(error)) from None
+    guidance = {**names, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return {**own, "type": "object", "x-guidance": guidance}
 
 

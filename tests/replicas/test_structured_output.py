@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import re
@@ -23,6 +24,7 @@ from mneme.replicas.request import MAX_GRAMMAR_BYTES, GenerationRequest, TokenEv
 from mneme.replicas.text.grammar import Grammars
 from mneme.replicas.text.tool_calls import Dialect, whole_calls
 
+VALIDATOR = jsonschema.Draft202012Validator
 STRING, INTEGER = {"type": "string", "maxLength": 12}, {"type": "integer", "minimum": -50, "maximum": 50}
 POINT = {"type": "object", "properties": {"x": INTEGER, "y": INTEGER}, "required": ["x", "y"]}
 CLOSED = {"additionalProperties": False}
@@ -213,7 +215,7 @@ def test_every_finished_answer_is_valid_under_its_schema(llm: LLM) -> None:
     for index, output in enumerate(llm.generate(["JSON: "] * len(SCHEMAS), params)):
         for answer in output.outputs:
             if answer.finish_reason == "stop":
-                jsonschema.validate(json.loads(answer.text), SCHEMAS[index], jsonschema.Draft202012Validator)
+                VALIDATOR(SCHEMAS[index], format_checker=VALIDATOR.FORMAT_CHECKER).validate(json.loads(answer.text))
                 finished.add(index)
     assert len(SCHEMAS) - len(finished) <= 12, [SCHEMAS[i] for i in set(range(len(SCHEMAS))) - finished]
 
@@ -449,20 +451,113 @@ def test_grammars_that_are_none_are_refused(kind: Any, text: Any, rule: str) -> 
 def test_grammar_bombs_are_refused_or_cheap(llm: LLM, grammars: Grammars, kind: Any, text: Any) -> None:
     before_s = time.thread_time()
     try:
-        matcher = grammars.matcher(Grammar(kind, text), [])
+        matchers = [grammars.matcher(Grammar(kind, text), []) for _ in range(16)]
         for token_id in llm.tokenizer.encode("xabab" * 20, add_special_tokens=False):
-            if matcher.error is None:
-                matcher.push(token_id)
+            for matcher in matchers:
+                matcher.mask(())
+                if matcher.error is None:
+                    matcher.push(token_id)
     except InvalidRequest:
         pass
-    # Bounded by some half a second; the time of this thread alone, not of a busy machine, and with room for a slow one.
-    assert time.thread_time() - before_s < 5
+    # Half a second to compile, and 16 rows of 0.25 s and 2 ms a token; of this thread alone, not of a busy machine.
+    assert time.thread_time() - before_s < 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start: /a+/ start",
+        'start: "zq" x | "b"\nx: /a+/ x',
+        'start: /a+/{1000000} "b"',
+        'start: /a+/ start\n%llguidance {"no_forcing": false}',
+        "start: %lark { start: /a+/ start\n }",
+    ],
+)
+def test_a_lark_grammar_that_never_ends_takes_no_longer_for_a_token(llm: LLM, text: str) -> None:
+    params = SamplingParams(grammar=Grammar("grammar", text), max_tokens=40, n=4, seed=1)
+    for answer in llm.generate("x", params)[0].outputs:
+        assert re.fullmatch("a+|zqa*|z|b", answer.text)
+
+
+def test_a_grammar_whose_tokens_take_long_ends_its_request_once_it_has_spent_its_time(llm: LLM) -> None:
+    for took_s, is_refused in ((0.001, False), (0.02, True)):
+        ticks = itertools.count()
+        slow = Grammars(llm.tokenizer, clock=lambda ticks=ticks, took_s=took_s: next(ticks) * took_s)  # type: ignore[misc]
+        matcher = slow.matcher(Grammar("regex", "x*"), [])
+        for token_id in llm.tokenizer.encode("xx" * 200, add_special_tokens=False):
+            matcher.mask(())
+            matcher.push(token_id)
+        assert ("too complex" in str(matcher.error)) == is_refused
 
 
 def test_an_object_of_too_many_properties_is_refused(grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(4000)}}
     with pytest.raises(InvalidRequest, match="too big"):
         grammars.check(Grammar("json_schema", schema))
+
+
+def test_as_many_properties_as_the_docs_say_are_taken(llm: LLM, grammars: Grammars) -> None:
+    for num_properties, required in ((400, False), (2000, True)):
+        names = [f"property_{i}" for i in range(num_properties)]
+        properties = {name: {"type": "null"} for name in names}
+        schema = {"type": "object", "properties": properties, "required": names if required else []}
+        matcher = grammars.matcher(Grammar("json_schema", schema), [])
+        told = names[:20] if required else names[::20]
+        for token_id in llm.tokenizer.encode(json.dumps(dict.fromkeys(told)), add_special_tokens=False)[:-1]:
+            matcher.mask(())
+            matcher.push(token_id)
+        assert matcher.error is None
+
+
+OPEN = {"properties": {"ab": {"type": "integer"}}, "required": ["ab"], "additionalProperties": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        (OPEN, r'{"ab":1,"\u0061b":"x"}'),
+        (OPEN | {"x-guidance": {"json_allowed_escapes": "u"}}, r'{"ab":1,"\u0061b":"x"}'),
+        (
+            {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+            r'{"\u0061b":"x"}',
+        ),
+        ({"const": "a\u0001b"}, '"ab"'),
+        ({"const": [["a\x7fb"]]}, '[["ab"]]'),
+        ({"type": "string", "pattern": r"^a\x01b$"}, '"ab"'),
+        ({"type": "string", "pattern": "^a[\\v]b$"}, '"ab"'),
+        ({"type": "null", "x-guidance": {"item_separator": ";"}}, "nul;"),
+        ({"type": "array", "items": INTEGER, "x-guidance": {"item_separator": ";"}}, "[1;1]"),
+    ],
+)
+def test_an_answer_that_its_schema_does_not_allow_cannot_be_given(
+    llm: LLM, grammars: Grammars, schema: dict[str, Any], answer: str
+) -> None:
+    matcher = grammars.matcher(Grammar("json_schema", schema if "const" in schema else {"type": "object"} | schema), [])
+    for token_id in llm.tokenizer.encode(answer, add_special_tokens=False):
+        matcher.push(token_id)
+    assert matcher.error is not None
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "object", "additionalProperties": INTEGER, "minProperties": 2}, "minProperties"),
+        ({"allOf": [{"minProperties": 2}, {"additionalProperties": INTEGER}]}, "minProperties"),
+        ({"properties": {"a": {"const": "\u0001"}}, "additionalProperties": True}, "control characters"),
+        ({"properties": {"a": {"pattern": r"^\x01$"}}, "additionalProperties": True}, "control characters"),
+        ({"patternProperties": {r"^\u0001$": INTEGER}}, "control characters"),
+    ],
+)
+def test_what_names_cannot_be_held_to_is_refused(grammars: Grammars, schema: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        grammars.check(Grammar("json_schema", schema))
+    dialect = Dialect(grammars._tokenizer, "hermes")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=named):
+        dialect.call_grammar({"f": schema}, is_forced=True, is_one=True)
+
+
+def test_names_that_are_required_may_be_counted(grammars: Grammars) -> None:
+    grammars.check(Grammar("json_schema", POINT | {"minProperties": 3}))
 
 
 def test_references_that_go_round_are_refused_or_end_their_request(llm: LLM, grammars: Grammars) -> None:
