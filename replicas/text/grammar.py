@@ -48,7 +48,7 @@ _PATTERN_CONTROLS = re.compile(r"\\(x[017]|u00[017]|[xu]\{|[Uacv0-7])|\[[^\]]*(&
 
 # What one request may cost the others of its steps, in seconds of its thread: so much for each token on average, and
 # more where tokens before took less. A usual token takes some 0.05 ms; the first ones of a large schema take 10.
-_TOKEN_S, _MAX_SAVED_S = 0.002, 0.25
+_TOKEN_S, _MAX_SAVED_S = 0.001, 0.25
 # Else llguidance looks for all text that must follow: of `/a+/ start` without end. It comes last: the last one holds.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
