@@ -182,7 +182,7 @@ def test_steps_are_known_by_the_prompt_rows_that_they_compute(model: CachedModel
 def test_rows_of_overlaps(model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_tiers, "FIG19_HISTORY", 256)
     monkeypatch.setattr(bench_tiers, "PROMPTS", (96,))
-    costs = replace(model.calibration, prefill=(0.0, 1e-3, 0.0))  # its disk reads in twice the time that these take
+    costs = replace(model.calibration, prefill=(0.0, 1e-4, 0.0))  # its disk reads in twice the time that these take
     model = model._replace(calibration=costs)
     rows = bench_tiers.read_buffer_rows(model, tmp_path, 1, 0)
     layers = [f"{n} layers" for n in range(5)]
