@@ -4,12 +4,14 @@
 
 Three Ray nodes on this machine, each with a replica of mneme-tiny (float32), its cache actor and its disk; two
 ingresses behind Serve's proxy. Clients stream answers whose text is known from a run without faults, so that a wrong
-token is seen; what a fault may not do is fail a request or change a token. Three parts:
+token is seen; what a fault may not do is fail a request or change a token. Four parts:
 
     kills    a session's second answer is streamed, and its replica killed (SIGKILL) after 0, 1, 5 or 20 pieces of text
     others   a node is removed at once (its replica, cache actor and raylet), a cache actor, a directory, an ingress is
              killed. Who is answered through the ingress that is killed loses the connection, which nobody can take
              over: these, and no other, are counted apart, as `cut`
+    all      all replicas are killed while one answer is streamed: how soon a new request hears 503 with Retry-After,
+             when one is answered again, and whether that stream goes on to its end
     random   one of these every few seconds for `--minutes`, with each process's private memory and descriptors, pages
              in use and bytes of the tiers every 10 s: growth is the slope of the second half
 
@@ -371,6 +373,40 @@ def other_rows(cluster: ChaosCluster, load: Load, repeats: int, draw: random.Ran
     return rows
 
 
+def all_row(cluster: ChaosCluster, reference: str) -> dict[str, Any]:
+    """Kill all replicas in the middle of an answer, and ask anew until there is one."""
+    pids, streamed = list(cluster.pids("#engine#").values()), list[str]()
+    is_begun, refused_s, recovered_s, refusal = threading.Event(), None, None, None
+
+    def read() -> None:
+        with httpx.Client(base_url=cluster.url, timeout=LIMIT_S) as http:
+            stream(http, turn("all", STORY, 32, append=False))
+            body = turn("all", "And then?", 96, append=True)
+            streamed.append(stream(http, body, lambda num: is_begun.set() if num == 5 else None)[0])
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    is_begun.wait(LIMIT_S)
+    killed_s = time.monotonic()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    with httpx.Client(base_url=cluster.url, timeout=LIMIT_S) as http:
+        while recovered_s is None and time.monotonic() < killed_s + LIMIT_S:
+            asked_s = time.monotonic()
+            answer = http.post("/v1/chat/completions", json=plain(0))
+            if answer.status_code == 200:
+                recovered_s = time.monotonic() - killed_s
+            elif refused_s is None:
+                refused_s = time.monotonic() - asked_s
+                refusal = [answer.status_code, answer.headers.get("retry-after")]
+    reader.join(LIMIT_S)
+    cluster.await_replicas()
+    row = {"refused_after_s": refused_s, "refusal": refusal, "recovered_after_s": recovered_s,
+           "stream_is_whole": streamed == [reference]}  # fmt: skip
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
 def random_faults(cluster: ChaosCluster, load: Load, minutes: float, draw: random.Random) -> dict[str, Any]:
     """Faults of all kinds; samples of what must not grow."""
     load.take()
@@ -449,6 +485,7 @@ def main() -> None:
             stream(http, turn("undisturbed", STORY, 32, append=False))
             reference, _, _ = stream(http, turn("undisturbed", "And then?", 96, append=True))
             expected = [stream(http, plain(index))[0] for index in range(len(PROMPTS))]
+        alone = results["all"] = all_row(cluster, reference)
         with Load(cluster.url, expected, args.clients) as load:
             kills = results["kills"] = kill_rows(cluster, load, args.kills, reference)
             results["load_beside_kills"] = load.take().as_json()
@@ -460,6 +497,7 @@ def main() -> None:
     pauses_s = sorted(pause_s for row in kills for pause_s in row["pauses_s"])
     p95_s = pauses_s[min(int(0.95 * len(pauses_s)), len(pauses_s) - 1)] if pauses_s else None
     parts = [results["load_beside_kills"], *others, results.get("random", {})]
+    refused_s = alone["refused_after_s"] if alone["refusal"] == [503, "1"] else math.inf
     results["pause_p50_s"] = statistics.median(pauses_s) if pauses_s else None
     failed = sum(row["failed"] for row in kills) + sum(part.get("num_failed", 0) for part in parts)
     wrong = sum(row["wrong"] for row in kills) + sum(part.get("num_wrong", 0) for part in parts)
@@ -468,6 +506,9 @@ def main() -> None:
         at_most("requests that failed", failed, 0, "requests"),
         at_most("answers with a wrong token", wrong, 0, "answers"),
         at_most("pause p95 of killed streams", p95_s, 1.0, "s"),
+        at_most("all killed: refused after", refused_s, 1.0, "s"),
+        at_most("all killed: answered again", alone["recovered_after_s"] or math.inf, 30.0, "s"),
+        at_most("all killed: streams that are not whole", 0 if alone["stream_is_whole"] else 1, 0, "streams"),
         *(
             at_most(f"growth of {name}'s {unit}", grown.get(f"{name}_{unit}_per_hour"), limit, f"{unit}/hour")
             for name in PROCESSES for unit, limit in GROWTH_LIMITS_PER_HOUR.items()

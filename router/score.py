@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.ma  # the first median would import it, and a request wait 10 ms for that
 from numpy.typing import NDArray
 
 from mneme.cachetier.policy.cost_model import CostModel

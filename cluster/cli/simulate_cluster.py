@@ -16,6 +16,7 @@ from mneme.cachetier.simulate.costs import GB, load_costs
 from mneme.cachetier.simulate.synthetic import PREFIX
 from mneme.cachetier.simulate.traces import MAX_TOKENS
 from mneme.cluster.cli.simulate import TRACE_HELP, check_range, progress, size_in_blocks
+from mneme.cluster.simulate.exact import PAGE_TOKENS
 from mneme.cluster.simulate.play import ClusterShape, Simulation
 from mneme.cluster.simulate.replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, EngineShape
 from mneme.cluster.simulate.routers import ROUTERS
@@ -110,6 +111,8 @@ def simulate_cluster(args: argparse.Namespace) -> int:
         turns = scaled(read_workload(args.trace, args.block_tokens), args.scale, args.speed, args.seed)
         turns = turns[: args.requests]
         shape = _shape(args, costs)
+        if args.exact:
+            _check_fits(turns, shape)
     gc.freeze()
     gc.disable()  # few of millions of objects refer to each other: looking for those takes a fifth of the time
     try:
@@ -173,6 +176,14 @@ def _shape(args: argparse.Namespace, costs: CostModel) -> ClusterShape:
         concurrency=args.concurrency,
         seed=args.seed,
     )
+
+
+def _check_fits(turns: Sequence[Turn], shape: ClusterShape) -> None:
+    """An engine refuses what can never run; a simulated one would try for ever."""
+    longest = max((turn.input_tokens + turn.output_tokens for turn in turns), default=0)
+    capacity = (shape.engine.capacity_tokens or 0) // PAGE_TOKENS * PAGE_TOKENS
+    if longest > capacity:
+        raise ConfigError(f"device-gb: must hold the longest request, of {longest} tokens (got room for {capacity})")
 
 
 def _replicas(text: str) -> tuple[int, AutoscaleConfig | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -51,7 +52,10 @@ class Ingress:
         self._clients = [_client(*model) for model in zip(self._config.each_model(), engines, strict=True)]
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._build_api(self._clients, self._config)
+        api = self._build_api(self._clients, self._config)
+        gc.collect()
+        gc.freeze()  # what was imported and built stays: no request waits while a full collection looks at it
+        return api
 
     async def end_answers(self) -> None:
         """Take no more requests, and let clients hear how their answers end."""

@@ -25,7 +25,7 @@ from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.router.autoscaler import ReplicaLoad
 
-_PAGE_TOKENS = 64
+PAGE_TOKENS = 64
 _UNBOUNDED_TOKENS = 2**22  # of a device without a bound
 _SAMPLING = SamplingParams()
 
@@ -44,11 +44,11 @@ class ExactReplica:
         on_block: Callable[[int, bool], None] = lambda block_id, is_there: None,
     ) -> None:
         """`on_block` is told which blocks came to the device, or went from it."""
-        num_pages = max((shape.capacity_tokens or _UNBOUNDED_TOKENS) // _PAGE_TOKENS, 1)
-        num_host_pages = shape.host_tokens // _PAGE_TOKENS
+        num_pages = max((shape.capacity_tokens or _UNBOUNDED_TOKENS) // PAGE_TOKENS, 1)
+        num_host_pages = shape.host_tokens // PAGE_TOKENS
         self._forest = PrefixForest(
             num_pages,
-            _PAGE_TOKENS,
+            PAGE_TOKENS,
             policy=make_policy(policy, clock, num_pages),
             clock=clock,
             num_host_pages=num_host_pages,
@@ -227,7 +227,7 @@ class ExactReplica:
                 return 0
             if sequence.path.gaps or sequence.window is not None:
                 return 0
-            fewest = min(fewest, -part.end % _PAGE_TOKENS, sequence.max_tokens - sequence.num_output - 1)
+            fewest = min(fewest, -part.end % PAGE_TOKENS, sequence.max_tokens - sequence.num_output - 1)
         return fewest
 
     def _catch_up(self) -> None:

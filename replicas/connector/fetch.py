@@ -11,11 +11,13 @@ Policy and threads only: no tensors.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import get_args
 
@@ -171,12 +173,16 @@ class Fetch:
         clock: Callable[[], float],
         *,
         num_first_rows: int = 0,
+        rows_within: Callable[[float], float] = lambda seconds: math.inf,
         num_stored: int = 0,
         is_alone: bool = True,
         on_closed: Callable[[Fetch], None] = lambda fetch: None,
         on_given_up: Callable[[GivenUp], None] = lambda what: None,
     ) -> None:
-        """See `LoadController.first_rows` and `plan`. `on_given_up` is called once at most, on the engine's thread."""
+        """See `LoadController.first_rows` and `plan`, and `CostModel.rows_within`.
+
+        `on_given_up` is called once at most, on the engine's thread.
+        """
         self.query, self.num_resident = query, num_resident
         self.sources: list[ChunkSource] = []  # those that are to be loaded, in order
         self.plan: LoadPlan | None = None
@@ -189,7 +195,7 @@ class Fetch:
         self.late_edge: Edge | None = None  # for which it was given up
         self.num_readers = 1  # threads that take at once: what each is at counts for a part of the time
         self._asked_s = clock()
-        self._look_until_s, self._num_first_rows = look_until_s, num_first_rows
+        self._look_until_s, self._num_first_rows, self._rows_within = look_until_s, num_first_rows, rows_within
         self._times: LoadClock | None = None  # once it was found
         self._at = 0  # the chunk that is being brought, or was last
         self.num_layers, self._layer_bytes = 1, 0  # of a full chunk's layer
@@ -239,10 +245,13 @@ class Fetch:
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking: to where a chunk ends.
 
-        As many as an answer takes, as long as it may come soon: what is found is loaded behind them.
+        As many as an answer takes, as long as it may come soon, and then as many as take the time that was waited: what
+        is found is loaded behind them.
         """
-        num_rows = self.query.chunk_tokens - num_tokens % self.query.chunk_tokens
-        return num_rows if self._clock() >= self._look_until_s else min(num_rows, self._num_first_rows)
+        now_s = self._clock()
+        is_late = now_s >= self._look_until_s
+        num_rows = self._rows_within(now_s - self._asked_s) if is_late else self._num_first_rows
+        return max(int(min(num_rows, self.query.chunk_tokens - num_tokens % self.query.chunk_tokens)), 1)
 
     def skip_computed(self, sources: list[ChunkSource]) -> list[ChunkSource]:
         """Close the sources of which the sequence has all by now; the rest begins at `start_of(0)`."""
@@ -541,7 +550,8 @@ class Fetches:
         num_first_rows = self._controller.first_rows(num_resident, num_stored)
         fetch = Fetch(
             query, num_resident, look_until_s, self.budget, self._clock,
-            num_first_rows=num_first_rows, num_stored=num_stored, is_alone=is_alone, on_closed=self._ended,
+            num_first_rows=num_first_rows, rows_within=partial(self._costs.rows_within, context=num_resident),
+            num_stored=num_stored, is_alone=is_alone, on_closed=self._ended,
             on_given_up=self._given_up,
         )  # fmt: skip
         with self._lock:

@@ -40,6 +40,7 @@ class StepBudget:
         """`seconds`: that rows of prompts may add to the step."""
         self.num_left = max(num_rows, 0)
         self.num_loaded = 0  # the cache tier's chunks
+        self.num_looking = 0  # rows of prompts for which the cache tier is still asked: the answers wait for this step
         self._page_size = page_size
         self._costs, self._seconds_left = costs, seconds
         self._num_taken = 0

@@ -118,6 +118,34 @@ def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: 
     case.check_rest()
 
 
+def test_prompts_that_wait_for_answers_share_the_rows_of_a_step(store: FakeStore) -> None:
+    """Each has what it finds as if it had waited alone: no step of many first chunks stands between."""
+    case = Played(store)
+    for name in "abc":
+        case.submit(name, IDS[:30] if name == "a" else IDS[ord(name) - ord("a") :][:30])
+    case.cache.now_s += LONG_S
+    assert case.engine.step() == []
+    assert case.runner.num_rows == CHUNK_TOKENS
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    assert tokens_of(events, "c") == continuation(IDS[2:32], 3, 5)
+    usage = next(event.usage for event in events if event.usage is not None and event.request_id == "a")
+    assert usage.host_tokens == 24 - CHUNK_TOKENS
+    case.check_rest()
+
+
+def test_the_longer_an_answer_takes_the_more_rows_a_step_computes_before_it(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.now_s += 3  # a row takes a second
+    assert case.engine.step() == []
+    assert case.runner.num_rows == 3
+    case.cache.play()
+    assert tokens_of(run(case.engine), "a") == continuation(IDS[:30], 3, 5)
+    case.check_rest()
+
+
 def test_rows_begin_before_a_slow_answer_and_what_is_found_then_is_loaded_behind_them(store: FakeStore) -> None:
     """Answers take as long as five rows, one of which a step more would cost."""
     case = Played(store)
