@@ -288,7 +288,8 @@ class NextTurns:
         """Whether the prompt came from where the arm says."""
         kv = took.usage.kv_details()
         found = {RECOMPUTE: 0, HOST: kv["host"]}.get(name, kv["disk"] + kv["host"])  # a node brings chunks up meanwhile
-        is_sound = took.usage.cached_tokens == 0 if name == RECOMPUTE else found >= MIN_CACHED * len(self._history)
+        # A chunk may be computed while an answer is late: that is the arm's figure, not a fault of it.
+        is_sound = took.usage.cached_tokens == 0 if name == RECOMPUTE else found >= len(self._history) - CHUNK_TOKENS
         if not is_sound or kv["device"]:
             raise MnemeError(f"arm {name}, {len(self._history)} tokens of history: kv_details say {kv}")
 
