@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -229,11 +229,8 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
 ) -> None:
     prompts = [f"{i}. {PROMPT}" for i in range(6)]
     expected = [greedy(client, prompt, 300) for prompt in prompts]
-    victim = min(cpu_seconds(server_process))
-    texts: list[str] = [""] * len(prompts)
-    halfway = threading.Barrier(len(prompts) + 1, timeout=240)
 
-    def stream(i: int) -> None:
+    def pieces(i: int) -> Iterator[str]:
         with client.chat.completions.create(
             model=MODEL,
             messages=ask(prompts[i]),
@@ -242,21 +239,36 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
             stream=True,
             extra_body={"min_tokens": 300},
         ) as chunks:
-            for n, chunk in enumerate(chunks):
-                if n == 5:
-                    halfway.wait()
-                texts[i] += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            for chunk in chunks:
+                yield (chunk.choices[0].delta.content or "") if chunk.choices else ""
 
-    threads = [threading.Thread(target=stream, args=(i,), daemon=True) for i in range(len(prompts))]
+    assert said_over_a_kill(server, server_process, pieces, len(prompts), kill_at=5) == expected
+
+
+def said_over_a_kill(
+    server: str, server_process: ServerProcess, pieces: Callable[[int], Iterator[str]], count: int, *, kill_at: int
+) -> list[str]:
+    """What so many streams say, one of whose replicas is killed when each has had `kill_at` pieces."""
+    victim = min(cpu_seconds(server_process))
+    said = [""] * count
+    has_begun = threading.Barrier(count + 1, timeout=240)
+
+    def read(i: int) -> None:
+        for n, piece in enumerate(pieces(i)):
+            if n == kill_at:
+                has_begun.wait()
+            said[i] += piece
+
+    threads = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
-    halfway.wait()
+    has_begun.wait()
     os.kill(victim, signal.SIGKILL)
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
         assert not thread.is_alive()
-    assert texts == expected
     await_metric(server, 'mneme_replicas{state="ready"}', 2, limit_s=300)
+    return said
 
 
 def test_a_forced_call_goes_on_where_its_killed_replica_left_it(
@@ -285,28 +297,14 @@ def test_a_forced_call_goes_on_where_its_killed_replica_left_it(
         (call,) = client.chat.completions.create(messages=ask(prompt), **body).choices[0].message.tool_calls
         jsonschema.validate(json.loads(call.function.arguments), schema)
         expected.append(call.function.arguments)
-    victim = min(cpu_seconds(server_process))
-    written: list[str] = [""] * len(prompts)
-    halfway = threading.Barrier(len(prompts) + 1, timeout=240)
 
-    def stream(i: int) -> None:
+    def pieces(i: int) -> Iterator[str]:
         with client.chat.completions.create(messages=ask(prompts[i]), stream=True, **body) as chunks:
-            for n, chunk in enumerate(chunks):
-                if n == 20:
-                    halfway.wait()
-                for call in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
-                    written[i] += (call.function and call.function.arguments) or ""
+            for chunk in chunks:
+                calls = (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []
+                yield "".join((call.function and call.function.arguments) or "" for call in calls)
 
-    threads = [threading.Thread(target=stream, args=(i,), daemon=True) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    halfway.wait()
-    os.kill(victim, signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert written == expected
-    await_metric(server, 'mneme_replicas{state="ready"}', 2, limit_s=300)
+    assert said_over_a_kill(server, server_process, pieces, len(prompts), kill_at=20) == expected
 
 
 def test_a_killed_proxy_comes_back(server: str, server_process: ServerProcess) -> None:
