@@ -228,7 +228,8 @@ def load_average() -> float:
 
 
 def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
+    """Name the processor, with its family and model where the kernel tells them: virtual machines hide the rest."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    about = {name.strip(): value.strip() for name, _, value in lines}
+    more = ", ".join(f"{name.removeprefix('cpu ')} {about[name]}" for name in ("cpu family", "model") if name in about)
+    return about.get("model name", "unknown") + (f" ({more})" if more else "")

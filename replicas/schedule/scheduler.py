@@ -468,8 +468,8 @@ class Scheduler:
     def _take_rows(self, sequence: Sequence, budget: int) -> StepRows | None:
         """Take at most so many rows.
 
-        None if another prompt, which goes the same way, has them in this step, or the cache tier is still asked for
-        this one and another has the rows that may be computed meanwhile.
+        None if another prompt, which goes the same way, has them in this step, or if the cache tier is still asked for
+        this one: while another prompt is computed nothing is lost by waiting.
         """
         if sequence.is_comparing:
             return self._take_compared(sequence, budget)
@@ -480,14 +480,13 @@ class Scheduler:
             return None
         found = sequence.found
         if found is not None:  # more of it may be said to be in a tier before these are computed
-            budget = min(budget, found.num_rows_before(path.num_tokens) - self._budget.num_looking)
-            if budget <= 0:
+            if self._budget.num_taken:
                 return None
+            budget = min(budget, found.num_rows_before(path.num_tokens))
         rows = self._forest.take_rows(path, ids, budget)
         sequence.note_rows(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
         if found is not None:
-            self._budget.num_looking += part.num_rows
             if not sequence.event:  # what it computes is a part of what is found
                 found.num_resident = path.num_tokens
             if part.samples:  # it has all its rows: too late

@@ -40,10 +40,9 @@ class StepBudget:
         """`seconds`: that rows of prompts may add to the step."""
         self.num_left = max(num_rows, 0)
         self.num_loaded = 0  # the cache tier's chunks
-        self.num_looking = 0  # rows of prompts for which the cache tier is still asked: the answers wait for this step
+        self.num_taken = 0  # rows of prompts
         self._page_size = page_size
         self._costs, self._seconds_left = costs, seconds
-        self._num_taken = 0
         self._cuts: dict[tuple[Page, int], _Cut] = {}  # by the last page and the token that comes next
 
     @property
@@ -58,7 +57,7 @@ class StepBudget:
         rows = int(min(self._costs.rows_within(self._seconds_left, context) + 1e-6, self.num_left))
         if rows < self.num_left:
             rows -= rows % self._page_size
-        return rows if self._num_taken else max(rows, min(self._page_size, self.num_left))
+        return rows if self.num_taken else max(rows, min(self._page_size, self.num_left))
 
     def limit(self, context: int, *, has_others: bool, num_reserved: int = 0) -> int:
         """Return the rows that the next prompt may have.
@@ -79,7 +78,7 @@ class StepBudget:
     def spend(self, num_rows: int, context: int) -> None:
         """Take rows of a prompt off what is left."""
         self.num_left -= num_rows
-        self._num_taken += num_rows
+        self.num_taken += num_rows
         if self._costs is not None and self._seconds_left < math.inf:
             self._seconds_left -= self._costs.rows_s(num_rows, context)
 
