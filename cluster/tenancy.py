@@ -13,6 +13,7 @@ from mneme.errors import InvalidRequest
 
 PUBLIC = "public"  # the only tenant where there are no API keys
 MAX_SESSION_ID_CHARS = 256
+RESPONSE_PREFIX = "resp_"  # of a response's id, which is the name of its session
 
 
 def tenant_of_secret(sha256: str) -> str:
@@ -41,6 +42,14 @@ def session_key(tenant: str, session_id: str, field: str = "session_id") -> str:
         rule = f"must have from 1 to {MAX_SESSION_ID_CHARS} printable characters"
         raise InvalidRequest(field, session_id, rule)
     return f"{tenant}:{session_id}"
+
+
+def named_session_key(tenant: str, session_id: str, field: str = "session_id") -> str:
+    """`session_key` of a session that a client names itself: a response's session changes by /v1/responses alone."""
+    if session_id.startswith(RESPONSE_PREFIX):
+        rule = f"must not begin with {RESPONSE_PREFIX!r}, as ids of responses do: /v1/responses goes on from these"
+        raise InvalidRequest(field, session_id, rule)
+    return session_key(tenant, session_id, field)
 
 
 def affinity_key(tenant: str, hint: str) -> str:

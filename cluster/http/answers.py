@@ -79,7 +79,7 @@ class Choice:
     is_prompt_only: bool = False  # nothing is told of what is drawn
     num_tokens: int = 0
     num_told: int = 0  # of these tokens, those that were taken
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # what clients are told: "tool_calls" where all that was called is whole
     first_s: float | None = None  # when its first token came, by the ingress's clock
     last_s: float = 0.0
     _deltas: list[Delta] = field(default_factory=list)
@@ -122,15 +122,15 @@ class Choice:
         if event.embedding is not None:
             self.embedding = event.embedding
         if event.finish_reason is not None:
-            self.finish_reason = event.finish_reason
             text += self.stream.finish()
         logprobs = None if self.request.sampling.logprobs is None else list(event.logprobs or ())
         reason, reasoning = event.finish_reason, ""
         calls: tuple[CallPiece, ...] = ()
         if self.parser is not None:
             text, reasoning, calls = self.parser.push(text, is_last=reason is not None)
-            if reason == "stop" and self.parser.num_calls:
+            if reason == "stop" and self.parser.num_calls and not self.parser.is_in_call:
                 reason = "tool_calls"
+        self.finish_reason = reason
         num_tokens, of_prompt = len(event.token_ids), event.prompt_logprobs
         ids = () if of_prompt is None else self.request.prompt_token_ids
         delta = Delta(self.index, text, logprobs, reason, num_tokens, is_first, reasoning, calls, of_prompt, ids)

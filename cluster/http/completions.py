@@ -12,7 +12,7 @@ from starlette.requests import Request
 from mneme.cluster.http.answers import Answer, ChatAnswer, Choice, CompletionAnswer, EmbeddingsAnswer, FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.stream import RequestLatency, RunResponse
-from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
+from mneme.cluster.tenancy import affinity_key, kv_salt, named_session_key, session_key
 from mneme.cluster.wire.openai import (
     ChatRequest,
     CompletionRequest,
@@ -56,21 +56,21 @@ async def run_chat(
     worded: Callable[[SamplingParams], Answer],
     *,
     fields: FieldNames | None = None,
-    reads_header: bool = True,
+    is_response: bool = False,
     kept_of: Callable[[Prompt], Awaitable[tuple[KeptPrefix, ...]]] | None = None,
 ) -> RunResponse:
     """Run a conversation whose answer is `worded` as the API at hand has it.
 
-    fields        what clients of that API call prompt and limit; None: as chat completions do
-    reads_header  `X-Session-ID` may name the session
-    kept_of       what stays resident of the prompt
+    fields       what clients of that API call prompt and limit; None: as chat completions do
+    is_response  its session has a response's id, and no header names another
+    kept_of      what stays resident of the prompt
     """
     use = body.tool_use()
     body.check_continuation()
     params = await _sampling(api, body)
     if use is not None:
         params = await _with_tools(api, params, use)
-    turn = _turn(api, request, body, num_prompts=1, reads_header=reads_header)
+    turn = _turn(api, request, body, num_prompts=1, is_response=is_response)
     last = api.num_last(body.truncate_prompt_tokens, params.max_tokens)
     prompt = await api.render(
         body.messages,
@@ -246,9 +246,9 @@ def _turn(
     body: SamplingBody,
     *,
     num_prompts: int,
-    reads_header: bool = True,
+    is_response: bool = False,
 ) -> _Turn:
-    session = _session(request, body, reads_header=reads_header)
+    session = _session(request, body, is_response=is_response)
     if body.session is not None and session is None and (body.appends or body.session.ttl_s is not None):
         raise InvalidRequest("session.id", None, "must name the session")
     if body.appends and num_prompts > 1:
@@ -260,16 +260,17 @@ def _turn(
     return _Turn(session, truncation)
 
 
-def _session(request: Request, body: SamplingBody, *, reads_header: bool) -> str | None:
+def _session(request: Request, body: SamplingBody, *, is_response: bool) -> str | None:
     """Take it from the header, else the body's `session.id` or `session_id`, in this order."""
-    header = request.headers.get("x-session-id") if reads_header else None
+    header = None if is_response else request.headers.get("x-session-id")
     given = {
         "X-Session-ID": None if header is None else header.encode("latin-1").decode(),  # `Guard` has seen that it can
         "session.id": body.session.id if body.session is not None else None,
         "session_id": body.session_id,
     }
     tenant: str = request.state.tenant
-    sessions = [session_key(tenant, name, field) for field, name in given.items() if name is not None]
+    key = session_key if is_response else named_session_key
+    sessions = [key(tenant, name, field) for field, name in given.items() if name is not None]
     return sessions[0] if sessions else None
 
 

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from mneme.cluster.http.answers import Answer, Choice, Delta, event
@@ -35,7 +36,7 @@ _FIELDS = {
     "tool_choice.function.name": "tool_choice.name",
     r"tools(\[\d+\])\.function\.parameters": r"tools\1.input_schema",
 }
-_STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
+_STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 
 
 async def messages(api: ApiState, request: Request, body: MessagesRequest) -> RunResponse:
@@ -260,11 +261,8 @@ class MessagesAnswer(Answer):
         return said
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
-        stop, reason = choice.stream.stop_string, _STOP_REASONS.get(choice.finish_reason or "")
-        if self._is_silent:
-            reason = "max_tokens"
-        elif reason == "end_turn" and choice.parser is not None and choice.parser.num_calls:
-            reason = "tool_use"
+        reason = "max_tokens" if self._is_silent else _STOP_REASONS.get(choice.finish_reason or "")
+        stop = choice.stream.stop_string if reason == "end_turn" else None
         return {"stop_reason": reason if stop is None else "stop_sequence", "stop_sequence": stop}
 
     def _diagnostics(self, choice: Choice) -> dict[str, Any]:
@@ -292,12 +290,11 @@ class MessagesAnswer(Answer):
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's arguments; what is no JSON, as an answer that was cut off ends with, is told as it is."""
+    """Return a call's arguments: of those that were cut off what is whole, as Anthropic's SDK has it of a stream."""
     try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        given = None
-    return given if isinstance(given, dict) else {"arguments": arguments}
+        return from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+    except ValueError:  # the model's own words, which were not forced
+        return {"arguments": arguments}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -27,7 +27,7 @@ from mneme.cluster.http.completions import renamed, run_chat
 from mneme.cluster.http.messages import kept_prefixes
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
 from mneme.cluster.serve.engine_client import look_up_session
-from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, session_key
 from mneme.cluster.wire.openai import ChatRequest, validate
 from mneme.cluster.wire.responses import Items, Kept, ResponsesRequest, chat_messages
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, ResponseNotFound, SessionNotFound
@@ -66,7 +66,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     """Answer an input, which may go on from an earlier response, and keep the answer unless `store` is false."""
     body.check()
     salt, tenant = kv_salt(request.state.tenant, body.cache_salt), request.state.tenant
-    response_id = f"resp_{request.state.request_id}"
+    response_id = f"{RESPONSE_PREFIX}{request.state.request_id}"
     key = (salt, session_key(tenant, response_id))
     compared = None if body.prompt_cache_options is None else body.prompt_cache_options.comparison_response_id
     before, kept, home = None, None, ""
@@ -105,7 +105,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
             *(api, request, chat),
             lambda _: ResponsesAnswer(echo, keeper, is_prewarm=body.is_prewarm),
             fields=FieldNames("input", "input" if body.max_output_tokens is None else "max_output_tokens"),
-            reads_header=False,
+            is_response=True,
             kept_of=kept_of,
         )
     except InvalidRequest as error:
@@ -313,7 +313,8 @@ class ResponsesAnswer(Answer):
     def _open(self, kind: str, **fields: Any) -> list[bytes]:
         """Begin an item behind the others."""
         said = self._close("completed")
-        item = {"id": f"{_PREFIXES[kind]}{self._echo['id'].removeprefix('resp_')}_{len(self._output)}", "type": kind}
+        own = self._echo["id"].removeprefix(RESPONSE_PREFIX)
+        item = {"id": f"{_PREFIXES[kind]}{own}_{len(self._output)}", "type": kind}
         self._output.append({**item, "status": "in_progress", **fields, **_EMPTY[kind]})
         self._is_open = True
         said.append(self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1]))
@@ -394,6 +395,9 @@ async def _kept(api: ApiState, key: SessionKey, field: str) -> Kept:
 
 async def _found(api: ApiState, key: SessionKey, field: str) -> tuple[Kept, str]:
     """Find it with the replica that has it. All copies are alike, so what is known of its log does not matter."""
+    response_id = key[1].partition(":")[2]
+    if not response_id.startswith(RESPONSE_PREFIX):  # a session that another API may change, and its notes
+        raise ResponseNotFound(field, response_id)
     asked = commands.session_note(key)
     answers = await api.client.query(asked)
     if not any(answers.values()) and (found := await look_up_session(api.client, key)) is not None:
@@ -401,7 +405,7 @@ async def _found(api: ApiState, key: SessionKey, field: str) -> tuple[Kept, str]
     for replica_id, note in answers.items():
         if note:
             return await api.off_loop(len(note), partial(Kept.unpacked, note)), replica_id
-    raise ResponseNotFound(field, key[1].partition(":")[2])
+    raise ResponseNotFound(field, response_id)
 
 
 async def _fork(api: ApiState, before: SessionKey, key: SessionKey, home: str) -> str:

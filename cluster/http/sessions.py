@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
-from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, named_session_key, session_key
 from mneme.cluster.wire.openai import ForkRequest
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine import commands
@@ -50,7 +50,7 @@ async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> di
     """A new session with the same past, on the same replica."""
     key = _key(request)
     given = secrets.token_hex(16) if body.session_id is None else body.session_id
-    new_key = (key[0], session_key(request.state.tenant, given))
+    new_key = (key[0], named_session_key(request.state.tenant, given))
     if await look_up_session(api.client, new_key) is not None:
         raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
     replica_id, forked = await fork_where_it_is(api, key, new_key[1])
@@ -67,7 +67,7 @@ async def explain(api: ApiState, request: Request) -> dict[str, Any]:
     given: str = request.path_params["request_id"]
     if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
         raise InvalidRequest("request_id", given, f"must have from 1 to {_MAX_REQUEST_ID_CHARS} printable characters")
-    http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("msg_").removeprefix("resp_")
+    http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("msg_").removeprefix(RESPONSE_PREFIX)
     answers = await api.client.query(commands.explain_prompt(_salt(request), http_id))
     choices = [{"replica": replica_id, **entry} for replica_id, entries in answers.items() for entry in entries]
     if not choices:

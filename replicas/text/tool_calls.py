@@ -333,6 +333,11 @@ class AnswerParser:
         self._content, self._reasoning, self._calls = "", "", []
         return spoken
 
+    @property
+    def is_in_call(self) -> bool:
+        """Return whether the last call's arguments have not ended."""
+        return self._step == self._read_arguments
+
     # Each step takes some of the text and returns whether there may be more to take.
 
     def _begin(self) -> bool:

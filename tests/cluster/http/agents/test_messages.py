@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic_core import from_json
 
 from mneme.errors import Overloaded, ReplicaUnavailable
 from tests.cluster.api_fixtures import CHAT, RENDERED, TOKENIZER, api, post
@@ -372,6 +373,30 @@ def test_a_forced_call_that_was_cut_off_leaves_no_content(cut: dict[str, Any]) -
     asks = {**BODY, "tools": TOOLS, "tool_choice": {"type": "any"}, **cut}
     assert post("/v1/messages", asks, engine=engine).json()["content"] == []
     assert not [each for each in events(engine, **asks) if each["type"].startswith("content_block")]
+
+
+@pytest.mark.parametrize(
+    ("cut", "given", "ending"),
+    [
+        ({"stop_sequences": [', "b"']}, {"a": "x"}, ("stop_sequence", ', "b"')),
+        ({"stop_sequences": ["half"]}, {"a": "x"}, ("stop_sequence", "half")),
+        ({"stop_sequences": [' "x"']}, {}, ("stop_sequence", ' "x"')),
+        ({"stop_sequences": ["</tool_call>"]}, {"a": "x", "b": "half a word"}, ("tool_use", None)),
+        ({"max_tokens": 64}, {"a": "x"}, ("max_tokens", None)),
+    ],
+)
+def test_of_a_call_that_was_cut_off_what_is_whole_is_told(cut: Any, given: Any, ending: tuple[str, str | None]) -> None:
+    """As Anthropic's SDK makes it of a stream, and nothing is made up."""
+    call = '{"name": "weather", "arguments": {"a": "x", "b": "half a word"}}'
+    engine = FakeEngineClient(tiny_tokenizer(TEMPLATE), f"<tool_call>\n{call}\n</tool_call>")
+    asks = {**BODY, "max_tokens": 200, "tools": TOOLS, "tool_choice": {"type": "any"}, **cut}
+    answer = post("/v1/messages", asks, engine=engine).json()
+    assert [each["input"] for each in answer["content"]] == [given]
+    told = events(engine, **asks)
+    pieces = [each["delta"]["partial_json"] for each in told if each["type"] == "content_block_delta"]
+    assert from_json("".join(pieces), allow_partial=True) == given
+    for last in (answer, told[-2]["delta"]):
+        assert (last["stop_reason"], last["stop_sequence"]) == ending
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mneme.errors import Overloaded, ReplicaUnavailable
-from tests.cluster.api_fixtures import RENDERED, TOKENIZER, api
+from tests.cluster.api_fixtures import CHAT, RENDERED, TOKENIZER, api
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 from tests.cluster.http.agents.test_tools import CALLS, OTHER, TEMPLATE, THINKS, TOOL
 from tests.cluster.real_engines import KEYS, ONE, TWO
@@ -281,6 +281,47 @@ def test_deleting_one_response_leaves_those_behind_it(client: TestClient) -> Non
     create(client, input="and now?", previous_response_id=second["id"])
     items = client.get(f"/v1/responses/{second['id']}/input_items", params={"order": "asc"}).json()["data"]
     assert [item["content"][0]["text"] for item in items] == ["the fox", SENTENCE, "and then?"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"session_id": "ID"}, "session_id"),
+        ("/v1/chat/completions", {"session": {"id": "ID", "append": True}}, "session.id"),
+        ("/v1/chat/completions", {}, "X-Session-ID"),
+        ("/v1/completions", {"prompt": "x", "session_id": "ID"}, "session_id"),
+        ("/v1/messages", {"session_id": "ID"}, "session_id"),
+        ("/v1/messages", {}, "X-Session-ID"),
+        ("/v1/sessions/s/fork", {"session_id": "ID"}, "session_id"),
+    ],
+)
+def test_no_other_api_changes_what_a_response_goes_on_from(
+    engine: FakeEngineClient, client: TestClient, path: str, body: dict[str, Any], field: str
+) -> None:
+    assert client.post("/v1/chat/completions", json={**CHAT, "session_id": "s"}).status_code == 200
+    first = create(client)
+    known = engine.sessions.get(("", f"public:{first['id']}"))
+    assert known is not None
+    ids = known.ids.tolist()
+    headers = {"X-Session-ID": first["id"]} if field == "X-Session-ID" else {}
+    given = json.loads(json.dumps(body).replace("ID", first["id"]))
+    refused = client.post(path, json={**CHAT, "max_tokens": 9, **given}, headers=headers)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(f"{field}: must not begin with 'resp_'")
+    assert known.ids.tolist() == ids
+    create(client, input="and then?", previous_response_id=first["id"])
+    assert client.get(f"/v1/sessions/{first['id']}").json()["tokens"] == len(ids)
+
+
+def test_a_session_of_another_api_is_no_response(client: TestClient) -> None:
+    """Neither one with a note of its own nor the fork of a response, which a turn may change."""
+    first = create(client)
+    assert client.post(f"/v1/sessions/{first['id']}/fork", json={"session_id": "branch"}).status_code == 200
+    assert client.post("/v1/chat/completions", json={**CHAT, "tools": [], "session": {"id": "s", "history": "log"}})
+    for name in ("branch", "s"):
+        refused = client.post("/v1/responses", json={**BODY, "previous_response_id": name})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "previous_response_not_found")
+        assert client.get(f"/v1/responses/{name}").status_code == 404
 
 
 def test_input_items_come_in_pages(client: TestClient) -> None:

@@ -224,6 +224,24 @@ def test_a_forced_call_that_was_cut_off_leaves_no_content(cut: dict[str, Any]) -
     assert whole(sentence, **cut)["message"]["content"].startswith("<tool_call>")  # a free answer's own words
 
 
+@pytest.mark.parametrize(
+    ("stop", "reason"), [('"K', "stop"), ('"}', "stop"), ("}\n", "tool_calls"), ("</tool_call>", "tool_calls")]
+)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_call_that_a_stop_string_cut_is_told_as_cut(stop: str, reason: str, choice: str) -> None:
+    sentence = CALLS.partition("\n")[2]
+    told = whole(sentence, tool_choice=choice, stop=[stop])
+    arguments = told["message"]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == '{"city": "Köln"}'.partition(stop)[0]
+    assert told["finish_reason"] == reason
+    assert streamed(sentence, tool_choice=choice, stop=[stop])[-1]["finish_reason"] == reason
+
+
+def test_a_whole_call_counts_where_a_later_one_had_not_begun() -> None:
+    told = whole(CALLS.partition("\n")[2], tool_choice="required", stop=["now"])
+    assert (told["finish_reason"], len(told["message"]["tool_calls"])) == ("tool_calls", 1)
+
+
 def test_arguments_with_half_a_character_are_told_as_they_were_written() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "\\ud800"}'}}
     history = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
