@@ -127,4 +127,5 @@ def _backend(client: EngineClient, config: ClusterConfig) -> Backend:
         truncation=config.engine.truncation,
         blend=config.engine.blend,
         default_timeout_s=config.engine.request_timeout_s,
+        max_waiting=config.engine.max_waiting,
     )

@@ -128,13 +128,20 @@ class Choice:
         calls: tuple[CallPiece, ...] = ()
         if self.parser is not None:
             text, reasoning, calls = self.parser.push(text, is_last=reason is not None)
-            if reason == "stop" and self.parser.num_calls and not self.parser.is_in_call:
+            if reason == "stop" and self.parser.num_calls and self.parser.open_call is None:
                 reason = "tool_calls"
         self.finish_reason = reason
         num_tokens, of_prompt = len(event.token_ids), event.prompt_logprobs
         ids = () if of_prompt is None else self.request.prompt_token_ids
         delta = Delta(self.index, text, logprobs, reason, num_tokens, is_first, reasoning, calls, of_prompt, ids)
         self._deltas.append(delta)
+
+    def refused(self, error: InvalidRequest) -> InvalidRequest:
+        """Return the engine's refusal in the client's words; one of the calls' grammar names the function."""
+        name = None if self.parser is None or error.field != "tools" else self.parser.open_call
+        if name is not None:
+            return InvalidRequest(error.field, error.value, f"{error.rule} (in the arguments of {name})")
+        return self.fields.worded(error)
 
     def take(self) -> Iterator[Delta]:
         """Take what is new, one by one: `num_told` counts what was taken."""

@@ -24,6 +24,7 @@ from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.wire.openai import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
 from mneme.primitives import Bounded
+from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.request import Grammar, History
 from mneme.replicas.text.grammar import Grammars
@@ -65,6 +66,7 @@ class Backend(NamedTuple):
     truncation: Truncation = Truncation()  # of sessions that outgrow the window, where a request says nothing
     blend: BlendOptions = BlendOptions()  # of documents, where a request says nothing
     default_timeout_s: float | None = None  # of requests that name none
+    max_waiting: int = EngineConfig().max_waiting  # choices of one request, as a replica's queue takes no more
 
 
 class Prompt(NamedTuple):
@@ -94,6 +96,7 @@ class ApiState:
     truncation: Truncation = field(default_factory=Truncation)
     blend: BlendOptions = field(default_factory=BlendOptions)
     default_timeout_s: float | None = None
+    max_waiting: int = EngineConfig().max_waiting
     config: HttpConfig
     latencies: ModelLatencies
     clock: Clock = time.perf_counter

@@ -26,6 +26,7 @@ from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, Sampl
 from mneme.replicas.text.tool_calls import AnswerParser, refused_arguments
 from mneme.replicas.truncation import Truncation, resolved
 
+_EMBEDDED_AT_ONCE = 256  # texts of one request: chats find room in the queue beside them
 _EMBEDDED = SamplingParams(max_tokens=1, temperature=0, seed=0, ignore_eos=True)
 
 
@@ -196,7 +197,7 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
 
     A text runs as a request of one output token: all its tokens are computed, and nothing of it is kept.
     """
-    given = body.inputs()
+    given, timeout_s = body.inputs(), _time_left_s(api, request, body.timeout_s)
     last = api.num_last(body.truncate_prompt_tokens, _EMBEDDED.max_tokens)
 
     def take(index: int) -> Prompt:
@@ -215,7 +216,7 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
             sampling=_EMBEDDED,
             salt=kv_salt(request.state.tenant, None),
             pooling=body.pooling,
-            timeout_s=body.timeout_s or api.default_timeout_s,
+            timeout_s=timeout_s,
         )
         name = "input" if len(given) == 1 else f"input[{index}]"
         choices.append(Choice.start(index, index, own, api.tokenizer, FieldNames(name, name)))
@@ -226,6 +227,7 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
         stream=None,
         latency=RequestLatency(api.latencies, api.clock, request.state.received_s),
         stall_timeout_s=api.config.client_stall_timeout_s,
+        num_at_once=min(_EMBEDDED_AT_ONCE, api.max_waiting),
     )
 
 
@@ -309,10 +311,13 @@ def _run(
     is_prompt_only: bool = False,
 ) -> RunResponse:
     """Make a request of each choice; ids are `<turn>.<choice index>`, a turn for each prompt."""
+    if len(prompts) * params.n > api.max_waiting:
+        name, rule = ("prompt", "prompts x n") if len(prompts) > 1 else ("n", "choices")
+        raise InvalidRequest(name, None, f"{rule} may be {api.max_waiting} here (engine.max_waiting)")
     request_id: str = request.state.request_id
     turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
     salt, affinity = kv_salt(request.state.tenant, body.cache_salt), _affinity(api, request, body)
-    timeout_s = _time_left_s(api, request, body)
+    timeout_s = _time_left_s(api, request, body.timeout_s)
     blend = api.blend.updated({} if body.blend is None else body.blend.given())
     choices: list[Choice] = []
     for i, prompt in enumerate(prompts):
@@ -351,9 +356,9 @@ def _run(
     )
 
 
-def _time_left_s(api: ApiState, request: Request, body: SamplingBody) -> float | None:
+def _time_left_s(api: ApiState, request: Request, asked_s: float | None) -> float | None:
     """Seconds to the request's deadline, if it has one; raises `DeadlineExceeded` if that has passed."""
-    timeout_s = api.default_timeout_s if body.timeout_s is None else body.timeout_s
+    timeout_s = api.default_timeout_s if asked_s is None else asked_s
     if timeout_s is None:
         return None
     arrived_s: float = request.state.arrived_s

@@ -35,6 +35,7 @@ _FIELDS = {
     "stop": "stop_sequences",
     "tool_choice.function.name": "tool_choice.name",
     r"tools(\[\d+\])\.function\.parameters": r"tools\1.input_schema",
+    r"tools(\[\d+\])\.function": r"tools\1",
 }
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 
@@ -76,7 +77,10 @@ async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> d
 
 def _chat(api: ApiState, body: CountRequest) -> ChatRequest:
     given = body.chat(reasons=api.dialect.reasons, strips=api.config.strip_client_lines)
-    return validate(ChatRequest, given)
+    try:
+        return validate(ChatRequest, given)
+    except InvalidRequest as error:
+        raise renamed(error, _FIELDS) from None
 
 
 async def kept_prefixes(

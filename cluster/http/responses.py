@@ -49,6 +49,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "reasoning": {"summary": [], "content": []},
     "function_call": {"arguments": ""},
 }
+_TRUE = ("true", "1", "yes", "on", "t", "y")  # as query parameters are written
 _HEAD = ("model", "instructions", "tools")  # what a prompt begins with
 # What chat completions call the fields of a body here.
 _FIELDS = {
@@ -128,7 +129,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
 
 async def get_response(api: ApiState, request: Request) -> dict[str, Any]:
     """Return a response that was kept."""
-    if request.query_params.get("stream") == "true":
+    if request.query_params.get("stream", "").lower() in _TRUE:
         raise InvalidRequest("stream", True, "a response that has ended is not streamed again")
     return (await _kept(api, _key(request), "response_id")).response
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,8 +20,8 @@ from mneme.cluster.keys import Meter
 from mneme.cluster.metrics.latency import Clock, ModelLatencies
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.wire.openai import StreamOptions
-from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
-from mneme.replicas.request import TokenEvent
+from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, ReplicaUnavailable
+from mneme.replicas.request import GenerationRequest, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ class RequestLatency:
         self._clock = clock
         self._started_s = started_s
 
+    def past_s(self) -> float:
+        """Return the seconds since the body was there."""
+        return self._clock() - self._started_s
+
     def event(self, choice: Choice, num_tokens: int) -> None:
         """The choice has taken an event with so many tokens."""
         if num_tokens:
@@ -57,7 +61,7 @@ class RequestLatency:
             self._observe(choice)
 
     def end(self) -> None:
-        self._latencies.e2e.observe(self._clock() - self._started_s)
+        self._latencies.e2e.observe(self.past_s())
 
     def _observe(self, choice: Choice) -> None:
         latencies, usage = self._latencies, choice.usage
@@ -86,12 +90,13 @@ class RunResponse:
     stream: StreamOptions | None  # None: the answer is sent whole
     latency: RequestLatency
     stall_timeout_s: float
+    num_at_once: int | None = None  # choices; the others run behind them; None: all
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         num_given = self._num_tokens()
         self._use(scope, num_given)
         try:
-            with Generation(self.client, self.choices, receive, self.latency) as generation:
+            with Generation(self.client, self.choices, receive, self.latency, self.num_at_once) as generation:
                 await generation.news()
                 if generation.failure is not None:
                     raise generation.failure
@@ -173,6 +178,7 @@ class RunResponse:
 class Generation:
     """Runs one HTTP request's choices: `await news()`, then `take()`, until `is_done`; `failure` says what went wrong.
 
+    Of many choices `num_at_once` run together, so that they do not fill a replica's queue; all share one deadline.
     One task reads the engine's events into the choices, one waits for the client to hang up; the request's
     handler wakes when either has something to say. Leaving the `with` block cancels both without awaiting: the
     engine client aborts what still runs from the reading task, which nobody else cancels, so that the abort is
@@ -180,12 +186,18 @@ class Generation:
     """
 
     def __init__(
-        self, client: EngineClient, choices: Sequence[Choice], receive: Receive, latency: RequestLatency
+        self,
+        client: EngineClient,
+        choices: Sequence[Choice],
+        receive: Receive,
+        latency: RequestLatency,
+        num_at_once: int | None = None,
     ) -> None:
         self.choices = choices
         self.is_done = False
         self.failure: MnemeError | None = None
         self._client = client
+        self._num_at_once = num_at_once or len(choices)
         self._choice_by_request = {choice.request.request_id: choice for choice in choices}
         self._receive = receive
         self._latency = latency
@@ -218,12 +230,14 @@ class Generation:
         return chain.from_iterable(choice.take() for choice in self.choices)
 
     async def _read_events(self) -> None:
-        events = self._client.generate([choice.request for choice in self.choices])
         try:
-            await self._read(events)
+            for first in range(0, len(self.choices), self._num_at_once):
+                group = self.choices[first : first + self._num_at_once]
+                past_s = self._latency.past_s() if first else 0.0
+                await self._read(self._client.generate([_later(each.request, past_s) for each in group]), len(group))
         except InvalidRequest as error:
             choice = self._choice_by_request.get(error.request_id or "", self.choices[0])
-            self.failure = choice.fields.worded(error)
+            self.failure = choice.refused(error)
         except MnemeError as error:
             self.failure = error
         except Exception:  # the edge of the engine client: the client gets an answer, the log the cause
@@ -233,8 +247,7 @@ class Generation:
             self.is_done = True
             self._wake.set()
 
-    async def _read(self, events: AsyncIterator[TokenEvent]) -> None:
-        num_running = len(self.choices)
+    async def _read(self, events: AsyncIterator[TokenEvent], num_running: int) -> None:
         async for event in events:
             choice = self._choice_by_request[event.request_id]
             if event.finish_reason in ("error", "abort"):
@@ -252,6 +265,15 @@ class Generation:
             pass
         self._is_client_gone = True
         self._wake.set()
+
+
+def _later(request: GenerationRequest, past_s: float) -> GenerationRequest:
+    """Return a request with so much less of its time; raises `DeadlineExceeded`."""
+    if request.timeout_s is None or not past_s:
+        return request
+    if past_s >= request.timeout_s:
+        raise DeadlineExceeded
+    return replace(request, timeout_s=request.timeout_s - past_s)
 
 
 def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from mneme.cluster.wire.openai import (
     MAX_CONTENT_PARTS,
@@ -46,10 +47,16 @@ class TextSource(Body):
     data: str
 
 
+def _no_image(kind: object) -> object:
+    if kind == "image":
+        raise PydanticCustomError("kind", "images are not supported")
+    return kind
+
+
 class TextBlock(Body):
     """Text, or a document whose text it holds; its title is its first line."""
 
-    type: Literal["text", "document"]
+    type: Annotated[Literal["text", "document"], BeforeValidator(_no_image)]
     text: str | None = None
     source: TextSource | None = None
     title: str | None = None
@@ -67,7 +74,10 @@ class TextBlock(Body):
 class Block(TextBlock):
     """A block of a message: which fields it has goes by its type."""
 
-    type: Literal["text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"]  # type: ignore[assignment]
+    type: Annotated[  # type: ignore[assignment]
+        Literal["text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"],
+        BeforeValidator(_no_image),
+    ]
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -102,6 +112,7 @@ class Turn(Body):
             elif block.type == "tool_result" and self.role == "user":
                 block.needed(where, "tool_use_id")
                 content = _content(block.content or "", f"{where}.content")
+                content = _failed(content) if block.is_error else content
                 others.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             elif block.type == "tool_use" and self.role == "assistant":
                 block.needed(where, "id", "name", "input")
@@ -279,6 +290,15 @@ class MessagesRequest(CountRequest):
 
 def _content(given: str | Iterable[TextBlock], path: str) -> str | list[dict[str, Any]]:
     return given if isinstance(given, str) else [block.part(f"{path}[{i}]") for i, block in enumerate(given)]
+
+
+def _failed(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Say of a tool's result that it is an error, where it does not begin so: chat messages have no field for that."""
+    text = content if isinstance(content, str) else content[0]["text"]
+    if text.lstrip().lower().startswith("error:"):
+        return content
+    text = f"Error: {text}"
+    return text if isinstance(content, str) else [{**content[0], "text": text}, *content[1:]]
 
 
 def _stripped(text: str) -> str:

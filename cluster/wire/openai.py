@@ -331,7 +331,7 @@ def is_tool(*kinds: str | None) -> BeforeValidator:
 
     def check(kind: object) -> object:
         if kind not in kinds:
-            raise PydanticCustomError("kind_of_tool", "this kind of tool is not supported; functions are")
+            raise PydanticCustomError("kind", "this kind of tool is not supported; functions are")
         return kind
 
     return BeforeValidator(check)
@@ -648,9 +648,9 @@ def parse_logit_bias(logit_bias: Mapping[str, float]) -> dict[int, float]:
 def _first_breach(error: ValidationError) -> InvalidRequest:
     """The first type error as an `InvalidRequest` that names its path in the body."""
     breaches = error.errors(include_url=False, include_context=False)
-    # A union reports each of its branches: the longest path is in the branch that was meant. What else a tool must have
-    # goes by its kind.
-    first = max(breaches, key=lambda breach: (len(_path(breach["loc"])), breach["type"] == "kind_of_tool"))
+    # A union reports each of its branches: the longest path is in the branch that was meant. What else something must
+    # have goes by its kind.
+    first = max(breaches, key=lambda breach: (breach["type"] == "kind", len(_path(breach["loc"]))))
     same = [b["msg"] for b in breaches if _path(b["loc"]) == _path(first["loc"])]
     rule = ", or ".join(dict.fromkeys(message[:1].lower() + message[1:] for message in same))
     # The rule of a size says what it was.

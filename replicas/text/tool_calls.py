@@ -312,6 +312,7 @@ class AnswerParser:
         self._text = ""  # what was not taken yet
         self._blanks = ""  # at the end of what was said: dropped if a call follows
         self._raw = ""  # of the call that is being read, from its opening: content if it is none
+        self._called: str | None = None  # the function of the last call
         self._braces = _Braces()
         self._is_ended = False
         self._content, self._reasoning, self._calls = "", "", list[CallPiece]()
@@ -334,9 +335,9 @@ class AnswerParser:
         return spoken
 
     @property
-    def is_in_call(self) -> bool:
-        """Return whether the last call's arguments have not ended."""
-        return self._step == self._read_arguments
+    def open_call(self) -> str | None:
+        """Return the function of the last call, if its arguments have not ended."""
+        return self._called if self._step == self._read_arguments else None
 
     # Each step takes some of the text and returns whether there may be more to take.
 
@@ -459,7 +460,7 @@ class AnswerParser:
     def _call(self, name: str, arguments: str) -> None:
         assert self._format is not None
         self._blanks = ""
-        call_id = _drawn_id(self._format.id_chars)
+        self._called, call_id = name, _drawn_id(self._format.id_chars)
         self._calls.append(CallPiece(self.num_calls, arguments, call_id, name))
         self.num_calls += 1
 

@@ -54,6 +54,22 @@ def test_the_engine_hears_what_is_left_since_the_request_arrived(path: str, body
     assert left == [29.0, 19.0, None]  # it was looked at on arrival, when the body was there, and at the end
 
 
+@pytest.mark.parametrize(
+    ("path", "changes", "param"),
+    [
+        ("/v1/chat/completions", {"n": 4}, "n"),
+        ("/v1/completions", {"n": 4}, "n"),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, "prompt"),
+    ],
+)
+def test_more_choices_than_may_ever_wait_are_a_400(path: str, changes: dict[str, Any], param: str) -> None:
+    body = {**dict(PATHS)[path], **changes}
+    assert ask(FakeEngineClient(TOKENIZER), path, body, max_waiting=4).status_code == 200
+    refused = ask(FakeEngineClient(TOKENIZER), path, body, max_waiting=3)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert "may be 3" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_an_answer_that_is_late_is_a_504(path: str, body: dict[str, Any], num_steps: int) -> None:

@@ -15,6 +15,8 @@ from tests.cluster.http.agents.test_tools import TEMPLATE
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
 BODY: dict[str, Any] = {**CHAT, "max_tokens": 100}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "c1"}
 NUM_PROMPT = len(TOKENIZER.encode_rendered(RENDERED))
 NUM_OUTPUT = len(TOKENIZER.encode(SENTENCE, add_special_tokens=False))
 
@@ -128,7 +130,13 @@ def test_a_session_goes_on() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type: images are not supported"),
+        ({"system": [IMAGE]}, "system[0].type: images are not supported"),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [IMAGE]}]}]},
+            "messages[0].content[0].content[0].type: images are not supported",
+        ),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: "),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].source"),
         ({"messages": [*CHAT["messages"], {"role": "assistant", "content": "so"}]}, "the last one"),
@@ -250,6 +258,29 @@ def test_what_is_sent_back_is_the_history() -> None:
     assert f"assistant\n<tool_call>\n{CALL}\n</tool_call><|im_end|>\n<|im_start|>tool\nrain<|im_end|>\n" in text
     assert text.endswith("<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n")
     assert '"parameters": {"type": "object"' in text
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("no such city", "Error: no such city"),
+        ([{"type": "text", "text": "no such"}, {"type": "text", "text": "city"}], "Error: no such\ncity"),
+        ("ERROR: no such city", "ERROR: no such city"),
+        ([], "Error: "),
+        (None, "Error: "),
+    ],
+)
+def test_a_result_that_is_an_error_is_told_as_one(content: Any, told: str) -> None:
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+    for is_error in (True, False):
+        result = {**RESULT, "content": content, "is_error": is_error}
+        said = [
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+        text = asked(messages=[*BODY["messages"], *said]).prompt_text or ""
+        shown = told if is_error or content == told else told.removeprefix("Error: ")
+        assert f"<|im_start|>tool\n{shown}<|im_end|>" in text
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,14 @@ def test_what_is_not_stored_is_nowhere(engine: FakeEngineClient, client: TestCli
     assert [request.session_ttl_s for request in engine.requests if request.session_id is not None] == [None, 60.0]
 
 
+@pytest.mark.parametrize("true", ["true", "True", "1", "yes"])
+def test_a_response_that_has_ended_is_not_streamed_again(client: TestClient, true: str) -> None:
+    path = f"/v1/responses/{create(client)['id']}"
+    refused = client.get(path, params={"stream": true})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+    assert client.get(path, params={"stream": "false"}).status_code == 200
+
+
 def test_deleting_one_response_leaves_those_behind_it(client: TestClient) -> None:
     first = create(client)
     second = create(client, input="and then?", previous_response_id=first["id"])

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 import mneme.replicas.mneme_tiny as tiny
+from mneme.errors import InvalidRequest
 from mneme.replicas.text.tokenizer import Tokenizer
 from tests.cluster.api_fixtures import CHAT, chat, post
 from tests.cluster.fake_engine_client import FakeEngineClient
@@ -177,6 +178,15 @@ def test_a_refused_schema_is_named_by_its_tool(parameters: dict[str, Any], rule:
         assert rule in message
         assert "args_" not in message
         assert "whitespace_flexible" not in message
+
+
+@pytest.mark.parametrize(("num_steps", "named"), [(5, ""), (50, " (in the arguments of weather)")])
+def test_a_grammar_that_ends_a_call_is_named_by_its_tool(num_steps: int, named: str) -> None:
+    failure = InvalidRequest("tools", None, "it lets nothing follow")
+    engine = FakeEngineClient(tiny_tokenizer(TEMPLATE), CALLS.partition("\n")[2], fail_after=num_steps, failure=failure)
+    refused = post("/v1/chat/completions", {**CHAT, "tools": [OTHER, TOOL], "tool_choice": "required"}, engine=engine)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == f"tools: it lets nothing follow{named}"
 
 
 def test_no_answer_would_heed_a_schema_of_no_object() -> None:
