@@ -386,6 +386,7 @@ class LLM:
                 prompt_token_ids=tuple(prompt.ids),
                 sampling=replace(params, seed=seed),
                 choice_index=index,
+                num_choices=params.n,
                 session_id=session_id,
                 prompt_text=prompt.text,
                 truncation=truncation,

@@ -258,6 +258,7 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams  # seed is set; n is not looked at
     choice_index: int = 0
+    num_choices: int = 1  # of the HTTP request, all prompts together: they share what its grammar may cost
     salt: str = ""  # tenant salt: the root of the prefix forest it may share with
     session_id: str | None = None  # already namespaced by the ingress
     affinity: str | None = None  # requests that have the same belong together: only where they run depends on it

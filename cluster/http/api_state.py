@@ -27,7 +27,7 @@ from mneme.primitives import Bounded
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.request import Grammar, History
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.grammar import GrammarChecker
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import (
     Appended,
@@ -42,7 +42,7 @@ from mneme.replicas.truncation import MAX_WINDOWS, Truncation
 
 T = TypeVar("T")
 
-MAX_COMPILING = 16  # new grammars at once; each may take half a second
+MAX_COMPILING = 16  # new grammars at once; each takes 2 s of processor time at most
 MAX_PROMPT_RECORDS = 1024  # some bytes for each 64 tokens
 _SMALL_TEXT_CHARS = 4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
 
@@ -108,13 +108,13 @@ class ApiState:
     _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
     _grammar_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
     _num_compiling: int = 0  # grammars, the waiting ones too
-    _grammars: Grammars = field(init=False)
+    _grammars: GrammarChecker = field(init=False)
     dialect: Dialect = field(init=False)
     # Of messages whose clients ask what became of their prefix, by tenant and id: `messages.PromptRecord`.
     prompts: Bounded[tuple[str, str], Any] = field(default_factory=lambda: Bounded(MAX_PROMPT_RECORDS))
 
     def __post_init__(self) -> None:
-        self._grammars = Grammars(self.tokenizer)
+        self._grammars = GrammarChecker(self.tokenizer)
         self.dialect = Dialect(self.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
 
     async def parsed(self, request: Request) -> dict[str, Any]:

@@ -327,6 +327,7 @@ def _run(
                 prompt_token_ids=prompt.token_ids,
                 sampling=params,
                 choice_index=j,
+                num_choices=len(prompts) * params.n,
                 salt=salt,
                 session_id=turn.session if i == 0 else None,
                 affinity=affinity,

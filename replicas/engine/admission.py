@@ -106,7 +106,7 @@ def make_sequence(
     if params.presence_penalty or params.frequency_penalty:
         sequence.drawn = TokenCounts(sequence.output_ids)
     if params.grammar is not None:
-        sequence.matcher = grammars.matcher(params.grammar, sequence.output_ids)
+        sequence.matcher = grammars.matcher(params.grammar, sequence.output_ids, request.num_choices)
     return sequence
 
 

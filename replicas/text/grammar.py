@@ -1,5 +1,6 @@
 """Keeps an answer inside a grammar: says after each token which may follow. The automata are llguidance's.
 
+Where requests come in, `GrammarChecker` refuses what costs too much to compile; engines compile what it let through.
 A matcher's state is a function of the grammar and of the tokens emitted, so whoever has these can make it anew.
 llguidance is imported when the first grammar is compiled: engines without grammars run where it is not installed.
 """
@@ -12,25 +13,32 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mneme.errors import InvalidRequest
+from mneme.errors import InvalidRequest, Overloaded
 from mneme.primitives import Bounded
 from mneme.replicas.request import Grammar
+from mneme.replicas.text.grammar_worker import MAX_COMPILED_BYTES, brief, compiled, fault_of, tokens_of
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.worker import Worker
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILED = 64
-_MAX_ERROR_CHARS = 400
+MAX_KNOWN = 256  # verdicts, each with its grammar of at most 128 KB
+# What an engine keeps: 512 MB at worst, as each was let through with at most `MAX_COMPILED_BYTES`; a usual one has less
+# than 0.5 MB. What was dropped is compiled again, in milliseconds and beside the steps.
+MAX_COMPILED = (512 << 20) // MAX_COMPILED_BYTES
+_SCRIPT = Path(__file__).resolve().with_name("grammar_worker.py")
+_MAX_WAIT_S = 60.0  # for a process whose work is bounded by processor time: the machine is not well then
 # They come last, so that no schema sets them: `lenient` and `coerce_one_of` would let invalid answers through, and
 # without a bound a model may write blanks for ever. 20 are enough for a line's end and an indent.
 JSON_OPTIONS: JsonCompileOptions = {
@@ -47,10 +55,26 @@ _CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _PATTERN_CONTROLS = re.compile(r"\\(x[017]|u00[017]|[xu]\{|[Uacv0-7])|\[[^\]]*(&&|--|~~)")
 
 # What one request may cost the others of its steps, in seconds of its thread: so much for each token on average, and
-# more where tokens before took less. A usual token takes some 0.05 ms; the first ones of a large schema take 10.
+# more where tokens before took less. A usual token takes some 0.05 ms; the first ones of a large schema take 10. The
+# request's choices share it, so that many are held to the usual; of more than `_MAX_SHARES`, each has that share.
 _TOKEN_S, _MAX_SAVED_S = 0.001, 0.25
+_MAX_SHARES = 20
 # Else llguidance looks for all text that must follow: of `/a+/ start` without end. It comes last: the last one holds.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}'
+
+# llguidance's limits. They bound what follows a grammar: 20 ms for a token and 100 MB of an answer's states at most. Of
+# what compiles it they bound the usual (0.1 s for the largest objects: the time grows with the square of the number of
+# optional properties) and not all: that is left to `grammar_worker.py`.
+_LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "max_grammar_size": 20_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 5_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+_NO_TOKENIZER = "needs a tokenizer with an end token; this model has none"
+_STRANGE_TOKENIZER = "this model's tokenizer cannot be used with grammars"
 
 Mask = npt.NDArray[np.int32]  # bit i of word j: token 32 j + i
 
@@ -75,10 +99,18 @@ class Matcher:
         emitted: Sequence[int],
         after: int | None,
         clock: Callable[[], float],
+        num_choices: int = 1,
     ) -> None:
-        """Take ownership of `compiled`. `emitted` are tokens that the answer has already; `after` as in `Grammar`."""
+        """Take ownership of `compiled`.
+
+        emitted      tokens that the answer has already
+        after        as in `Grammar`
+        num_choices  of its request
+        """
         self._state, self._clock = compiled, clock
-        self._left_s = _MAX_SAVED_S  # what it may take until the next token
+        share = 1 / min(num_choices, _MAX_SHARES)
+        self._token_s, self._max_saved_s = share * _TOKEN_S, share * _MAX_SAVED_S
+        self._left_s = self._max_saved_s  # what it may take until the next token
         self._awaited = after
         if after is not None and after in emitted:
             self._awaited, emitted = None, emitted[emitted.index(after) + 1 :]
@@ -104,7 +136,7 @@ class Matcher:
         self._state.consume_token(token_id)
         self._mask = None
         self._look()
-        self._left_s = min(self._left_s + _TOKEN_S, _MAX_SAVED_S)
+        self._left_s = min(self._left_s + self._token_s, self._max_saved_s)
         self._charge(began_s)
 
     def mask(self, barred_ids: Sequence[int]) -> Mask:
@@ -117,9 +149,7 @@ class Matcher:
             began_s = self._clock()
             bits = self._state.compute_bitmask()
             self._mask = np.frombuffer(bits, np.int32)
-            self._look()
-            if self.error is None and bits == bytes(len(bits)):  # of a schema whose references go round, for one
-                self.error = "the grammar could not be followed: it lets nothing follow and does not end"
+            self._look(bits)
             self._charge(began_s)
             if self.error is not None:
                 self._mask = np.zeros_like(self._mask)
@@ -128,19 +158,19 @@ class Matcher:
     def _charge(self, began_s: float) -> None:
         self._left_s -= self._clock() - began_s
         if self._left_s < 0 and self.error is None:
-            self.error = f"the grammar is too complex: its tokens take more than {1000 * _TOKEN_S:.0f} ms each"
+            self.error = f"the grammar is too complex: its tokens take more than {1000 * self._token_s:.2g} ms each"
 
-    def _look(self) -> None:
-        if self._state.is_error():
-            self.error = f"the grammar could not be followed: {_brief(self._state.get_error())}"
-        elif self._state.is_stopped():
-            self.is_over = True
-            if self._state.stop_reason() not in ("NoExtension", "NoExtensionBias", "EndOfSentence"):
-                self.error = f"the grammar could not be followed: {self._state.stop_reason()}"
+    def _look(self, bits: bytes | None = None) -> None:
+        self.is_over = self.is_over or self._state.is_stopped()  # of a fault too: `error` is looked at first
+        self.error = self.error or fault_of(self._state, bits)
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, and remembers what came of the last ones. Thread-safe."""
+    """Compiles grammars for one tokenizer, and keeps the last ones. Thread-safe.
+
+    For engines: what a client sent has passed `GrammarChecker`, so it is compiled right here, and no process is started
+    beside steps. `LLM` has no such check in front: who hands it a grammar of others may wait for it without end.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer | None, vocab_size: int = 0, clock: Callable[[], float] = time.thread_time
@@ -153,24 +183,15 @@ class Grammars:
         self._compiled: Bounded[Grammar, LLMatcher | str] = Bounded(MAX_COMPILED)
 
     def check(self, grammar: Grammar) -> None:
-        """Compile it; raises `InvalidRequest`, which names what is not supported.
-
-        May take half a second the first time. New ones are compiled one after the other, so that whatever many ask
-        for at once takes one core and leaves the others to who generates.
-        """
-        if not self.knows(grammar):
-            with self._compiling:
-                self._compile(grammar)
-        self._compile(grammar)
-
-    def knows(self, grammar: Grammar) -> bool:
-        """Return whether it was compiled of late, or found not to be supported."""
+        """Compile it, new ones one after the other; raises `InvalidRequest`, which names what is not supported."""
         with self._lock:
-            return self._compiled.get(grammar) is not None
+            is_known = self._compiled.get(grammar) is not None
+        with nullcontext() if is_known else self._compiling:
+            self._compile(grammar)
 
-    def matcher(self, grammar: Grammar, emitted: Sequence[int]) -> Matcher:
-        """Make a matcher behind `emitted`; raises `InvalidRequest`."""
-        matcher = Matcher(self._compile(grammar).deep_copy(), emitted, grammar.after, self._clock)
+    def matcher(self, grammar: Grammar, emitted: Sequence[int], num_choices: int = 1) -> Matcher:
+        """Make the matcher of one of so many choices, behind `emitted`; raises `InvalidRequest`."""
+        matcher = Matcher(self._compile(grammar).deep_copy(), emitted, grammar.after, self._clock, num_choices)
         matcher.mask(())
         if matcher.error is not None:
             raise InvalidRequest(grammar.field, None, matcher.error)
@@ -198,48 +219,94 @@ class Grammars:
         """Return the compiled grammar, or why there is none."""
         if self._tokens is None:
             if self._tokenizer is None or not self._tokenizer.eos_token_ids:
-                return "needs a tokenizer with an end token; this model has none"
+                return _NO_TOKENIZER
             try:
-                self._tokens = _tokens_of(self._tokenizer, self._vocab_size)
+                self._tokens = tokens_of(**_tokens_arguments(self._tokenizer, self._vocab_size))
             except Exception:  # whatever is strange about a checkpoint's tokenizer
                 logger.exception("tokenizer not usable with grammars")
-                return "this model's tokenizer cannot be used with grammars"
-        from llguidance import LLMatcher
-
+                return _STRANGE_TOKENIZER
         try:
-            compiled = LLMatcher(self._tokens, _source(grammar), log_level=0, limits=_limits())
+            return compiled(self._tokens, _source(grammar), _LIMITS)
         except ValueError as error:
-            return _brief(str(error))
-        if compiled.is_error():
-            return f"is not supported: {_brief(compiled.get_error())}"
-        begun = Matcher(compiled.deep_copy(), (), None, self._clock)
-        begun.mask(())
-        return begun.error or compiled
+            return brief(str(error))
 
 
-@cache
-def _limits() -> LLParserLimits:
-    """About 0.5 s to compile, 20 ms for a token and 100 MB of states, each at most.
+class GrammarChecker:
+    """Says which grammars an engine may be given. Thread-safe.
 
-    What takes long to compile are objects of many optional properties: the time grows with the square of their number.
+    Each is compiled in a process that may be killed (`grammar_worker.py`) and nowhere else: on a thread, which cannot
+    be, one would hold up all others for as long as its client likes. The process starts with the first grammar, and
+    anew where it has ended; it ends with its checker.
     """
-    from llguidance import LLParserLimits
 
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        max_grammar_size=20_000,
-        step_lexer_fuel=200_000,
-        step_max_items=5_000,
-        max_lexer_states=50_000,
-        verbose_errors=False,
-    )
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # of `_fault_by_grammar`
+        self._trying = threading.Lock()  # held by who asks the worker
+        self._worker: Worker | None = None
+        self._fault_by_grammar: Bounded[Grammar, str] = Bounded(MAX_KNOWN)  # "": it has none
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Return whether it was checked of late."""
+        return self._known(grammar) is not None
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise `InvalidRequest`, which names what is not supported, or `Overloaded` where that cannot be said now.
+
+        Takes 2 s of processor time at most where it is new, usually some milliseconds. New ones are compiled one after
+        the other, so that whatever many ask for at once takes one core and leaves the others to who generates.
+        """
+        fault = self._known(grammar)
+        if fault is None:
+            with self._trying:
+                fault = self._known(grammar)
+                if fault is None:
+                    fault = self._tried(grammar)
+                    with self._lock:
+                        self._fault_by_grammar[grammar] = fault
+        if fault:
+            raise InvalidRequest(grammar.field, None, fault)
+
+    def _known(self, grammar: Grammar) -> str | None:
+        with self._lock:
+            return self._fault_by_grammar.get(grammar)
+
+    def _tried(self, grammar: Grammar) -> str:
+        if not self._tokenizer.eos_token_ids:
+            return _NO_TOKENIZER
+        deadline = time.monotonic() + _MAX_WAIT_S
+        try:
+            question = json.dumps({"source": _source(grammar)}).encode()
+        except ValueError as error:
+            return brief(str(error))
+        try:
+            if self._worker is not None and not self._worker.is_sound:
+                self._worker.close()
+                self._worker = None
+            if self._worker is None:
+                first = {**_tokens_arguments(self._tokenizer, 0), "limits": _LIMITS}
+                self._worker = Worker(_SCRIPT, first, deadline)
+        except ValueError as error:  # whatever is strange about a checkpoint's tokenizer
+            logger.warning("tokenizer not usable with grammars error=%s", error)
+            return _STRANGE_TOKENIZER
+        except (OSError, EOFError) as error:
+            raise Overloaded("the process that compiles grammars did not start") from error
+        try:
+            answer = self._worker.ask(question, deadline)
+        except (OSError, EOFError) as error:
+            raise Overloaded("the process that compiles grammars has ended") from error
+        if "error" in answer:
+            raise Overloaded(f"the grammar could not be compiled now: {answer['error']}")
+        return answer["fault"] or ""
 
 
-def _tokens_of(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
-    from llguidance import LLTokenizer
-
-    num_tokens = max(vocab_size, tokenizer.vocab_size)
-    return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=list(tokenizer.eos_token_ids))
+def _tokens_arguments(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """Return `tokens_of`'s arguments; `vocab_size`: of the model, which may have more tokens than its tokenizer."""
+    return {
+        "tokenizer": tokenizer.to_json(),
+        "vocab_size": max(vocab_size, tokenizer.vocab_size),
+        "eos_token_ids": list(tokenizer.eos_token_ids),
+    }
 
 
 def _source(grammar: Grammar) -> str:
@@ -297,9 +364,3 @@ def _parts(schema: Any) -> Iterator[Any]:
         part = left.pop()
         yield part
         left.extend(part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ())
-
-
-def _brief(error: str) -> str:
-    """Put it on one line; of a long one, which quotes the grammar, head and tail say what is wrong."""
-    line, half = " ".join(error.split()), _MAX_ERROR_CHARS // 2
-    return line if len(line) <= _MAX_ERROR_CHARS else f"{line[:half]} ... {line[-half:]}"

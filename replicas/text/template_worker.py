@@ -1,23 +1,19 @@
-"""The process that renders one model's chat template: a script that `text/templates.py` runs, never imports.
+"""Renders one model's chat template: what `text/worker.py` runs in a process of its own, and nobody imports.
 
 A template comes with a checkpoint and is code of unknown origin. Jinja's sandbox keeps it from reaching
 Python, but not from looping for ever or building a terabyte; only a process of its own can be ended at any
-moment. This one bounds its own memory and CPU time, and ends when its parent does (end of input).
+moment. This one bounds its own memory and CPU time.
 
-Protocol, on one socket at file descriptors 0 and 1: frames of a big-endian uint32 length and UTF-8 JSON. The
-first frame is `{"template": str}`, answered when this process is ready; each later one is the template's
-variables, answered by `{"text": str}` or `{"error": str}`.
+Its first question is `{"template": str}`; each later one is the template's variables, answered by `{"text": str}`.
 """
 
 from __future__ import annotations
 
 import json
 import resource
-import signal
-import struct
-import sys
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -61,40 +57,18 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
-def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
-    """Read the next frame; None at the end of input."""
-    header = stream.read(4)
-    if len(header) < 4:
-        return None
-    frame: dict[str, Any] = json.loads(stream.read(struct.unpack(">I", header)[0]))
-    return frame
-
-
-def write_frame(stream: BinaryIO, frame: dict[str, str]) -> None:
-    payload = json.dumps(frame).encode()
-    stream.write(struct.pack(">I", len(payload)) + payload)
-    stream.flush()
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+def begin(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Bound this process; the template is compiled with the first render, whose deadline it has."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    first = read_frame(source)
-    write_frame(sink, {"text": "ready"})  # the parent's deadline starts after the start of this process
     template: jinja2.Template | None = None
-    while first is not None and (variables := read_frame(source)) is not None:
+
+    def answer(variables: dict[str, Any]) -> dict[str, Any]:
+        nonlocal template
         _allow_cpu_time()
-        try:
-            template = template or compile_template(first["template"])
-            answer = {"text": render(template, variables)}
-        except MemoryError:
-            write_frame(sink, {"error": "it needs too much memory"})
-            return
-        except Exception as error:  # the edge of a process that runs foreign code
-            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
-        write_frame(sink, answer)
+        template = template or compile_template(first["template"])
+        return {"text": render(template, variables)}
+
+    return answer
 
 
 def _allow_cpu_time() -> None:
@@ -116,7 +90,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
-
-
-if __name__ == "__main__":
-    main()
