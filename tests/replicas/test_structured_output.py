@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import pickle
 import re
+import signal
+import string
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,11 +23,11 @@ import pytest
 import torch
 
 from mneme import LLM, Grammar, SamplingParams
-from mneme.errors import InvalidRequest
+from mneme.errors import InvalidRequest, Overloaded
 from mneme.replicas.config import ToolParserName
 from mneme.replicas.model.sampler import SampleRow, sample
-from mneme.replicas.request import MAX_GRAMMAR_BYTES, GenerationRequest, TokenEvent
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.request import MAX_CHOICES, MAX_GRAMMAR_BYTES, GenerationRequest, TokenEvent
+from mneme.replicas.text.grammar import GrammarChecker, Grammars
 from mneme.replicas.text.tool_calls import Dialect, whole_calls
 
 VALIDATOR = jsonschema.Draft202012Validator
@@ -38,6 +44,12 @@ TREE = {
         }
     },
     "$ref": "#/$defs/node",
+}
+
+
+# Strings that have each letter: whether there is one takes time that doubles with each.
+ALL_LETTERS: dict[str, Any] = {
+    "allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in string.ascii_lowercase]
 }
 
 
@@ -195,6 +207,11 @@ def llm() -> LLM:
 @pytest.fixture(scope="module")
 def grammars(llm: LLM) -> Grammars:
     return Grammars(llm.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def checker(llm: LLM) -> GrammarChecker:
+    return GrammarChecker(llm.tokenizer)
 
 
 def _answers(llm: LLM, grammar: Grammar, **how: Any) -> list[tuple[str, str]]:
@@ -407,12 +424,15 @@ def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: L
         ("grammar", "start: foo", "foo"),
     ],
 )
-def test_what_is_not_supported_is_named(grammars: Grammars, kind: Any, text: Any, named: str) -> None:
-    with pytest.raises(InvalidRequest, match=re.escape(named)) as caught:
-        grammars.check(Grammar(kind, text, "my.field"))
-    assert caught.value.field == "my.field"
-    with pytest.raises(InvalidRequest, match=re.escape(named)):  # remembered
-        grammars.check(Grammar(kind, text))
+def test_what_is_not_supported_is_named(
+    grammars: Grammars, checker: GrammarChecker, kind: Any, text: Any, named: str
+) -> None:
+    for checked in (grammars, checker):
+        with pytest.raises(InvalidRequest, match=re.escape(named)) as caught:
+            checked.check(Grammar(kind, text, "my.field"))
+        assert caught.value.field == "my.field"
+        with pytest.raises(InvalidRequest, match=re.escape(named)):  # remembered
+            checked.check(Grammar(kind, text))
 
 
 @pytest.mark.parametrize(
@@ -446,11 +466,20 @@ def test_grammars_that_are_none_are_refused(kind: Any, text: Any, rule: str) -> 
         ("json_schema", {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(4000)}}),
         ("json_schema", {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}}),
         ("json_schema", {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(1, 20)]}),
+        ("json_schema", ALL_LETTERS),
+        ("grammar", f"start: T\nT: {' & '.join(f'/.*{letter}.*/' for letter in string.ascii_lowercase)}"),
+        ("grammar", f"start: T\nT: ~({' | '.join(f'/.*{letter}.{{9}}/' for letter in string.ascii_lowercase)})"),
+        ("json_schema", {"type": "integer", "multipleOf": 50021}),  # 0.2 s, and 25 MB that would be kept
+        ("json_schema", {"type": "integer", "multipleOf": 999983}),
+        ("json_schema", {"allOf": [{"type": "integer", "multipleOf": each} for each in (7, 11, 13, 17, 19, 23)]}),
     ],
 )
-def test_grammar_bombs_are_refused_or_cheap(llm: LLM, grammars: Grammars, kind: Any, text: Any) -> None:
+def test_grammar_bombs_are_refused_or_cheap(
+    llm: LLM, grammars: Grammars, checker: GrammarChecker, kind: Any, text: Any
+) -> None:
     before_s = time.thread_time()
     try:
+        checker.check(Grammar(kind, text))
         matchers = [grammars.matcher(Grammar(kind, text), []) for _ in range(16)]
         for token_id in llm.tokenizer.encode("xabab" * 20, add_special_tokens=False):
             for matcher in matchers:
@@ -459,8 +488,56 @@ def test_grammar_bombs_are_refused_or_cheap(llm: LLM, grammars: Grammars, kind: 
                     matcher.push(token_id)
     except InvalidRequest:
         pass
-    # Half a second to compile, and 16 rows of 0.25 s and 1 ms a token; of this thread alone, not of a busy machine.
+    # At most 2 s to compile, and 16 rows of 0.25 s and 1 ms a token; of this thread alone, not of a busy machine.
     assert time.thread_time() - before_s < 10
+
+
+@pytest.mark.parametrize("text", [ALL_LETTERS, {"type": "integer", "multipleOf": 50021}], ids=["time", "memory"])
+def test_a_grammar_that_takes_too_much_to_compile_is_refused_by_its_name(checker: GrammarChecker, text: Any) -> None:
+    for grammar in (Grammar("json_schema", text, "my.field"), Grammar("json_schema", text)):  # then remembered
+        with pytest.raises(InvalidRequest, match="too complex: it takes more than 2 s or 16 MB to compile") as caught:
+            checker.check(grammar)
+        assert caught.value.field == grammar.field
+        assert checker.knows(grammar)
+
+
+def test_grammars_of_others_are_compiled_beside_one_that_never_ends(checker: GrammarChecker) -> None:
+    bomb = Grammar("json_schema", ALL_LETTERS | {"description": "another"})
+    others = [Grammar("regex", f"[a-z]{{{i + 1}}}") for i in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        refused = threads.submit(checker.check, bomb)
+        for other in [threads.submit(checker.check, each) for each in others]:
+            other.result(60)
+        assert isinstance(refused.exception(60), InvalidRequest)
+
+
+def test_grammars_are_compiled_again_after_their_process_was_killed(checker: GrammarChecker) -> None:
+    checker.check(Grammar("regex", "before"))
+    (worker,) = _children(os.getpid(), "grammar_worker")
+    os.kill(worker, signal.SIGKILL)  # while it waits
+    checker.check(Grammar("regex", "behind"))
+    (worker,) = _children(os.getpid(), "grammar_worker")
+
+    bomb = Grammar("json_schema", ALL_LETTERS | {"description": "one more"})
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(checker.check, bomb)
+        while not _children(worker):
+            assert not asked.done()
+        os.kill(worker, signal.SIGKILL)  # while it compiles, or has just begun to
+        assert isinstance(asked.exception(60), Overloaded)
+    assert not checker.knows(bomb)
+    checker.check(Grammar("regex", "beyond"))
+
+
+def _children(parent: int, name: str = "") -> list[int]:
+    """Ids of a process's children whose command has this in it; those that have ended and wait for it are none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, its_parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(its_parent) == parent and state != "Z" and name in (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -480,14 +557,26 @@ def test_a_lark_grammar_that_never_ends_takes_no_longer_for_a_token(llm: LLM, te
 
 
 def test_a_grammar_whose_tokens_take_long_ends_its_request_once_it_has_spent_its_time(llm: LLM) -> None:
-    for took_s, is_refused in ((0.0004, False), (0.02, True)):
+    # Its choices share that time, down to a twentieth for each.
+    for took_s, num_choices, is_refused in (
+        *((0.0004, 1, False), (0.02, 1, True)),
+        *((0.0004, 2, True), (0.0002, 2, False)),
+        *((0.00004, 20, True), (0.00002, 20, False), (0.00002, 128, False)),
+    ):
         ticks = itertools.count()
         slow = Grammars(llm.tokenizer, clock=lambda ticks=ticks, took_s=took_s: next(ticks) * took_s)  # type: ignore[misc]
-        matcher = slow.matcher(Grammar("regex", "x*"), [])
-        for token_id in llm.tokenizer.encode("xx" * 200, add_special_tokens=False):
+        matcher = slow.matcher(Grammar("regex", "x*"), [], num_choices)
+        for token_id in llm.tokenizer.encode("xx" * 400, add_special_tokens=False):
             matcher.mask(())
             matcher.push(token_id)
         assert ("too complex" in str(matcher.error)) == is_refused
+
+
+def test_many_choices_follow_a_usual_schema(llm: LLM) -> None:
+    grammar = Grammar("json_schema", _object(name={"type": "string"}, age={"type": "integer"}))
+    answers = _answers(llm, grammar, n=MAX_CHOICES, max_tokens=12)
+    assert len(answers) == MAX_CHOICES
+    assert {reason for _, reason in answers} <= {"stop", "length"}
 
 
 def test_an_object_of_too_many_properties_is_refused(grammars: Grammars) -> None:

@@ -16,7 +16,7 @@ from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import Grammar
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.grammar import GrammarChecker
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, chat, get, post, serving
 from tests.cluster.bad_request_checks import BadRequestChecker
 from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, RawRequest
@@ -172,15 +172,15 @@ def test_a_template_that_never_ends_is_one_refused_request() -> None:
 
 
 def test_new_grammars_wait_for_each_other_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    check, go_on, running = Grammars.check, threading.Event(), threading.Semaphore(1)
+    check, go_on, running = GrammarChecker.check, threading.Event(), threading.Semaphore(1)
 
-    def checked(grammars: Grammars, grammar: Grammar) -> None:
+    def checked(grammars: GrammarChecker, grammar: Grammar) -> None:
         assert running.acquire(blocking=False)
         assert go_on.wait(30)
         running.release()
         check(grammars, grammar)
 
-    monkeypatch.setattr(Grammars, "check", checked)  # so that one takes long, whatever the compiler can
+    monkeypatch.setattr(GrammarChecker, "check", checked)  # so that one takes long, whatever the compiler can
 
     async def run() -> list[int]:
         async with concurrently(FakeEngineClient(TOKENIZER)) as client:

@@ -128,6 +128,7 @@ def test_completions_of_several_prompts() -> None:
     assert answer["object"] == "text_completion"
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [request.choice_index for request in engine.requests] == [0, 1, 0, 1]
+    assert {request.num_choices for request in engine.requests} == {4}
     assert answer["usage"]["completion_tokens"] == 16
     lengths = [len(TOKENIZER.encode(text, add_special_tokens=True)) for text in body["prompt"]]
     assert answer["usage"]["prompt_tokens"] == sum(lengths)
