@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+_THIS = Path(__file__).resolve()
+
 Answerer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -34,7 +36,7 @@ class Worker:
     def __init__(self, script: Path, first: Mapping[str, Any], deadline: float) -> None:
         """Start it; raises what `ask` does, and `ValueError` with what `begin` raised."""
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-I", __file__, str(script)]
+        command = [sys.executable, "-I", str(_THIS), str(script)]
         with theirs:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
         self._end = weakref.finalize(self, _end, self._process, self._socket)
