@@ -161,7 +161,10 @@ class Matcher:
             self.error = f"the grammar is too complex: its tokens take more than {1000 * self._token_s:.2g} ms each"
 
     def _look(self, bits: bytes | None = None) -> None:
-        self.is_over = self.is_over or self._state.is_stopped()  # of a fault too: `error` is looked at first
+        if self._state.is_stopped():  # so it is after an error too
+            self.is_over = True
+        elif bits is None:
+            return
         self.error = self.error or fault_of(self._state, bits)
 
 
