@@ -146,6 +146,10 @@ class FoundChunks(Chunks, Protocol):
     def is_outdated(self, num_resident: int, num_tokens: int) -> bool:
         """Return whether it is worth a question what there is by now."""
 
+    @property
+    def is_overdue(self) -> bool:
+        """Return whether it has been looking for so long that its sequence need not wait while others are computed."""
+
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking."""
 

@@ -58,6 +58,7 @@ from mneme.cachetier.store import Edge
 
 TOLERANCE = 0.05  # of what computing takes
 _LOOKUP_SHARE = 0.01  # of what computing takes, that is waited for an answer
+_LATER = 1.3  # than usual an answer comes, or a step would end right before it, and the next one begin without it
 _PATIENT_LOOKUP_S = 60.0  # the same where everything is to be loaded
 _UNBOUNDED_S = 1e6  # likewise, of a load: each of its reads has a limit of its own
 _PROBE_AFTER_S = 10.0  # since an edge was last tried
@@ -214,7 +215,7 @@ class LoadController:
         """
         if self._loads_all or num_stored:
             return 0
-        left_s = self._costs.lookup_s - self._costs.prefill_s(1, num_resident)
+        left_s = _LATER * self._costs.lookup_s - self._costs.prefill_s(1, num_resident)
         return int(min(self._costs.rows_within(left_s, num_resident), self._costs.step_rows)) if left_s > 0 else 0
 
     def lookup_timeout_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:

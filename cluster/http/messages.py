@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
@@ -295,10 +296,10 @@ class MessagesAnswer(Answer):
 
 def _input(arguments: str) -> Any:
     """Return a call's arguments: of those that were cut off what is whole, as Anthropic's SDK has it of a stream."""
-    try:
-        return from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
-    except ValueError:  # the model's own words, which were not forced
-        return {"arguments": arguments}
+    given: Any = None
+    with suppress(ValueError):
+        given = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+    return given if isinstance(given, dict) else {"arguments": arguments}  # the model's own words, not forced
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -35,6 +35,7 @@ GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
 
 ASK_AGAIN_S = 0.5  # since the last question for a request that waits
+_OVERDUE_CHUNKS = 4  # computed in the time of an answer: it is overdue
 _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
 _SLOWER = 1.1  # than predicted: that is noise
 _CLOSE_S = 1.0  # how long a close waits for what the threads are at
@@ -252,6 +253,11 @@ class Fetch:
         is_late = now_s >= self._look_until_s
         num_rows = self._rows_within(now_s - self._asked_s) if is_late else self._num_first_rows
         return max(int(min(num_rows, self.query.chunk_tokens - num_tokens % self.query.chunk_tokens)), 1)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Return whether an answer takes so long that a prompt need not wait for it, though others are computed."""
+        return self._rows_within(self._clock() - self._asked_s) >= _OVERDUE_CHUNKS * self.query.chunk_tokens
 
     def skip_computed(self, sources: list[ChunkSource]) -> list[ChunkSource]:
         """Close the sources of which the sequence has all by now; the rest begins at `start_of(0)`."""

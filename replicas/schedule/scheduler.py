@@ -469,7 +469,7 @@ class Scheduler:
         """Take at most so many rows.
 
         None if another prompt, which goes the same way, has them in this step, or if the cache tier is still asked for
-        this one: while another prompt is computed nothing is lost by waiting.
+        this one: while another prompt is computed nothing is lost by waiting, unless the answer is overdue.
         """
         if sequence.is_comparing:
             return self._take_compared(sequence, budget)
@@ -480,7 +480,8 @@ class Scheduler:
             return None
         found = sequence.found
         if found is not None:  # more of it may be said to be in a tier before these are computed
-            if self._budget.num_taken:
+            if self._budget.num_taken and not found.is_overdue:
+                self._budget.cut(sequence, path.num_tokens, self._num_missing_pages(sequence))
                 return None
             budget = min(budget, found.num_rows_before(path.num_tokens))
         rows = self._forest.take_rows(path, ids, budget)

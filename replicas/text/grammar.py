@@ -56,9 +56,9 @@ _PATTERN_CONTROLS = re.compile(r"\\(x[017]|u00[017]|[xu]\{|[Uacv0-7])|\[[^\]]*(&
 
 # What one request may cost the others of its steps, in seconds of its thread: so much for each token on average, and
 # more where tokens before took less. A usual token takes some 0.05 ms; the first ones of a large schema take 10. The
-# request's choices share it, so that many are held to the usual; of more than `_MAX_SHARES`, each has that share.
+# request's choices share it, so that many are held to some times the usual; of more than `_MAX_SHARES`, each has that.
 _TOKEN_S, _MAX_SAVED_S = 0.001, 0.25
-_MAX_SHARES = 20
+_MAX_SHARES, _LEAST_TOKEN_S = 20, 0.0002
 # Else llguidance looks for all text that must follow: of `/a+/ start` without end. It comes last: the last one holds.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
@@ -109,7 +109,7 @@ class Matcher:
         """
         self._state, self._clock = compiled, clock
         share = 1 / min(num_choices, _MAX_SHARES)
-        self._token_s, self._max_saved_s = share * _TOKEN_S, share * _MAX_SAVED_S
+        self._token_s, self._max_saved_s = max(share * _TOKEN_S, _LEAST_TOKEN_S), share * _MAX_SAVED_S
         self._left_s = self._max_saved_s  # what it may take until the next token
         self._awaited = after
         if after is not None and after in emitted:

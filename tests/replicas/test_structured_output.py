@@ -562,7 +562,7 @@ def test_a_grammar_whose_tokens_take_long_ends_its_request_once_it_has_spent_its
     for took_s, num_choices, is_refused in (
         *((0.0004, 1, False), (0.02, 1, True)),
         *((0.0004, 2, True), (0.0002, 2, False)),
-        *((0.00004, 20, True), (0.00002, 20, False), (0.00002, 128, False)),
+        *((0.0002, 20, True), (0.00008, 20, False), (0.00008, 128, False)),
     ):
         ticks = itertools.count()
         slow = Grammars(llm.tokenizer, clock=lambda ticks=ticks, took_s=took_s: next(ticks) * took_s)  # type: ignore[misc]
