@@ -35,7 +35,7 @@ GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
 
 ASK_AGAIN_S = 0.5  # since the last question for a request that waits
-_OVERDUE_CHUNKS = 4  # computed in the time of an answer: it is overdue
+_OVERDUE_CHUNKS = 16  # computed in the time of an answer: it is overdue
 _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
 _SLOWER = 1.1  # than predicted: that is noise
 _CLOSE_S = 1.0  # how long a close waits for what the threads are at
