@@ -91,8 +91,8 @@ class FakeRunner:
         for part in batch:
             self._write(part)
             self.num_rows += part.num_rows
-        for slot in list(self._writers):
-            self._note_lineage(slot)
+        while self._writers:  # what stands before a row is noted with it
+            self._note_lineage(next(iter(self._writers)))
         self._spread_doubt(batch)
         if self.saver is not None:
             self.saver.begin(saves, self.slots)
