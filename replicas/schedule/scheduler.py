@@ -480,7 +480,7 @@ class Scheduler:
             return None
         found = sequence.found
         if found is not None:  # more of it may be said to be in a tier before these are computed
-            if self._budget.num_taken and not found.is_overdue:
+            if self._budget.num_taken and not found.is_overdue:  # its pages are promised all the same
                 self._budget.cut(sequence, path.num_tokens, self._num_missing_pages(sequence))
                 return None
             budget = min(budget, found.num_rows_before(path.num_tokens))

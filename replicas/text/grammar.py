@@ -56,7 +56,8 @@ _PATTERN_CONTROLS = re.compile(r"\\(x[017]|u00[017]|[xu]\{|[Uacv0-7])|\[[^\]]*(&
 
 # What one request may cost the others of its steps, in seconds of its thread: so much for each token on average, and
 # more where tokens before took less. A usual token takes some 0.05 ms; the first ones of a large schema take 10. The
-# request's choices share it, so that many are held to some times the usual; of more than `_MAX_SHARES`, each has that.
+# request's choices share it, so that many are held to some times the usual: each has `_LEAST_TOKEN_S` for a token, and
+# of what is saved a share of `_MAX_SHARES`.
 _TOKEN_S, _MAX_SAVED_S = 0.001, 0.25
 _MAX_SHARES, _LEAST_TOKEN_S = 20, 0.0002
 # Else llguidance looks for all text that must follow: of `/a+/ start` without end. It comes last: the last one holds.

@@ -558,7 +558,7 @@ def test_a_lark_grammar_that_never_ends_takes_no_longer_for_a_token(llm: LLM, te
 
 
 def test_a_grammar_whose_tokens_take_long_ends_its_request_once_it_has_spent_its_time(llm: LLM) -> None:
-    # Its choices share that time, down to a twentieth for each.
+    # Its choices share that time, down to 0.2 ms a token for each.
     for took_s, num_choices, is_refused in (
         *((0.0004, 1, False), (0.02, 1, True)),
         *((0.0004, 2, True), (0.0002, 2, False)),
