@@ -480,7 +480,8 @@ class Scheduler:
             return None
         found = sequence.found
         if found is not None:  # more of it may be said to be in a tier before these are computed
-            if self._budget.num_taken and not found.is_overdue:  # its pages are promised all the same
+            waits = path.num_tokens < len(ids) and not found.is_overdue  # not where only its logits are missing
+            if self._budget.num_taken and waits:  # its pages are promised all the same
                 self._budget.cut(sequence, path.num_tokens, self._num_missing_pages(sequence))
                 return None
             budget = min(budget, found.num_rows_before(path.num_tokens))

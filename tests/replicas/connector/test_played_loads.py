@@ -138,6 +138,17 @@ def test_one_of_the_prompts_that_wait_for_answers_has_rows_until_these_are_overd
     case.check_rest()
 
 
+def test_a_prompt_that_another_computes_whole_waits_for_no_answer(store: FakeStore) -> None:
+    case = Played(store)
+    for name in "ab":
+        case.submit(name, IDS[:CHUNK_TOKENS], 1)
+    case.cache.now_s += 2 * CHUNK_TOKENS  # a row takes a second
+    events = case.engine.step()
+    assert [tokens_of(events, name) for name in "ab"] == [continuation(IDS[:CHUNK_TOKENS], 1, 5)] * 2
+    assert case.runner.num_rows == CHUNK_TOKENS + 1
+    case.check_rest()
+
+
 def test_the_longer_an_answer_takes_the_more_rows_a_step_computes_before_it(store: FakeStore) -> None:
     case = Played(store)
     case.submit("a", IDS[:30])
