@@ -273,6 +273,7 @@ class GenerationRequest:
     num_prompt: int | None = None  # of a resumed request, where it is known: tokens of its prompt, its session's too
     truncation: Truncation | None = None  # None: refused if it is too long
     num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
+    elsewhere_tokens: int = 0  # of its prompt, that another replica would find too, as far as the router knows
     taken_s: float = 0.0  # when the engine took it, by the engine's clock
     history: History | None = None  # of a request with a session that resends what was said
     kept: tuple[KeptPrefix, ...] = ()  # what is pinned of the prompt when it has ended

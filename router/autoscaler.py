@@ -59,7 +59,7 @@ class ReplicaLoad:
     kv_share: float = 0.0  # of its pages, that requests hold
     step_s: float = 0.0  # of a decode step of all that runs
     num_requests: float = 0.0  # that run or wait
-    saved_share: float = 0.0  # prefill that its own KV saves, in seconds per second: what goes with it
+    saved_share: float = 0.0  # prefill that KV saves which it alone has, in seconds per second: what goes with it
 
     def known(self, before: ReplicaLoad | None) -> ReplicaLoad:
         """Put what was said before, or nothing, in the place of what is no figure."""
@@ -103,7 +103,7 @@ class Autoscaler:
         return min(max(target, self.config.min), self.config.max)
 
     def cheapest_first(self) -> list[str]:
-        """Order replicas by what goes with them: the prefill that their KV saves, then the requests that they have."""
+        """Order replicas by what goes with them: the prefill that their own KV saves, then their requests."""
         known = {replica_id: load for replica_id, (_, load) in self._loads.items()}
         return sorted(known, key=lambda r: (round(known[r].saved_share, 3), known[r].num_requests, r))
 

@@ -190,6 +190,12 @@ class Route(NamedTuple):
         asked, chosen = self.asked, self.chosen
         return int(asked.matched[chosen] + asked.brought[chosen] + asked.reused[chosen])
 
+    @property
+    def elsewhere_tokens(self) -> int:
+        """Return the most of the prompt that another candidate is thought to have, or to bring."""
+        found = self.asked.matched + self.asked.brought
+        return int(np.delete(found, self.chosen).max(initial=0))
+
     def as_json(self) -> dict[str, Any]:
         """Show every candidate's terms in milliseconds, the cheapest first."""
         candidates = [

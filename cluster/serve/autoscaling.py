@@ -23,12 +23,12 @@ class LoadMeter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._before: tuple[float, float, float] | None = None  # when, tokens that were computed, those on the device
+        self._before: tuple[float, float, float] | None = None  # when, tokens that were computed, those found only here
         self._prefill_share = self._saved_share = 0.0
 
     def read(self, stats: Mapping[str, Any]) -> ReplicaLoad:
         load, tokens, pages = stats["load"], stats["tokens"], stats["pages"]
-        now_s, on_device = self._clock(), tokens.get("device", 0)
+        now_s, alone = self._clock(), tokens.get("alone", 0)
         computed = tokens.get("prompt", 0) - tokens.get("cached", 0)
         if self._before is not None and now_s > self._before[0]:
             elapsed_s = now_s - self._before[0]
@@ -37,9 +37,9 @@ class LoadMeter:
                 self._prefill_share, (computed - self._before[1]) * per_s, elapsed_s, _SHARE_HALF_LIFE_S
             )
             self._saved_share = _smoothed(
-                self._saved_share, (on_device - self._before[2]) * per_s, elapsed_s, _SAVED_HALF_LIFE_S
+                self._saved_share, (alone - self._before[2]) * per_s, elapsed_s, _SAVED_HALF_LIFE_S
             )
-        self._before = now_s, computed, on_device
+        self._before = now_s, computed, alone
         return ReplicaLoad(
             backlog_s=load["backlog_s"],
             prefill_share=self._prefill_share,

@@ -475,7 +475,9 @@ class RayEngineClient:
         link = self._links[reservation.replica_id]
         placement = Placement(link, reservation, asyncio.Queue(), {c.attempt_id: c for c in choices})
         try:
-            refusals = await link.submit([choice.remaining() for choice in choices], placement.sink)
+            elsewhere = reservation.route.elsewhere_tokens
+            requests = [replace(choice.remaining(), elsewhere_tokens=elsewhere) for choice in choices]
+            refusals = await link.submit(requests, placement.sink)
         except BaseException:  # cancelled too: the request may be on its way
             placement.end()
             raise

@@ -23,7 +23,7 @@ from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.cachetier.simulate.simulator import BlockTiers
 from mneme.cluster.simulate.exact import ExactReplica
 from mneme.cluster.simulate.replica import EngineShape, Job, Replica, Status
-from mneme.cluster.simulate.routers import ROUTERS, Router, World
+from mneme.cluster.simulate.routers import ROUTERS, Mneme, Router, World
 from mneme.cluster.simulate.workload import Turn, infinite_hit_ratio
 from mneme.router.autoscaler import AutoscaleConfig, Autoscaler
 
@@ -139,6 +139,7 @@ class Simulation:
             self._at(self.now_s + self.shape.timeout_s, self._give_up, job, retries)
         expected = router.expected(turn)
         job.expected = 0 if expected is None else expected
+        job.elsewhere_tokens = router.elsewhere_tokens(turn) if isinstance(router, Mneme) else 0
         self._replicas[number].submit(job, self.now_s)
         self._schedule(number)
 

@@ -148,6 +148,10 @@ class Mneme:
         tokens = self._reservations[id(turn)].matched_tokens * self._grain
         return min(-(-tokens // turn.block_tokens), len(turn.block_ids))
 
+    def elsewhere_tokens(self, turn: Turn) -> int:
+        """Return the tokens that it took another one to hold."""
+        return self._reservations[id(turn)].route.elsewhere_tokens * self._grain
+
     def polled(self) -> None: ...
 
     def _name(self, turn: Turn, chain: Sequence[int]) -> None:

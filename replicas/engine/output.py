@@ -60,7 +60,8 @@ class Outbox:
         self._on_end = on_end  # told of every request that has ended
         self._clock = clock
         self._events: list[TokenEvent] = []
-        self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated", and as `kv_details`
+        # "prompt", "cached", "generated", as `kv_details`, and what was on the device here and nowhere else ("alone").
+        self.num_tokens: Counter[str] = Counter()
         self.num_finished: Counter[str] = Counter()  # by finish_reason
         self.blends = BlendCounts()
         self.explanations = Explanations()
@@ -93,7 +94,9 @@ class Outbox:
             )
         is_counted = not sequence.request.is_warm_up
         if usage is not None and sequence.was_admitted and is_counted:
-            self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, **usage.kv_details())
+            details = usage.kv_details()
+            alone = max(details["device"] - sequence.request.elsewhere_tokens, 0)
+            self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, alone=alone, **details)
             if usage.blend is not None:
                 self.blends.note(usage.blend)
             self.explanations.note(sequence, usage)

@@ -120,6 +120,7 @@ def test_host_tiers_and_nodes_caches_count_as_loads_where_that_is_sooner() -> No
     tokens = {each["replica"]: each["tokens"] for each in chosen.route.as_json()["candidates"]}
     assert [tokens[r]["in_node"] for r in "abc"] == [0, 1024, 0]
     assert tokens["c"]["at_peers"] == 1024
+    assert chosen.route.elsewhere_tokens == 1024
     terms = {each["replica"]: each["ms"] for each in chosen.route.as_json()["candidates"]}
     assert terms["b"]["load"] < terms["c"]["load"] < 102.4
     assert terms["a"]["queue"] == 5000

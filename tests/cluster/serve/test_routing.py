@@ -107,6 +107,32 @@ def test_prefixes_and_sessions_are_found_again_by_every_ingress() -> None:
     run(scenario)
 
 
+def test_a_replica_counts_what_it_alone_has_of_prompts() -> None:
+    """What it saves is lost with it; what another one has too is not."""
+
+    async def scenario(cluster: Cluster) -> None:
+        prefix = list(range(256))
+        first, *_ = await cluster.ask([*prefix, 1, 2, 3])
+        (other,) = cluster.loops.keys() - {first}
+
+        def counted(name: str) -> int:
+            return sum(loop.engine.num_tokens[name] for loop in cluster.loops.values())
+
+        await cluster.until_known(prefix, 256, first)
+        await cluster.ask([*prefix, 4])
+        assert (counted("device"), counted("alone")) == (256, 256)
+        cluster.ingresses[0].set_replicas({other})
+        await cluster.ask([*prefix, 5])
+        cluster.ingresses[0].set_replicas(cluster.loops)
+        for name in cluster.loops:
+            await cluster.until_known([*prefix, 6], 256, name)
+        for number in range(2):
+            await cluster.ask([*prefix, 7 + number])
+        assert (counted("device"), counted("alone")) == (3 * 256, 256)
+
+    run(scenario)
+
+
 def test_evictions_are_known() -> None:
     async def scenario(cluster: Cluster) -> None:
         prefix = list(range(256))
