@@ -130,6 +130,20 @@ ENGINES = (
         reason=_REASONS,
     ),
     family("mneme_engine_steps_total", "Engine steps.", "steps"),
+    *(
+        family(
+            f"mneme_cost_{name}_total",
+            description,
+            f"accuracy.{{kind}}.{key}",
+            kind=("prefill", "decode", "mixed", *COST_EDGES),
+        )
+        for name, key, description in (
+            ("predictions", "count", "Steps and loads whose duration was predicted and measured."),
+            ("predicted_seconds", "predicted_s", "What they were predicted to take."),
+            ("actual_seconds", "actual_s", "What they took."),
+            ("relative_error", "relative_error_sum", "Sums of |predicted - actual| / actual."),
+        )
+    ),
     family("mneme_sessions", "Sessions whose token log is kept.", "sessions"),
     family(
         "mneme_session_log_records_total",
@@ -368,18 +382,4 @@ CACHE_ENGINES = (
         fault=("not_asked", "actors_lost", "node_restarted", "directory_ghosts"),
     ),
     family("mneme_cache_read_buffer_bytes", "Bytes read ahead.", "read_buffer_bytes"),
-    *(
-        family(
-            f"mneme_cost_{name}_total",
-            description,
-            f"accuracy.{{kind}}.{key}",
-            kind=("prefill", "decode", "mixed", *COST_EDGES),
-        )
-        for name, key, description in (
-            ("predictions", "count", "Steps and loads whose duration was predicted and measured."),
-            ("predicted_seconds", "predicted_s", "What they were predicted to take."),
-            ("actual_seconds", "actual_s", "What they took."),
-            ("relative_error", "relative_error_sum", "Sums of |predicted - actual| / actual."),
-        )
-    ),
 )

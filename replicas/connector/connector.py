@@ -157,7 +157,6 @@ class KvConnector:
             "plans": dict(self._controller.num_plans),
             "given_up": dict(self.fetches.num_given_up),
             "read_buffer_bytes": self.fetches.budget.num_used,
-            "accuracy": self.costs.accuracy(),
             "chunks": {"loaded": self.loader.num_loaded, "lost": self.loader.num_lost, **asdict(self.saver.counts)},
             "store": dict(self.store.stats()),
         }

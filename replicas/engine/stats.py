@@ -38,6 +38,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "shared_segments": runner.num_shared_segments,
         "graphs": None if runner.graphs is None else runner.graphs.stats(),
         "load": _load(engine),
+        "accuracy": {} if engine.costs is None else engine.costs.accuracy(),
         "capacity_tokens": engine.capacity,
         "kv_tokens": runner.num_pages * runner.page_size,
         "device": runner.device,
@@ -50,7 +51,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
 
 def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
     """Read anew what of `engine_stats` other threads change: an idle engine makes no step. From any thread."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {} if engine.costs is None else {"accuracy": engine.costs.accuracy()}
     if engine.connector is not None and "cache" in stats:
         found["cache"] = {**stats["cache"], **engine.connector.stats()}
     if engine.durable is not None:

@@ -169,6 +169,9 @@ class FakeEngineClient:
             "blend": {"requests": {"hkvd": 2}, "tokens": {"reused": 70}, "declined": {"not_allowed": 3}},
             "finished": {"stop": 1, "length": 2, "abort": self.num_aborted, "error": 0},
             "steps": self.num_steps,
+            "accuracy": {
+                "prefill": {"count": 2, "relative_error_sum": 0.5, "predicted_s": 1.5, "actual_s": 2.0, "scale": 1.1}
+            },
             "sessions": 3,
             "rss_bytes": 1 << 20,
             "shared_segments": 5,

@@ -93,7 +93,7 @@ def test_what_saves_take_is_learned(tmp_path: Path) -> None:
     connector = llm.engine.connector
     assert connector is not None
     assert connector.saver.settle(30.0)
-    learned, counts = connector.stats()["accuracy"]["save"], connector.saver.counts
+    learned, counts = llm.engine.stats()["accuracy"]["save"], connector.saver.counts
     assert learned["count"] == counts.chunks > 0
     assert learned["actual_s"] > 0
     llm.close()

@@ -28,7 +28,6 @@ ENGINE: dict[str, Any] = {
     },
     "read_buffer_bytes": 100,
     "retracted": 0,
-    "accuracy": {"prefill": {"count": 2, "relative_error_sum": 0.5, "predicted_s": 1.5, "actual_s": 2.0, "scale": 1.1}},
     "chunks": {"loaded": 4, "lost": 1, "chunks": 5, "bytes": 500, "refused": 1, "dropped": 2, "void": 0, "failed": 0},
 }
 
@@ -80,9 +79,6 @@ def test_nodes_are_counted_once_and_engines_each(client: TestClient, engines: Tw
             'mneme_cache_failed_calls_total{call="peer_locate",reason="failed"}': 2,
             'mneme_cache_node_faults_total{fault="actors_lost"}': 2,
             'mneme_cache_node_faults_total{fault="node_restarted"}': 2,
-            'mneme_cost_predictions_total{kind="prefill"}': 4,
-            'mneme_cost_actual_seconds_total{kind="prefill"}': 4,
-            'mneme_cost_actual_seconds_total{kind="peer_disk"}': 0,
         }.items()
     )
 
@@ -194,6 +190,6 @@ def test_nodes_without_the_disk_they_should_have_are_counted() -> None:
 def test_every_label_is_bounded() -> None:
     """What a node says beside is no sample: labels come from here, never from a report."""
     nodes = [{"node": "a", "host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]
-    text = str(samples(cache_metrics(nodes, [{"accuracy": {"of_tomorrow": {"count": 1}}}])))
+    text = str(samples(cache_metrics(nodes, [{"plans": {"of_tomorrow": 1}}])))
     assert "tomorrow" not in text
     assert "abab" not in text
