@@ -133,6 +133,19 @@ def test_a_replica_counts_what_it_alone_has_of_prompts() -> None:
     run(scenario)
 
 
+def test_one_prompt_asked_for_many_times_at_once_is_computed_once_in_the_cluster() -> None:
+    """Before any answer: the router sends the others after the first, and the engine lets them follow it."""
+
+    async def scenario(cluster: Cluster) -> None:
+        prefix = list(range(512))
+        answers = await asyncio.gather(*(cluster.ask([*prefix, 600 + number]) for number in range(6)))
+        assert len({where for where, *_ in answers}) == 1
+        computed = sum(loop.engine.num_tokens["recomputed"] for loop in cluster.loops.values())
+        assert computed == 512 + 6
+
+    run(scenario)
+
+
 def test_evictions_are_known() -> None:
     async def scenario(cluster: Cluster) -> None:
         prefix = list(range(256))
