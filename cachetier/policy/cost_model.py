@@ -127,7 +127,8 @@ class LearnedCost:
 
     def calibrated_s(self, terms: Terms) -> float:
         """Predict a step's time as at the calibration."""
-        return max(sum(c * t for c, t in zip(self.coefficients, terms, strict=True)), _SMALLEST_S)
+        (constant, middle, last), (times, middles, lasts) = self.coefficients, terms  # written out: it is asked often
+        return max(constant * times + middle * middles + last * lasts, _SMALLEST_S)
 
     def seconds(self, terms: Terms) -> float:
         return self.calibrated_s(terms) * self.scale
@@ -286,7 +287,8 @@ class CostModel:
         """Return how many rows behind `context` tokens add no more than so many seconds: the inverse of `rows_s`."""
         with self._lock:
             cost = self._costs["prefill"]
-            _, per_row, per_key = (each * cost.scale for each in cost.coefficients)
+            scale, (_, per_row, per_key) = cost.scale, cost.coefficients
+        per_row, per_key = per_row * scale, per_key * scale
         linear = per_row + per_key * context
         root = linear + math.sqrt(linear * linear + 2 * per_key * max(seconds, 0.0))
         return 2 * max(seconds, 0.0) / root if root > 0 and seconds < math.inf else math.inf

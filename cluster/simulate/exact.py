@@ -14,6 +14,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.cluster.simulate.replica import EngineShape, Job, Status, Told
@@ -87,8 +89,7 @@ class ExactReplica:
         self._cut()
         turn, arrival = job.turn, next(self._arrivals)
         self._block_tokens = turn.block_tokens
-        ids = [token for token in turn.block_ids for _ in range(turn.block_tokens)]
-        del ids[turn.input_tokens :]
+        ids = np.repeat(np.array(turn.block_ids), turn.block_tokens)[: turn.input_tokens].tolist()
         sequence = Sequence(
             request=GenerationRequest(
                 request_id=str(arrival), prompt_token_ids=(), sampling=_SAMPLING, session_id=str(turn.session)
@@ -202,14 +203,16 @@ class ExactReplica:
             # Layers are loaded beside those that compute.
             step_s = max(self._costs.step_s(rows), self._costs.edge_s("host", load_bytes, len(moves.loads)))
             self._busy_s += step_s
-            self._prefilled_s += self._costs.step_s([each for each in rows if each[0] > 1])
+            if prompts := [each for each in rows if each[0] > 1]:
+                self._prefilled_s += self._costs.step_s(prompts)
             self._lengths = [step_s, *self._alike()]
             self._ends = [*itertools.accumulate(self._lengths, initial=now_s)][1:]
 
     def _alike(self) -> Iterator[float]:
         """Yield the seconds of further steps that are sure to have the rows that follow, and nothing else."""
-        num_keys = sum(part.end for part in self._batch)
-        for _ in range(self._num_alike()):
+        num_alike = self._num_alike()
+        num_keys = sum(part.end for part in self._batch) if num_alike else 0
+        for _ in range(num_alike):
             num_keys += len(self._batch)
             yield self._costs.decode_s(len(self._batch), num_keys)
 
@@ -241,9 +244,7 @@ class ExactReplica:
             for _ in range(num_ended):
                 sequence.append(_answered(sequence))
             self._forest.take_rows(sequence.path, sequence.context, num_ended)
-        for _ in range(num_ended):
-            for part in self._batch:
-                self._scheduler.waiting.charge(part.sequence, OUTPUT_WEIGHT)
+            self._scheduler.waiting.charge(sequence, num_ended * OUTPUT_WEIGHT)
         for length_s in self._lengths[1 : num_ended + 1]:
             self._busy_s += length_s
         del self._ends[:num_ended], self._lengths[:num_ended]
