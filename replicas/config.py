@@ -46,7 +46,7 @@ class EngineConfig:
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # query rows per step: decodes and prefill chunks together
     # Of a step beside streams: parts of prompts take what decodes leave of it, at least a quarter. 0: none; None: 50,
-    # or four times what its decodes take if that is more. Where costs are known, as they are to replicas.
+    # or eight times what its decodes take if that is more. Where costs are known, as they are to replicas.
     max_step_ms: float | None = None
     max_running: int = 128  # sequences with pages
     max_waiting: int = 1024  # queued requests; more are refused with Overloaded

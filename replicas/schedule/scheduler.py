@@ -42,7 +42,7 @@ from mneme.replicas.sequence import FoundChunks, Sequence, StepRows
 _REMATCH_STEPS = 64
 _NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
 _STEP_S = 0.05  # beside streams, if decodes take little of it
-_PREFILL_OVER_DECODE = 3  # at most, beside streams that take longer: what keeps all busy where everybody is answered
+_PREFILL_OVER_DECODE = 7  # at most, beside streams that take longer: what keeps all busy where everybody is answered
 _LEAST_PREFILL = 1 / 3  # of the decodes' time, where `max_step_s` leaves less
 _MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
 
@@ -60,7 +60,7 @@ class Scheduler:
         costs: CostModel | None = None,
         max_step_s: float | None = None,
     ) -> None:
-        """`max_step_s`: of a step beside streams, where costs are known; None: 50 ms, or four times what its decodes
+        """`max_step_s`: of a step beside streams, where costs are known; None: 50 ms, or eight times what its decodes
         take if that is more."""
         self._forest = forest
         self._costs, self._max_step_s = costs, max_step_s
