@@ -44,7 +44,7 @@ from mneme.router.score import RouterConfig
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_REPLICA_S = 30.0  # how long a request waits for a replica that is on its way, and one that has begun for any
-NO_REPLICA_S = 0.8  # for none to come back where all are lost; who asks then is told to come again
+NO_REPLICA_S = 0.5  # for none to come back where all are lost; who asks then is told to come again
 MAX_LOSSES = 5  # replicas a generation may lose before it gives up
 QUERY_TIMEOUT_S = 15.0  # an engine answers between two steps, which may take seconds; logs may be slow too
 MAX_ROUTES = 256  # choices of replicas that can be explained
