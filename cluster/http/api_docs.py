@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple, NotRequired
 
 from pydantic import TypeAdapter
@@ -787,9 +788,7 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
 
     def reference(described: Any) -> dict[str, Any]:
-        schema = TypeAdapter(described).json_schema(ref_template=_REF)
-        schemas.update(schema.pop("$defs", {}))
-        schemas[described.__name__] = schema
+        schemas.update(_schemas(described))
         return {"$ref": _REF.format(model=described.__name__)}
 
     paths: dict[str, Any] = {}
@@ -824,6 +823,13 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
+
+
+@cache
+def _schemas(described: Any) -> dict[str, Any]:
+    """The schema of a body by its name, and of what it is made of."""
+    schema = TypeAdapter(described).json_schema(ref_template=_REF)
+    return {**schema.pop("$defs", {}), described.__name__: schema}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
