@@ -48,6 +48,13 @@ JSON_OPTIONS: JsonCompileOptions = {
     "key_separator": ":",
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}",
 }
+# JSON schema's own; of these llguidance refuses those that it cannot keep to.
+_FORMATS = {
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+    *("uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+}
+_LITERALS = ("const", "enum", "default", "examples")  # what is in them is no schema
 # Without `\u`: a name that a schema gives could be written with it once more, as one that is free.
 _ESCAPES = 'nrbtf"\\'
 # Control characters that need it, as text has them and as a pattern may write them.
@@ -320,11 +327,13 @@ def _source(grammar: Grammar) -> str:
     text = grammar.text
     if grammar.kind in ("json_schema", "json_object"):
         try:
-            schema = json.loads(text)
+            given = json.loads(text)
+            schema = with_known_formats(given)
         except ValueError:  # llguidance says what is wrong
-            schema = {}
+            given = schema = {}
         except RecursionError:
             raise ValueError("is nested too deeply") from None
+        text = text if schema == given else json.dumps(schema)
         return LLMatcher.grammar_from_json_schema(text, None, {**JSON_OPTIONS, **name_options(schema)})
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
@@ -359,6 +368,22 @@ def name_options(schema: Any) -> JsonCompileOptions:
     if has_controls and is_open:
         raise ValueError('is not supported: control characters, unless "additionalProperties" is false')
     return {"json_allowed_escapes": _ESCAPES + ("u" if has_controls else "")}
+
+
+def with_known_formats(schema: Any) -> Any:
+    """Return the schema without formats that JSON schema does not define, which bind nobody (2020-12, 7.2.3).
+
+    Pydantic writes `path`, `password` and others. Raises `RecursionError`.
+    """
+    if isinstance(schema, list | tuple):
+        return [with_known_formats(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: part if key in _LITERALS else with_known_formats(part)
+        for key, part in schema.items()
+        if key != "format" or not isinstance(part, str) or part in _FORMATS
+    }
 
 
 def _parts(schema: Any) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import ReasoningParserName, ToolParserName
 from mneme.replicas.request import Grammar, History
-from mneme.replicas.text.grammar import JSON_OPTIONS, name_options
+from mneme.replicas.text.grammar import JSON_OPTIONS, name_options, with_known_formats
 from mneme.replicas.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -240,7 +240,7 @@ def _detected(tokenizer: Tokenizer, template: str) -> str | None:
 def _lark(grammar: Grammar) -> str:
     """Write what an answer must match as a rule's right side; raises `InvalidRequest`."""
     if grammar.kind in ("json_schema", "json_object"):
-        schema = json.loads(grammar.text)
+        schema = with_known_formats(json.loads(grammar.text))
         if isinstance(schema, dict):
             schema["x-guidance"] = {**JSON_OPTIONS, **name_options(schema)}
         return f"%json {json.dumps(schema, ensure_ascii=False)}"
@@ -249,7 +249,7 @@ def _lark(grammar: Grammar) -> str:
 
 def _of_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of an object that is written as chat templates write it; raises `InvalidRequest`."""
-    own: dict[str, Any] = _closed(schema or {"properties": {}})
+    own: dict[str, Any] = _closed(with_known_formats(schema) or {"properties": {}})
     try:
         names = name_options(own)
     except ValueError as error:

@@ -259,6 +259,26 @@ def test_a_keyword_that_is_not_supported_is_named(grammars: Grammars, keyword: s
             grammars.check(Grammar("json_schema", schema))
 
 
+def test_formats_that_nobody_defines_bind_nobody(llm: LLM, checker: GrammarChecker) -> None:
+    """Pydantic writes `path` and `password`; what only looks like a format stays."""
+    literal = {"format": "path"}
+    schema: dict[str, Any] = _object(
+        at={"type": "string", "format": "path", "maxLength": 8},
+        format={"const": literal},
+        ids={"type": "array", "items": {"type": "string", "format": "uuid"}, "minItems": 1, "maxItems": 1},
+        any={"anyOf": [{"type": "null"}, {"format": "password", "type": "string", "maxLength": 3}]},
+    )
+    found = _answers(llm, Grammar("json_schema", schema), n=8, max_tokens=300)
+    answers = [json.loads(text) for text, reason in found if reason == "stop"]
+    assert answers
+    for answer in answers:
+        VALIDATOR(schema, format_checker=VALIDATOR.FORMAT_CHECKER).validate(answer)
+        assert answer["format"] == literal
+    tool = Dialect(llm.tokenizer, "hermes").call_grammar({"f": schema}, is_forced=True, is_one=True)
+    assert tool is not None
+    checker.check(tool)
+
+
 def test_choices_and_lark_grammars(llm: LLM) -> None:
     choices = ['a"b\n', "é☃", "\\", "/x/i"]
     answers = _answers(llm, Grammar("choice", choices), n=8)
@@ -415,7 +435,7 @@ def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: L
         ("json_schema", {"not": {"type": "null"}}, "not"),
         ("json_schema", {"if": {"type": "null"}, "then": {"const": None}}, "if"),
         ("json_schema", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
-        ("json_schema", {"type": "string", "format": "made-up"}, "made-up"),
+        ("json_schema", {"type": "string", "format": "uri-reference"}, "uri-reference"),
         ("json_schema", {"$ref": "https://example.com/schema"}, "example.com"),
         ("json_schema", {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
         ("json_schema", "{", "EOF"),
