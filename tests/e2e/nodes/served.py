@@ -21,6 +21,7 @@ from tests.e2e.server_process import free_port
 
 MODEL = "mneme-tiny"
 ANSWER_LIMIT_S = 240.0
+MAX_IN_FLIGHT = 16  # of a load
 
 
 class Served:
@@ -82,18 +83,23 @@ class Served:
 
 @dataclass
 class Load:
-    """Requests at a rate, each of its own thread; what failed is kept."""
+    """Requests at a rate, each of its own thread; what failed is kept.
+
+    Only so many at a time: where the machine is too slow for the rate no queue grows.
+    """
 
     send: Callable[[int], object]
     failures: list[BaseException] = field(default_factory=list)
     num_sent: int = 0
     _threads: list[threading.Thread] = field(default_factory=list)
+    _places: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MAX_IN_FLIGHT))
 
     def at_rate(self, per_s: float, while_: Callable[[], bool], at_least: int) -> None:
         """Send on until there were enough and `while_` is false."""
         due_s, first = time.monotonic(), self.num_sent
         while self.num_sent - first < at_least or while_():
             thread = threading.Thread(target=self._one, args=(self.num_sent,), daemon=True)
+            assert self._places.acquire(timeout=ANSWER_LIMIT_S)
             self._threads.append(thread)
             self.num_sent += 1
             thread.start()
@@ -111,6 +117,8 @@ class Load:
             self.send(number)
         except BaseException as error:  # the test's thread says so
             self.failures.append(error)
+        finally:
+            self._places.release()
 
 
 @contextmanager

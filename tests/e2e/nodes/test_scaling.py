@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -102,18 +103,24 @@ def test_replicas_follow_the_load_and_what_sessions_knew_stays(served: Served) -
             is_enough.set()
     load.join()
     is_enough.clear()
-    slow = Load(lambda number: served.complete(PROMPTS[number % 8], SHORT))
-    with running([lambda: slow.at_rate(2, lambda: not is_enough.is_set(), 1)]) as more_problems:
+    with running([partial(ask_now_and_then, served, is_enough)]) as more_problems:
         try:
             served.await_replicas(1)
             after = [say(served, session, "And in the end?") for _ in range(2) for session in sessions]
         finally:
             is_enough.set()
-    slow.join()
-    assert (problems, load.failures, more_problems, slow.failures) == ([], [], [], [])
+    assert (problems, load.failures, more_problems) == ([], [], [])
     said = {name: value for name, value in served.metrics().items() if "mneme_cache" in name and value}
     assert hit_rate(after) >= 0.9 * hit_rate(before), (after, said)
     assert [served.metrics()[f'mneme_replicas{{state="{state}"}}'] for state in ("ready", "wanted")] == [1, 1]
+
+
+def ask_now_and_then(served: Served, is_enough: threading.Event) -> None:
+    """Little to do, however slow the machine is: a tenth of the time at most."""
+    while not is_enough.is_set():
+        began_s = time.monotonic()
+        served.complete(PROMPT, SHORT)
+        is_enough.wait(max(0.5, 9 * (time.monotonic() - began_s)))
 
 
 def test_the_first_request_brings_back_a_replica_where_there_is_none(served: Served) -> None:
