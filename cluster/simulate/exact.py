@@ -185,7 +185,8 @@ class ExactReplica:
             num_found = len(job.turn.block_ids) if cached >= job.turn.input_tokens else cached // size
             num_host = min(usage.host_tokens // size, num_found)
             job.found = [num_found - num_host, num_host]
-            self._saved_s += self._costs.prefill_s(usage.cached_tokens - job.elsewhere_tokens, 0)
+            on_device = usage.cached_tokens - usage.host_tokens
+            self._saved_s += self._costs.prefill_s(max(on_device - job.elsewhere_tokens, 0), 0)
             self._on_first(job)
         if sequence.num_output >= sequence.max_tokens:
             del self._jobs[id(sequence)]

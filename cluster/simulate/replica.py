@@ -241,7 +241,7 @@ class Replica:
         job.found = self.tiers.use([block_id.to_bytes(_KEY_BYTES) for block_id in turn.block_ids])
         timing = self._loads.first_token(turn.input_tokens, turn.block_tokens, job.found)
         job.num_new = max(turn.input_tokens - job.found[0] * turn.block_tokens, 1)
-        self._saved_s += self._costs.prefill_s(job.found[0] * turn.block_tokens - job.elsewhere_tokens, 0)
+        self._saved_s += self._costs.prefill_s(max(job.found[0] * turn.block_tokens - job.elsewhere_tokens, 0), 0)
         self._held += job.num_new
         self._prompt = job
         all_s = timing.ttft_s if any(timing.loaded[1:]) else timing.compute_s
