@@ -58,6 +58,7 @@ class ReplicaLoad:
     prefill_share: float = 0.0  # of its time
     kv_share: float = 0.0  # of its pages, that requests hold
     step_s: float = 0.0  # of a decode step of all that runs
+    constant_s: float = 0.0  # of it, that any step takes: more replicas make it no shorter
     num_requests: float = 0.0  # that run or wait
     saved_share: float = 0.0  # prefill that KV saves which it alone has, in seconds per second: what goes with it
 
@@ -114,8 +115,13 @@ class Autoscaler:
             sum(load.backlog_s for load in loads) / self.config.target_ttft_s,
             sum(load.prefill_share for load in loads) / _FULL_SHARE,
             sum(load.kv_share for load in loads) / _FULL_SHARE,
-            sum(load.step_s for load in loads) / self.config.target_itl_s,
+            sum(self._for_steps(load) for load in loads),
         )
+
+    def _for_steps(self, load: ReplicaLoad) -> float:
+        """Return the replicas that would decode what runs in time; none where no step is as short as promised."""
+        room_s = self.config.target_itl_s - load.constant_s
+        return max(load.step_s - load.constant_s, 0.0) / room_s if room_s > 0 else 0.0
 
     def _note(self, loads: Mapping[str, ReplicaLoad | None], now_s: float) -> None:
         for replica_id, load in loads.items():

@@ -60,8 +60,9 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 5.0  # a replica with work that has said nothing for so long: a step takes very long, or its reports are lost
 _TRANSIT_S = 0.02  # a report that comes may have been written before what was admitted since then
-_RESEND_S = SENT_S / 2
+_RESEND_S, _NUM_RESENT = SENT_S / 2, 256  # blocks with each choice or report: 50 us
 _MAX_LATE = 256  # reports that wait for a snapshot
+_NODE_S = 600.0  # a node that no replica has named for so long is gone; links may be lost for a while
 _MAX_PRIVATE = 50_000  # sessions
 _NUM_LATE = 32  # first tokens of a replica from which its overhead is learned
 _LATE_LOADS_S = 60.0  # how long it is known what loads took longer: else a bad moment would end all loads for ever
@@ -296,6 +297,7 @@ class ReplicaChooser:
     accuracy: defaultdict[str, float] = field(init=False, default_factory=lambda: defaultdict(float))
     _index: PrefixIndex = field(init=False)
     _in_tier: PrefixIndex = field(init=False)  # by node
+    _named_s: dict[str, float] = field(init=False, default_factory=dict)  # when a replica last said that it is there
     _loads: dict[str, _Load] = field(init=False, default_factory=dict)
     _table: F64 = field(init=False)  # a row for each of them
     _figures: F64 | None = field(init=False)  # of the table, made alike; None: to be made when they are needed
@@ -305,6 +307,7 @@ class ReplicaChooser:
     _late_loads: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=_NUM_LATE))
     _unstarted: dict[Reservation, None] = field(init=False, default_factory=dict)
     _resent_s: float = field(init=False, default=0.0)
+    _to_resend: deque[Reservation] = field(init=False, default_factory=deque)
     _unique: itertools.count[int] = field(init=False, default_factory=itertools.count)
     _policy: Policy | None = field(init=False, default=None)  # None: ours
     _numbers: dict[str, int] = field(init=False, default_factory=dict)  # of replicas, for the policy
@@ -327,6 +330,10 @@ class ReplicaChooser:
         self._figures = None
         self._hashes = replica_hashes(list(self._loads))
         self._index.retain(self._loads)
+        now_s = self.clock()
+        for node in [node for node, named_s in self._named_s.items() if abs(now_s - named_s) > _NODE_S]:
+            self._in_tier.forget(node)
+            del self._named_s[node]
         if self._policy is not None:
             self._numbers = {r: self._numbers.get(r) or next(self._new_number) for r in replica_ids}
             _guarded(self._policy.set_replicas, list(self._numbers.values()))
@@ -342,14 +349,17 @@ class ReplicaChooser:
         load = self._loads.get(replica_id)
         if load is None:
             return True
-        try:
-            for each in load.order.take(report):
+        self._send_again(self.clock())
+        for each in load.order.take(report):
+            try:
                 if each.cost is not None:
                     self._figures = None
                 load.take(each, self.clock())
+                self._named_s[each.node] = self.clock()
                 self._follow(replica_id, each)
-        except Exception:  # whatever a replica says, requests are routed
-            logger.exception("replica_id=%s a report could not be taken", replica_id)
+            except Exception:  # whatever a replica says, requests are routed
+                logger.exception("replica_id=%s a report could not be taken", replica_id)
+                load.order.epoch = None  # what it said is lost
         return load.order.is_whole
 
     def running(self, replica_id: str) -> int:
@@ -360,6 +370,11 @@ class ReplicaChooser:
     def is_answering(self, session_id: str | None, *, salt: str = "") -> bool:
         """Return whether a turn of this session is in flight on a replica that is there."""
         return session_id is not None and self._answering((salt, session_id)) is not None
+
+    def is_held(self, token_ids: Sequence[int], *, salt: str = "") -> bool:
+        """Return whether a replica has half of this prompt or more."""
+        chain = self._chain(token_ids, salt)
+        return 2 * max(self._index.match(chain, self.clock()).blocks.values(), default=0) >= max(len(chain), 1)
 
     def sink_ids(self) -> tuple[int, ...]:
         """Return the tokens behind which replicas compute documents apart, as they say."""
@@ -521,11 +536,7 @@ class ReplicaChooser:
         if report.node and device:  # what is computed is saved
             self._in_tier.update(report.node, device=device)
         if self._policy is not None:
-            number = self._numbers[replica_id]
-            if report.is_snapshot:
-                self._policy.restarted(number)
-            for block, is_there in (*((b, True) for b in device), *((b, False) for b in gone)):
-                self._policy.stored(number, block, is_there=is_there)
+            _guarded(_tell, self._policy, self._numbers[replica_id], report.is_snapshot, device, gone)
 
     def _token_s(self) -> float:
         return float(token_s(alike(self._table[:, _FIGURES:])).mean())
@@ -536,12 +547,16 @@ class ReplicaChooser:
         (self._index.record_sent if says_so else self._index.record)(chain, replica_id)
 
     def _send_again(self, now_s: float) -> None:
-        """Keep what waits in long queues from being forgotten; the clock may jump."""
-        if abs(now_s - self._resent_s) >= _RESEND_S:
+        """Keep what waits in long queues from being forgotten, some with each choice; the clock may jump."""
+        if not self._to_resend and abs(now_s - self._resent_s) >= _RESEND_S:
             self._resent_s = now_s
-            for each in self._unstarted:
-                if self._loads.get(each.replica_id) is each._load:
-                    self._send(each.chain, each.replica_id)
+            self._to_resend.extend(self._unstarted)
+        left = _NUM_RESENT
+        while self._to_resend and left > 0:
+            each = self._to_resend.popleft()
+            if not each._is_started and self._loads.get(each.replica_id) is each._load:
+                self._send(each.chain, each.replica_id)
+                left -= len(each.chain)
 
     def _note_first(self, reservation: Reservation, cached_tokens: int, is_private: bool) -> None:
         """Compare what was predicted with what came."""
@@ -611,6 +626,15 @@ def _guarded(call: Callable[..., _T], *args: Any) -> _T | None:
     except Exception:
         logger.exception("router.policy: its rule raised, requests are routed all the same")
         return None
+
+
+def _tell(policy: Policy, number: int, is_anew: bool, device: Sequence[int], gone: Sequence[int]) -> None:
+    """Let a policy have what a replica reports."""
+    if is_anew:
+        policy.restarted(number)
+    for blocks, is_there in ((device, True), (gone, False)):
+        for block in blocks:
+            policy.stored(number, block, is_there=is_there)
 
 
 def _loads_of(table: F64, figures: F64, age_s: F64, is_silent: Flags, late_load_s: float) -> Loads:

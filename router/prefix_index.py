@@ -146,7 +146,7 @@ class PrefixIndex:
         held = self._held
         for block_hash in hashes:
             before = held.get(block_hash, 0)
-            if before & bit == 0 or before & bit << 1:
+            if self._retired or before & bit == 0 or before & bit << 1:  # at the end no sweep would find it
                 self._set(block_hash, before & ~(bit << 1) | bit)
             held.move_to_end(block_hash)
         self._trim()

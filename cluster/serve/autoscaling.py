@@ -45,6 +45,7 @@ class LoadMeter:
             prefill_share=self._prefill_share,
             kv_share=(pages["in_use"] - pages["pinned"]) / max(pages["total"], 1),
             step_s=load["step_s"],
+            constant_s=load["constant_s"],
             num_requests=stats["requests"]["running"] + stats["requests"]["waiting"],
             saved_share=self._saved_share,
         )

@@ -211,7 +211,7 @@ class RayEngineClient:
                 on_change=self._link_changed,
                 on_report=self._reported,
                 warm_up=self._warm_up,
-                hot_prefixes=lambda: self._hot.hottest(NUM_HOT),
+                hot_prefixes=self._hot_prefixes,
             )
             self._links[replica_id] = link
             link.start()
@@ -501,6 +501,15 @@ class RayEngineClient:
         for choice in placement.choices.values():
             tokens = (*choice.request.prompt_token_ids, *choice.emitted)
             self.chooser.record(tokens, placement.link.replica_id, salt=choice.request.salt)
+
+    def _hot_prefixes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What a new replica should have before its first request: while others answer, and of what they still hold.
+
+        What was deleted, or has gone cold, nobody holds.
+        """
+        if not any(link.is_open for link in self._links.values()):
+            return []
+        return [(salt, ids) for salt, ids in self._hot.hottest(NUM_HOT) if self.chooser.is_held(ids, salt=salt)]
 
     def _link_changed(self, link: ReplicaLink) -> None:
         if link.epoch is not None and link.replica_id in self._links:

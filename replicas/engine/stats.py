@@ -67,11 +67,12 @@ def _load(engine: Engine) -> dict[str, float]:
     running, costs, num_left = engine.scheduler.running, engine.costs, num_queued_tokens(engine)
     if costs is None:
         drain_s = engine.limits.drain_s() if num_left else 0.0
-        return {"backlog_s": drain_s, "step_s": math.nan, "prefill_token_s": math.nan}
+        return {"backlog_s": drain_s, "step_s": math.nan, "constant_s": math.nan, "prefill_token_s": math.nan}
     context_tokens = sum(len(each.context) for each in running)
     return {
         "backlog_s": backlog_s(costs, num_left, len(running), context_tokens),
         "step_s": costs.decode_s(len(running), context_tokens),
+        "constant_s": costs.terms_of("decode")[0],
         "prefill_token_s": costs.prefill_s(costs.step_rows, 0) / costs.step_rows,
     }
 
@@ -83,9 +84,10 @@ def num_queued_tokens(engine: Engine) -> int:
 
 
 def backlog_s(costs: CostModel, num_tokens: int, num_running: int, context_tokens: int) -> float:
-    """Predict the seconds to prefill so many tokens beside what runs."""
+    """Predict the seconds to prefill so many tokens beside what runs, whose rows come on top of each step."""
     num_steps = math.ceil(num_tokens / costs.step_rows)
-    return costs.prefill_s(num_tokens, 0) + num_steps * costs.decode_s(num_running, context_tokens)
+    _, per_sequence, per_token = costs.terms_of("decode")
+    return costs.prefill_s(num_tokens, 0) + num_steps * (per_sequence * num_running + per_token * context_tokens)
 
 
 def _page_counts(forest: PrefixForest) -> dict[str, int]:

@@ -51,6 +51,8 @@ class Played:
         (ReplicaLoad(prefill_share=1.0), 2),
         (ReplicaLoad(kv_share=0.9), 2),
         (ReplicaLoad(step_s=0.35), 4),
+        (ReplicaLoad(step_s=0.35, constant_s=0.05), 6),
+        (ReplicaLoad(step_s=0.35, constant_s=0.12), 1),  # no number of replicas makes a step as short as promised
         (ReplicaLoad(backlog_s=1000.0), 8),
         (ReplicaLoad(backlog_s=0.9, prefill_share=0.7, kv_share=0.7, step_s=0.09), 1),
     ],
@@ -69,6 +71,16 @@ def test_a_ramp_is_followed_up_and_down_without_flapping() -> None:
     assert max(up) == 6  # 3.9 of prefill, at 75% each
     assert down == sorted(down, reverse=True)
     assert down[-1] == 1
+
+
+@pytest.mark.parametrize("num", [1, 8])
+def test_what_any_step_takes_asks_for_no_replica(num: int) -> None:
+    """Streams that one replica decodes in time need no second one, however many there are now."""
+    played = Played(num=num)
+    for _ in range(1000):
+        streams = 16 / played.target
+        played.run(1, ReplicaLoad(step_s=0.08 + 0.0005 * streams, constant_s=0.08, num_requests=streams))
+    assert played.target == 1
 
 
 def test_load_that_swings_within_the_margin_changes_nothing() -> None:

@@ -72,11 +72,13 @@ def test_requests_are_routed_by_a_policy_that_raises(
     monkeypatch.setattr(POLICIES["power-of-two"], fails, broken)
     router.set_replicas(REPLICAS[:3])
     router.forget_prefixes("a")
-    report = ReplicaReport(
-        epoch="e", seq=0, queue_s=0.0, queued_tokens=0, running=0, waiting=0, context_tokens=0, free_page_share=1.0,
-        device=array("Q", [1, 2]).tobytes(), is_snapshot=True,
-    )  # fmt: skip
-    router.take_report("a", report)
+    for seq in (1, 0):  # a late one, and the snapshot that it waits for
+        report = ReplicaReport(
+            epoch="e", seq=seq, queue_s=0.0, queued_tokens=0, running=0, waiting=0, context_tokens=0,
+            free_page_share=1.0, device=array("Q", [1, 2] if seq == 0 else [3]).tobytes(), is_snapshot=seq == 0,
+        )  # fmt: skip
+        assert router.take_report("a", report) == (seq == 0)
+    assert router._index.matched_blocks([1, 2, 3]) == {"a": 3}
     for number in range(20):
         held = choose(router, A_PROMPT, f"s{number}")
         assert held.replica_id in REPLICAS[:3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mneme.router.prefix_index import PrefixIndex
+from mneme.router.prefix_index import SENT_S, PrefixIndex
 
 CHAINS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=30)
 
@@ -46,3 +46,16 @@ def test_a_dead_replica_leaves_no_trace() -> None:
     assert index.matched_blocks([1, 2, 3]) == {"alive": 2}
     index.retain(())
     assert index.matched_blocks([1, 2, 3]) == {}
+
+
+def test_a_successor_has_nothing_of_the_dead_whatever_was_recorded_meanwhile() -> None:
+    """What is recorded again while bits are swept away moves to where no sweep comes any more."""
+    index, chain = PrefixIndex(), list(range(1, 1001))
+    for replica in ("dead", "alive"):
+        index.record(chain, replica)
+    index.forget("dead")
+    for turn in range(1, 40):
+        index.match([], SENT_S * turn)
+        index.record(chain[:100], "alive")
+    index.record([5000], "successor")
+    assert index.matched_blocks(chain) == {"alive": 1000}

@@ -96,6 +96,59 @@ def test_what_waits_in_a_long_queue_is_not_forgotten() -> None:
     waiting.release()
 
 
+def test_many_that_wait_are_kept_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No choice pays for all of them."""
+    played = Played("a")
+    prompts = [list(range(number, number + 8192)) for number in range(0, 100 * 8192, 8192)]
+    waiting = [played.choose(prompt) for prompt in prompts]
+    sent = PrefixIndex.record_sent
+    num_sent: list[int] = []
+    monkeypatch.setattr(
+        PrefixIndex,
+        "record_sent",
+        lambda index, hashes, replica: (num_sent.append(len(hashes)), sent(index, hashes, replica)),
+    )
+    for _ in range(600):
+        played.now_s += SENT_S / 50
+        num_sent.clear()
+        played.choose([9]).release()
+        assert sum(num_sent) <= 256
+    assert all(played.held("a", prompt) == 8192 for prompt in prompts)
+    for reservation in waiting:
+        reservation.release()
+
+
+def test_what_of_the_tier_is_on_a_node_that_is_gone_is_forgotten() -> None:
+    played = Played("a", "b")
+    played.take("a", report(1, node="old", device=BLOCKS))
+    played.take("b", report(1, node="new"))
+
+    def at_peers() -> float:
+        played.now_s += 3 * SENT_S  # what was sent there is forgotten
+        reservation = played.choose(exclude=["a"])
+        reservation.release()
+        return float(reservation.route.asked.at_peers[0])
+
+    assert at_peers() == 1024
+    played.chooser.set_replicas(["b"])  # its link may be lost for a while
+    assert at_peers() == 1024
+    for number in range(2, 20):
+        played.now_s += 60
+        played.take("b", report(number, node="new"))
+        played.chooser.set_replicas(["b"])
+    assert at_peers() == 0
+
+
+def test_a_prompt_is_held_while_a_replica_has_half_of_it() -> None:
+    played = Played("a")
+    assert not played.chooser.is_held(PROMPT)
+    played.take("a", report(1, device=BLOCKS[:8]))
+    assert played.chooser.is_held(PROMPT)
+    assert not played.chooser.is_held(PROMPT, salt="another tenant")
+    played.take("a", report(2, gone=BLOCKS[7:8]))  # deleted
+    assert not played.chooser.is_held(PROMPT)
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_restarted_replica_leaves_no_ghosts(is_told: bool) -> None:
     played = Played("a", "b")

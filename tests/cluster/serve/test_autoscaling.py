@@ -33,7 +33,7 @@ def stats(
     computed: int = 0, on_device: int = 0, alone: int = 0, token_s: float = 0.001, running: int = 0
 ) -> dict[str, Any]:
     return {
-        "load": {"backlog_s": 0.5, "step_s": 0.01, "prefill_token_s": token_s},
+        "load": {"backlog_s": 0.5, "step_s": 0.01, "constant_s": 0.004, "prefill_token_s": token_s},
         "tokens": {"prompt": computed + on_device, "cached": on_device, "device": on_device, "alone": alone},
         "pages": {"in_use": 60, "pinned": 10, "total": 100},
         "requests": {"running": running, "waiting": 1},
@@ -50,7 +50,8 @@ def test_a_replica_reports_the_share_of_time_that_it_computes_prompts_and_what_i
         load = meter.read(stats(computed=10**6 + 500 * second, on_device=400 * second, alone=250 * second, running=3))
     assert load.prefill_share == pytest.approx(0.5, rel=0.01)
     assert load.saved_share == pytest.approx(0.25, rel=0.05)
-    assert (load.backlog_s, load.step_s, load.kv_share, load.num_requests) == (0.5, 0.01, 0.5, 4)
+    assert (load.backlog_s, load.step_s, load.constant_s) == (0.5, 0.01, 0.004)
+    assert (load.kv_share, load.num_requests) == (0.5, 4)
     now_s += 1.0
     assert meter.read(stats(computed=0, token_s=math.nan)).prefill_share == load.prefill_share
 

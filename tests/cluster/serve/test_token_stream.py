@@ -119,6 +119,10 @@ def test_a_new_replica_has_what_prompts_share_before_it_gets_requests() -> None:
         await all_open(client)
         first = [each for each in calls.engines["b"].admitted if each.salt == "tenant"]
         assert [each.prompt_token_ids for each in first] == [tuple(range(100))]
+        calls.add("alone")
+        client.set_replicas(("alone",))  # requests wait for it
+        await all_open(client)
+        assert not [each for each in calls.engines["alone"].admitted if each.salt == "tenant"]
 
     run(scenario, replicas=("a",), warm_up=replace(request(num=2), salt=WARM_UP_SALT))
 
