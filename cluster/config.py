@@ -56,7 +56,7 @@ class HttpConfig:
     reasoning_parser: ReasoningParserName = "auto"  # auto: <think>, if the template has it
     strip_client_lines: bool = True  # x-anthropic-...: lines at the head of a system prompt, in /v1/messages
     shutdown_grace_s: float = 0.5  # how long answers go on when the server stops; then they end with an error
-    max_connections_per_address: int = 512  # of the proxy's 4,096; in IPv6 of a /64. On Kubernetes the pods' variable
+    max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64. On Kubernetes the pods' variable
 
     def __post_init__(self) -> None:
         check_range("http.max_body_bytes", self.max_body_bytes, 1024, 2**30)

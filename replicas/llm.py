@@ -33,7 +33,7 @@ from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
 
 # What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
-DEFAULT_COMPLETION = SamplingParams(max_tokens=16)
+DEFAULT_COMPLETION = SamplingParams()
 _TENANT = tenant_id("")  # the only one
 _WRITE_S = 5.0  # at most, until what was said is in the logs of sessions
 
@@ -214,7 +214,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text, token ids, or vLLM's mappings of them); one entry of the others per prompt.
 
-        One `SamplingParams` is for all; without it an answer has at most 16 tokens. `truncation` (fields of
+        One `SamplingParams` is for all; its `max_tokens` is 16 where it says nothing. `truncation` (fields of
         `Truncation`) says what happens to what does not fit the window; sessions have `EngineConfig.truncation`
         without it. `blend` (fields of `BlendOptions`; for the others `EngineConfig.blend`) says how documents among a
         prompt's parts are used.
@@ -280,7 +280,8 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation through the model's chat template, or a list of them in one batch.
 
-        A list is answered by a list, with one entry of `session_id` for each; otherwise as `generate`. `documents`
+        Without `sampling_params` answers end where the model ends them. A list is answered by a list, with one entry of
+        `session_id` for each; otherwise as `generate`. `documents`
         (texts, or mappings with a text and perhaps a title and an id) stand where the template puts them, else before
         the last user's text; messages may have documents among the parts of their content, too. `tools`
         (as OpenAI's) are written by the template; answers are text as it was drawn, in which
@@ -292,7 +293,7 @@ class LLM:
         jobs = [
             self._chat_job(
                 *conversation,
-                param or SamplingParams(),
+                param or SamplingParams(max_tokens=None),
                 session,
                 self._truncation(truncation, session),
                 self._default_blend.updated({} if blend is None else blend),

@@ -102,7 +102,7 @@ class SamplingParams:
     """Says how output tokens are chosen; the names and meanings of OpenAI's and vLLM's APIs.
 
     n                   choices per prompt
-    max_tokens          output tokens at most; None: as many as the context window leaves
+    max_tokens          output tokens at most, 16 as in vLLM; None: as many as the context window leaves
     min_tokens          output tokens before a stop string or an end token ends the answer
     temperature         0 is greedy
     top_p               of the most likely tokens, those that have this probability together
@@ -129,7 +129,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    max_tokens: int | None = None
+    max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0

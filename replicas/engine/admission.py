@@ -78,6 +78,7 @@ def make_sequence(
     *,
     owner: Owner | None,
     capacity: int,
+    max_context: int,
     arrival: int,
     eos_token_ids: tuple[int, ...],
     grammars: Grammars,
@@ -89,7 +90,7 @@ def make_sequence(
         owner=owner,
         ids=prompt.ids,
         num_prompt=len(prompt.ids),
-        max_tokens=max_output_tokens(request, len(prompt.context), capacity),
+        max_tokens=max_output_tokens(request, len(prompt.context), capacity, max_context),
         arrival=arrival,
         context=prompt.context,
         root=prompt.root if _goes_on(request, prompt) else None,
@@ -118,12 +119,15 @@ def _goes_on(request: GenerationRequest, prompt: TurnPrompt) -> bool:
     return strategy == "reuse_kv"
 
 
-def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int) -> int:
+def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int, max_context: int) -> int:
     """Output tokens the request may have; raises `ContextLengthExceeded` if what it asks for can never fit.
 
-    `capacity` is in tokens: of the context window or the whole page pool, whichever is smaller.
+    As vLLM: one that asks for more than its prompt leaves of the context window gets what is left, so that a client
+    with a fixed limit may use all of the window. `capacity`: tokens of the window or the page pool, what is smaller.
     """
-    wanted, room = request.sampling.max_tokens, capacity - num_prompt
+    wanted, room, left = request.sampling.max_tokens, capacity - num_prompt, max_context - num_prompt
+    if wanted is not None and wanted <= max_context and left >= max(request.sampling.min_tokens, 1):
+        wanted = wanted if request.truncation is not None else min(wanted, left)
     if request.truncation is not None and (wanted or 1) <= MAX_WINDOWS * capacity:  # makes room when it is needed
         return wanted or max(room, int(request.truncation.ratio * capacity), 1)
     if room >= 1 and (wanted or 1) <= room:

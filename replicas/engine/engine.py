@@ -260,6 +260,7 @@ class Engine:
             self._tokenizer,
             owner=self.sessions.owner_of(request),
             capacity=self.capacity,
+            max_context=self.max_context,
             arrival=next(self._arrivals),
             eos_token_ids=self._eos_token_ids,
             grammars=self.grammars,

@@ -184,13 +184,13 @@ _MESSAGES = [
         ],
     ),
     BadRequest(
-        name="chat one token over the context",
-        body=lambda t: content("Hello") | {"max_tokens": t.max_context},
+        name="chat for one token more than the context has",
+        body=lambda t: content("Hello") | {"max_tokens": t.max_context + 1},
         param="max_tokens",
     ),
     BadRequest(
-        name="chat one completion token over the context",
-        body=lambda t: content("Hello") | {"max_completion_tokens": t.max_context},
+        name="chat for one completion token more than the context has",
+        body=lambda t: content("Hello") | {"max_completion_tokens": t.max_context + 1},
         param="max_completion_tokens",
     ),
     BadRequest(
@@ -514,16 +514,10 @@ _PROMPTS = [
         param="prompt",
     ),
     BadRequest(
-        name="prompt and max_tokens one over the context",
+        name="prompt that leaves less of the context than min_tokens",
         path="/v1/completions",
-        body=lambda t: {"model": t.model, "prompt": [5] * (t.max_context - 4), "max_tokens": 5},
+        body=lambda t: {"model": t.model, "prompt": [5] * (t.max_context - 4), "max_tokens": 5, "min_tokens": 5},
         param="max_tokens",
-    ),
-    BadRequest(
-        name="prompt without max_tokens nearly as long as the context",
-        path="/v1/completions",
-        body=lambda t: {"model": t.model, "prompt": [5] * (t.max_context - 4)},
-        param="prompt",
     ),
     BadRequest(
         name="one prompt of two longer than the context",

@@ -201,7 +201,7 @@ class _Speaker:
 
     def __init__(self, client: FakeEngineClient, request: GenerationRequest, ids: list[int]) -> None:
         try:
-            self._limit = max_output_tokens(request, len(ids), client.max_context)
+            self._limit = max_output_tokens(request, len(ids), client.max_context, client.max_context)
         except ContextLengthExceeded as error:
             client.sessions.end(request, None)
             error.request_id = request.request_id

@@ -275,9 +275,18 @@ def test_an_over_long_prompt_is_refused_with_its_name_and_its_size() -> None:
 
 
 def test_a_limit_that_does_not_fit_is_refused_by_the_name_that_the_client_used() -> None:
-    error = chat(max_completion_tokens=1024, max_tokens=5).json()["error"]
+    error = chat(max_completion_tokens=1025, max_tokens=5).json()["error"]
     assert error["param"] == "max_completion_tokens"
-    assert error["message"].endswith(" and 1024 more")
+    assert error["message"].endswith(" and 1025 more")
+
+
+def test_a_limit_beyond_what_the_prompt_leaves_is_what_it_leaves() -> None:
+    """As vLLM: a client with a fixed limit may use all of the window."""
+    for max_tokens in (5, 1024):
+        body = {**COMPLETION, "prompt": [5] * 1020, "max_tokens": max_tokens, "ignore_eos": True}
+        found = post("/v1/completions", body, engine=FakeEngineClient(TOKENIZER)).json()
+        assert found["choices"][0]["finish_reason"] == "length"
+        assert found["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize(("prompt", "num_turns"), [("the fox", 1), (["the fox", "a dog", "the fox"], 3)])

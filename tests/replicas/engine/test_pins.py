@@ -336,7 +336,7 @@ def test_a_request_without_a_limit_ends_sooner_where_a_pin_takes_the_room() -> N
     engine = make_engine(num_pages=10, page_size=4)
     engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
     run(engine)
-    engine.submit(make_request("endless", [2] * 8, SamplingParams(temperature=0)))
+    engine.submit(make_request("endless", [2] * 8, SamplingParams(temperature=0, max_tokens=None)))
     for _ in range(3):
         engine.step()
     pin_prefix(engine, "", [1] * 12)
@@ -344,7 +344,7 @@ def test_a_request_without_a_limit_ends_sooner_where_a_pin_takes_the_room() -> N
     engine = make_engine(num_pages=10, page_size=4)
     engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
     run(engine)
-    engine.submit(make_request("endless", [2] * 8, SamplingParams(temperature=0, min_tokens=24)))
+    engine.submit(make_request("endless", [2] * 8, SamplingParams(temperature=0, max_tokens=None, min_tokens=24)))
     with pytest.raises(PinRefused, match="would leave 7 unpinned; at least 8"):  # it was promised 24
         pin_prefix(engine, "", [1] * 12)
 
