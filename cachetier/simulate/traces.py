@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from mneme.errors import ConfigError, shown
 
 MAX_TOKENS = 10_000_000  # of one request
-_MAX_LINE_CHARS = 4_000_000
+_MAX_LINE_BYTES = 4_000_000
 _MAX_NUMBER = 2**63
 _MAX_MS = 1e12  # 31 years
 Asked = TypeVar("Asked")
@@ -74,8 +74,6 @@ def _read(path: Path, block_tokens: int, readers: Mapping[str, Callable[[Path, i
         requests = list(reader(path, block_tokens))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not text in UTF-8") from error
     if not requests:
         raise ConfigError(f"{path}: has no requests")
     return requests
@@ -186,12 +184,18 @@ def _read_azure_paced(path: Path, block_tokens: int) -> Iterator[PacedRequest]:
 
 
 def _lines(checks: _Checks, path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
-        while line := lines.readline(_MAX_LINE_CHARS + 1):
+    """Lines that are not blank. They are decoded one by one, so that what is not UTF-8 is found in its line."""
+    with path.open("rb") as lines:
+        while line := lines.readline(_MAX_LINE_BYTES + 1):
             checks.line += 1
-            if len(line) > _MAX_LINE_CHARS:
-                checks.fail(f"has over {_MAX_LINE_CHARS} characters")
-            yield line
+            if len(line) > _MAX_LINE_BYTES:
+                checks.fail(f"has over {_MAX_LINE_BYTES} bytes")
+            try:
+                text = line.decode()
+            except UnicodeDecodeError:
+                checks.fail("is not text in UTF-8")
+            if text.strip():
+                yield text
 
 
 def _lengths(checks: _Checks, row: Mapping[str, Any]) -> tuple[int, int]:
@@ -232,18 +236,16 @@ def _json_object(checks: _Checks, line: str, names: Sequence[str]) -> dict[str, 
 def _read_azure(path: Path, block_tokens: int) -> Iterator[TraceRequest]:
     checks = _Checks(path)
     next_id = 0
-    with path.open(encoding="utf-8", newline="") as lines:
-        try:
-            for checks.line, row in enumerate(csv.reader(lines, strict=True), start=1):
-                if checks.line == 1:
-                    if row != _AZURE_HEADER:
-                        checks.fail(f"must be {','.join(_AZURE_HEADER)}")
-                elif row:
-                    request = _azure_request(checks, row, next_id, block_tokens)
-                    next_id += len(request.block_ids)
-                    yield request
-        except csv.Error as error:
-            checks.fail(f"is no CSV: {error}")
+    rows = csv.reader(_lines(checks, path), strict=True)
+    try:
+        if next(rows, _AZURE_HEADER) != _AZURE_HEADER:
+            checks.fail(f"must be {','.join(_AZURE_HEADER)}")
+        for row in rows:
+            request = _azure_request(checks, row, next_id, block_tokens)
+            next_id += len(request.block_ids)
+            yield request
+    except csv.Error as error:
+        checks.fail(f"is no CSV: {error}")
 
 
 def _azure_request(checks: _Checks, row: list[str], next_id: int, block_tokens: int) -> TraceRequest:

@@ -19,6 +19,8 @@ _KINDS = (  # the first that fits
     (httpx.ConnectError, "cannot connect"),
     (httpx.NetworkError, "connection lost"),
     (httpx.RemoteProtocolError, "connection lost"),
+    (httpx.HTTPError, "HTTP fault"),
+    (Exception, "cannot connect"),
 )
 
 
@@ -69,8 +71,8 @@ class ChatClient:
             answer.error, answer.detail = "timeout", f"no whole answer in {self._timeout_s:g} s"
         except BadAnswer as bad:
             answer.error, answer.detail = bad.kind, " ".join(bad.detail.split())[:_MAX_DETAIL_CHARS]
-        except httpx.HTTPError as error:
-            kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), "HTTP fault")
+        except (httpx.HTTPError, OSError, ValueError, OverflowError) as error:  # the last three: not httpx's own
+            kind = next(kind for cls, kind in _KINDS if isinstance(error, cls))
             answer.error, answer.detail = kind, str(error) or type(error).__name__
         answer.ended_s = clock()
         # A character of two surrogates may come in two chunks; one alone cannot be sent back in the history.

@@ -17,6 +17,7 @@ import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _STATUS_OF_SIGPIPE = 128 + 13  # as of any program that a closed pipe ends
+_MAX_PORT = 65_535
 _COMMANDS = ("/exit", "/help", "/reset")
 _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer or clears the line"
 # Fewer tokens or less time say nothing: they came in one or two reads, however fast the server is.
@@ -151,8 +152,15 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 def base_url(url: str) -> str:
-    """The server's root: what OpenAI's clients are given ends in /v1, and a scheme is often left out."""
-    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    """The server's root: what OpenAI's clients are given ends in /v1, and a scheme is often left out.
+
+    Raises `httpx.InvalidURL`, also for a port that no server can have: httpx finds that only when it connects.
+    """
+    root = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    port = httpx.URL(root).port
+    if port is not None and not 1 <= port <= _MAX_PORT:
+        raise httpx.InvalidURL(f"the port must be from 1 to {_MAX_PORT}")
+    return root
 
 
 def auth_headers(args: argparse.Namespace) -> dict[str, str]:

@@ -189,15 +189,16 @@ class LocalCluster:
         import ray
         from ray import serve
 
-        from mneme.cluster.serve.ray_private import single_node
+        from mneme.cluster.serve.ray_private import address_of_this_machine, single_node
 
         os.environ.pop("RAY_ADDRESS", None)
         options: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": logging.ERROR}
-        host, _, port = address.rpartition(":")
-        is_local = host == _LOOPBACK  # Ray would look for this machine's other address
         try:
-            if host:  # Ray would try for minutes
-                socket.create_connection((host, int(port)), _CONNECT_S).close()
+            if address == "auto":
+                address = address_of_this_machine()
+            host, _, port = address.rpartition(":")
+            is_local = host == _LOOPBACK  # Ray would look for this machine's other address
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()  # Ray would try for minutes
             with single_node() if is_local else contextlib.nullcontext():
                 ray.init(address=address, **options, **({"_node_ip_address": _LOOPBACK} if is_local else {}))
             if APPLICATION in serve.status().applications:

@@ -114,6 +114,11 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+def address_of_this_machine() -> str:
+    """Return HOST:PORT of the cluster that this machine is part of, as Ray reads `auto`. Raises `ConnectionError`."""
+    return str(services.get_ray_address_from_environment("auto", None))
+
+
 def keep_to_loopback() -> None:
     """Make the gRPC server that a replica starts next bind 127.0.0.1, if all of Ray does; for its constructor."""
     if get_node_ip_address() != "127.0.0.1":

@@ -36,7 +36,6 @@ def test_mooncake_rows_are_read(tmp_path: Path) -> None:
     ("row", "rule"),
     [
         ("{", "is no JSON"),
-        ("", "is no JSON"),
         ("[" * 100_000, "is no JSON"),
         ("[1]", "must be a JSON object with timestamp"),
         ({**ROW, "timestamp": "500"}, "timestamp: must be a whole number"),
@@ -66,12 +65,31 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "other.txt").write_text("")
     rules = {
-        "empty.jsonl": "has no requests", "bytes.jsonl": "is not text", "folder.csv": "cannot be read",
+        "empty.jsonl": "has no requests", "bytes.jsonl": "bytes.jsonl:1: is not text", "folder.csv": "cannot be read",
         "missing.csv": "cannot be read", "other.txt": "ends in .jsonl or .csv",
     }  # fmt: skip
     for name, rule in rules.items():
         with pytest.raises(ConfigError, match=rule):
             read_trace(tmp_path / name, 4)
+
+
+def test_blank_lines_are_no_requests(tmp_path: Path) -> None:
+    rows = ROW, {**ROW, "timestamp": 700}
+    whole = read_trace(write_rows(tmp_path, *rows), 4)
+    assert read_trace(write_rows(tmp_path, rows[0], "", rows[1], "", " "), 4) == whole
+    with pytest.raises(ConfigError, match=r"trace.jsonl:3: is no JSON"):
+        read_trace(write_rows(tmp_path, ROW, "", "{"), 4)
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.csv"])
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    rows = {".jsonl": json.dumps(ROW) + "\n", ".csv": "2023-11-16 18:17:03,9,10\r\n"}
+    row = rows[path.suffix]
+    header = AZURE if path.suffix == ".csv" else row
+    path.write_bytes((header + row).encode() + b"\xff\n" + row.encode())
+    with pytest.raises(ConfigError, match=f"{name}:3: is not text in UTF-8"):
+        read_trace(path, 4)
 
 
 def test_azure_rows_are_read_and_share_nothing(tmp_path: Path) -> None:

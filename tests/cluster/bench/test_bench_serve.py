@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -14,8 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from mneme.cluster.bench.client import ChatClient
+from mneme.cluster.bench.measure import Answer
 from mneme.cluster.cli.main import main
 from mneme.errors import Overloaded
 from tests.cluster.api_fixtures import serving
@@ -151,6 +155,28 @@ def test_bad_options_are_named_before_anything_is_sent(
         assert main(["bench", "serve", "--url", server.url, *arguments]) == 2
         assert not server.engine.requests
     assert field in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "127.0.0.1:0/v1", "http://127.0.0.1:port"])
+def test_a_port_that_no_server_has_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--model", "m", "--url", url, "--num-requests", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert url in line
+    assert "port" in line
+
+
+@pytest.mark.parametrize("error", [OverflowError("port must be 0-65535"), OSError("no route"), ValueError("bad host")])
+def test_what_fails_below_http_is_that_request_s_failure(error: Exception) -> None:
+    class Failing(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            raise error
+
+    async def ask() -> Answer:
+        async with httpx.AsyncClient(base_url="http://x", transport=Failing()) as http:
+            return await ChatClient(http, {}, session_header=False, timeout_s=10).ask([], 1, "s")
+
+    answer = asyncio.run(ask())
+    assert (answer.error, answer.detail) == ("cannot connect", str(error))
 
 
 def test_where_nobody_answers_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:

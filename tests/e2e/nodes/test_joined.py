@@ -22,7 +22,9 @@ pytestmark = MARKS
 
 @contextmanager
 def joined(cluster: CacheCluster, port: int, *more: str) -> Iterator[tuple[ServerProcess, httpx.Client]]:
-    command = [*SERVE, MODEL, "--address", cluster.address, "--port", str(port), *more]
+    """As on a machine where `ray start` left the cluster's address."""
+    (cluster.folder / "ray" / "ray_current_cluster").write_text(cluster.address)
+    command = [*SERVE, MODEL, "--address", "auto", "--port", str(port), *more]
     process = ServerProcess(command, RAY_AUTH_MODE="disabled", RAY_TMPDIR=str(cluster.folder))
     try:
         with httpx.Client(base_url=process.await_ready(), timeout=240) as http:
