@@ -75,7 +75,10 @@ def add_cluster_simulation(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--block-tokens", type=int, default=512, metavar="N", help="tokens in a block (default 512)")
     parser.add_argument(
-        "--max-step-ms", type=float, default=50.0, metavar="MS", help="of a step beside streams (default 50)"
+        "--max-step-ms",
+        type=float,
+        metavar="MS",
+        help="of a step beside streams (default, as the engine's: 50, or eight times what its decodes take)",
     )
     parser.add_argument(
         "--max-running", type=int, default=256, metavar="N", help="streams of one replica (default 256)"
@@ -161,7 +164,7 @@ def _shape(args: argparse.Namespace, costs: CostModel) -> ClusterShape:
         autoscale=autoscale,
         startup_s=args.startup,
         engine=EngineShape(
-            max_step_s=args.max_step_ms / 1e3,
+            max_step_s=None if args.max_step_ms is None else args.max_step_ms / 1e3,
             max_running=args.max_running,
             capacity_tokens=device_tokens,
             max_batch_tokens=args.max_batch_tokens,

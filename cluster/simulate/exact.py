@@ -60,7 +60,7 @@ class ExactReplica:
             self._forest,
             max_batch_tokens=shape.max_batch_tokens,
             max_running=shape.max_running,
-            costs=costs if shape.max_step_s < math.inf else None,
+            costs=None if shape.max_step_s == math.inf else costs,
             max_step_s=shape.max_step_s,
         )
         self._max_running, self._clock = shape.max_running, clock

@@ -61,9 +61,20 @@ def test_beside_a_stream_a_prompt_has_what_the_step_leaves_it() -> None:
     simulation = Simulation(ONE, [stream, prompt], COSTS)
     simulation.run()
     done = {job.turn.session: job for job in simulation.done}
-    # From the end of the step in which it came: two steps of a second, beside which the stream costs nothing.
+    # From the end of the step in which it came: six steps of a third of a decode; beside it the stream is free.
     assert done[11].first_s == pytest.approx(10.4 + 2.0)
-    assert done[1].ended_s == pytest.approx(0.4 + 99)
+    assert done[1].ended_s == pytest.approx(12.4 + 99 - 10 - 6)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_takes_what_the_engine_would_let_it_by_default(exact: bool) -> None:
+    stream, prompt = turn(0.0, [1], output_tokens=100), turn(10.0, list(range(11, 11 + 112)))
+    simulation = Simulation(ClusterShape(replicas=1, exact=exact), [stream, prompt], COSTS)
+    simulation.run()
+    done = {job.turn.session: job for job in simulation.done}
+    # 448 tokens in seven steps, each of seven times what a decode takes beside it.
+    assert done[11].first_s == pytest.approx(10.4 + 44.8)
+    assert done[1].ended_s == pytest.approx(55.2 + 99 - 10 - 7)
 
 
 def test_what_was_computed_is_found_and_not_computed_again() -> None:
