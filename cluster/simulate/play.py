@@ -25,6 +25,7 @@ from mneme.cluster.simulate.exact import ExactReplica
 from mneme.cluster.simulate.replica import EngineShape, Job, Replica, Status
 from mneme.cluster.simulate.routers import ROUTERS, Mneme, Router, World
 from mneme.cluster.simulate.workload import Turn, infinite_hit_ratio
+from mneme.replicas.forest.pages import DEVICE, HOST
 from mneme.router.autoscaler import AutoscaleConfig, Autoscaler
 
 _UNBOUNDED = 2**50
@@ -64,7 +65,14 @@ class Simulation:
         self._costs = costs
         self._rng = random.Random(shape.seed)
         make = ROUTERS[shape.router]
-        world = World(costs, lambda: self.now_s, turns[0].block_tokens if turns else 1, {})
+        has_nodes = len(shape.capacities) > 1 and not shape.exact
+        world = World(
+            costs,
+            lambda: self.now_s,
+            turns[0].block_tokens if turns else 1,
+            {},
+            shape.replicas_per_node if has_nodes else None,
+        )
         self._routers: list[Router] = [make(random.Random(f"{shape.seed}.{n}"), world) for n in range(shape.ingresses)]
         self._has_reports = shape.router == "mneme"
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -180,7 +188,10 @@ class Simulation:
         self._expected += job.expected
         self._ghosts += max(job.expected - sum(job.found), 0)
         if not job.is_cancelled:
-            self._router(job.turn).started(job.turn)
+            router = self._router(job.turn)
+            if isinstance(router, Mneme) and len(job.found) > 1:  # else nothing that is weighed is learned from it
+                router.found(job.turn, sum(job.found))
+            router.started(job.turn)
 
     def _end(self, job: Job) -> None:
         self._in_flight[job.replica] -= 1
@@ -308,13 +319,18 @@ class Simulation:
             clock,
             beside=beside,
         )
-        tiers.engine.on_change = lambda change: self._stored(number, int.from_bytes(change.key), change.is_added)
+        tiers.engine.on_change = lambda change: self._stored(
+            number, int.from_bytes(change.key), DEVICE if change.is_added else None
+        )
         return Replica(shape.engine, tiers, self._costs, self._first, self._end)
 
-    def _stored(self, number: int, block_id: int, is_there: bool) -> None:
+    def _stored(self, number: int, block_id: int, tier: int | None) -> None:
         self._changed.add(number)
         for router in self._routers:
-            router.stored(number, block_id, is_there=is_there)
+            if isinstance(router, Mneme):
+                router.placed(number, block_id, tier)
+            elif tier != HOST:  # as the chooser tells such rules: what the engine's host memory has is not gone
+                router.stored(number, block_id, is_there=tier == DEVICE)
 
     def _note_skew(self) -> None:
         loads = self._in_flight if self._autoscaler is None else [self._in_flight[n] for n in self._active]

@@ -103,6 +103,22 @@ def test_tiers_of_a_node_serve_its_replicas() -> None:
     assert figures["hit_ratio"] == 0.0
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_has_left_the_device_is_known_to_be_below_it(exact: bool) -> None:
+    """Prompts come again, from other sessions, once no device has them: to whoever has them in its host tier."""
+    prompts = [list(range(first, first + 128)) for first in range(0, 24 * 128, 128)]
+    turns = [
+        Turn(100.0 * (n * 24 + k), ids, 512, 1, BLOCK_TOKENS, n * 24 + k)
+        for n in range(2)
+        for k, ids in enumerate(prompts)
+    ]
+    engine = EngineShape(capacity_tokens=640, host_tokens=20_000)  # one prompt, and what admission leaves free
+    shape = ClusterShape(replicas=8, replicas_per_node=1, capacities=(128, None), engine=engine, exact=exact)
+    figures = Simulation(shape, turns, COSTS).run()
+    assert figures["hit_ratio"] == 0.5
+    assert figures["tier_hit_ratio"]["host"] > 0.3
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 def test_every_request_is_answered_once_and_a_run_can_be_repeated(router: str) -> None:
     turns = found_turns(random_trace(1))
