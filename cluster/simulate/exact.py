@@ -25,7 +25,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
-from mneme.router.autoscaler import ReplicaLoad
+from mneme.router.autoscaler import ReplicaLoad, ShareMeter
 
 PAGE_TOKENS = 64
 _UNBOUNDED_TOKENS = 2**22  # of a device without a bound
@@ -65,6 +65,7 @@ class ExactReplica:
         )
         self._max_running, self._clock = shape.max_running, clock
         self._busy_s = self._prefilled_s = self._saved_s = 0.0
+        self._shares = ShareMeter()
         self._costs = costs
         self._on_first, self._on_end, self._on_block = on_first, on_end, on_block
         self._changed, self._block_tokens = self._forest.report_changes(), 1
@@ -138,17 +139,17 @@ class ExactReplica:
     def load(self, span_s: float) -> ReplicaLoad:
         """See `Replica.load`."""
         self._catch_up()
+        self._shares.note(self._prefilled_s, self._saved_s, span_s)
+        self._prefilled_s = self._saved_s = 0.0
         streams, left = self._streams_and_left()
-        load = ReplicaLoad(
+        return ReplicaLoad(
             backlog_s=sum(self._costs.prefill_s(num_new, 0) for num_new in left),
-            prefill_share=min(self._prefilled_s / span_s, 1.0),
+            prefill_share=self._shares.prefill_share,
             kv_share=self._forest.num_in_use / self._forest.num_pages,
             step_s=self._costs.decode_s(len(streams), sum(len(s.context) for s in streams)),
             num_requests=len(self._jobs),
-            saved_share=self._saved_s / span_s,
+            saved_share=self._shares.saved_share,
         )
-        self._prefilled_s = self._saved_s = 0.0
-        return load
 
     def lose_all(self) -> list[Job]:
         return [job for job, _ in self._jobs.values() if not job.is_cancelled]

@@ -21,7 +21,7 @@ from mneme.cachetier.simulate.costs import Rates
 from mneme.cachetier.simulate.simulator import BlockTiers, SimulatedLoads
 from mneme.cluster.simulate.workload import Turn
 from mneme.replicas.schedule.step_budget import seconds_beside
-from mneme.router.autoscaler import ReplicaLoad
+from mneme.router.autoscaler import ReplicaLoad, ShareMeter
 
 # Llama-2-70B on eight A800s, the machine of the Mooncake traces, computed from its data sheet: 140 GFLOP a token at
 # half of 2,496 TFLOP/s, 140 GB of weights and 320 KB of KV a token at 70% of 16 TB/s.
@@ -112,6 +112,7 @@ class Replica:
         self._held = 0  # tokens of the device that requests hold
         self._began_s = 0.0
         self._prefilled_s = self._saved_s = 0.0  # since the last `load`
+        self._shares = ShareMeter()
         self._steps, self._step_s, self._computed_s = 0, 0.0, 0.0  # of the phase
 
     def submit(self, job: Job, now_s: float) -> None:
@@ -150,19 +151,19 @@ class Replica:
         )
 
     def load(self, span_s: float) -> ReplicaLoad:
-        """Say what the autoscaler asks, of the time since the last call, which was `span_s` ago."""
+        """Say what the autoscaler asks; the last call was `span_s` ago."""
+        self._shares.note(self._prefilled_s, self._saved_s, span_s)
+        self._prefilled_s = self._saved_s = 0.0
         shape, num_streams = self._shape, len(self._streams)
         waiting_s = sum(self._costs.prefill_s(job.num_new, 0) for job in self._waiting)
-        load = ReplicaLoad(
+        return ReplicaLoad(
             backlog_s=waiting_s + (0.0 if self._prompt is None else self._prompt_s),
-            prefill_share=min(self._prefilled_s / span_s, 1.0),
+            prefill_share=self._shares.prefill_share,
             kv_share=min(self._held / shape.capacity_tokens, 1.0) if shape.capacity_tokens else 0.0,
             step_s=self._costs.decode_s(num_streams, self._context),
             num_requests=len(self._waiting) + num_streams + (self._prompt is not None),
-            saved_share=self._saved_s / span_s,
+            saved_share=self._shares.saved_share,
         )
-        self._prefilled_s = self._saved_s = 0.0
-        return load
 
     def lose_all(self) -> list[Job]:
         """The process dies: everything in flight is lost, and the device's KV."""

@@ -214,6 +214,15 @@ def test_the_autoscaler_follows_a_burst_and_loses_nothing(exact: bool) -> None:
     assert figures["ttft_p50_s"] < Simulation(ONE, turns, costs).run()["ttft_p50_s"]
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_loads_are_smoothed_as_those_of_real_replicas(exact: bool) -> None:
+    simulation = Simulation(replace(ONE, exact=exact), [turn(0.0, [1, 2])], COSTS)
+    simulation.run()
+    (replica,) = simulation._replicas  # no figure shows a load
+    shares = [replica.load(5.0).prefill_share for _ in range(3)]  # a prompt of 0.8 s, then nothing
+    assert shares == pytest.approx([0.08, 0.04, 0.02])
+
+
 def test_sessions_are_found_in_a_trace() -> None:
     system, first, second = [1], [1, 2, 3], [1, 2, 4]
     trace = [request(n, ids) for n, ids in enumerate([system, first, second, [*first, 5], [*first, 6], [*second, 7]])]
