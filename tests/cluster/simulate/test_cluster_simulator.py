@@ -215,6 +215,19 @@ def test_the_autoscaler_follows_a_burst_and_loses_nothing(exact: bool) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
+def test_nothing_is_done_in_years_without_requests(exact: bool) -> None:
+    """The autoscaler has what it started stopped before."""
+    costs = Rates(prefill_tokens_per_s=8, kv_bytes_per_token=1, decode_step_s=0.01).cost_model()
+    turns = [turn(at_s, [n]) for n, at_s in enumerate([*(0.25 * n for n in range(100)), 1e9])]
+    autoscale = AutoscaleConfig(min=1, max=4, downscale_delay_s=30.0)
+    shape = ClusterShape(replicas=1, autoscale=autoscale, startup_s=5.0, exact=exact)
+    figures = Simulation(shape, turns, costs).run()
+    assert figures["num_requests"] == 101
+    assert max(size for _, size in figures["sizes"]) > 1 == figures["sizes"][-1][1]
+    assert figures["sizes"][-1][0] < 1000
+
+
+@pytest.mark.parametrize("exact", [False, True])
 def test_loads_are_smoothed_as_those_of_real_replicas(exact: bool) -> None:
     simulation = Simulation(replace(ONE, exact=exact), [turn(0.0, [1, 2])], COSTS)
     simulation.run()
