@@ -1,6 +1,7 @@
 """Decides how many replicas there should be, from what each says of its load, and which one goes first.
 
-Public: `Autoscaler`, `AutoscaleConfig`, `ReplicaLoad`. No Ray, no clock of its own: whoever asks says what time it is.
+Public: `Autoscaler`, `AutoscaleConfig`, `ReplicaLoad`, `ShareMeter`. No Ray, no clock of its own: whoever asks
+says what time it is.
 
 Every figure is turned into replicas that are needed: seconds of work that waits against the time to the first token
 that is promised, the share of time that prefills take, pages that requests hold, and the time of a decode step. The
@@ -20,6 +21,7 @@ from mneme.errors import ConfigError
 _FULL_SHARE = 0.75  # of a replica's time for prefills, or of its pages: above it queues grow
 _DOWN_MARGIN = 0.7  # fewer replicas are enough if they are needed by no more than this part
 _STALE_S = 30.0  # how long what a replica said last stands for it
+_SHARE_HALF_LIFE_S, _SAVED_HALF_LIFE_S = 5.0, 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,18 @@ class ReplicaLoad:
                 for name, value in values.items()
             }
         )
+
+
+class ShareMeter:
+    """Smooths the shares of a replica's load over the last seconds, and over the last minutes what its KV saves."""
+
+    def __init__(self) -> None:
+        self.prefill_share = self.saved_share = 0.0
+
+    def note(self, prefill_s: float, saved_s: float, elapsed_s: float) -> None:
+        """Note seconds of prefill that were computed, and saved, within `elapsed_s`."""
+        self.prefill_share = _smoothed(self.prefill_share, prefill_s / elapsed_s, elapsed_s, _SHARE_HALF_LIFE_S)
+        self.saved_share = _smoothed(self.saved_share, saved_s / elapsed_s, elapsed_s, _SAVED_HALF_LIFE_S)
 
 
 class Autoscaler:
@@ -156,3 +170,8 @@ class Autoscaler:
             (self._fewer_since_s if self._fewer_since_s is not None else now_s) if wanted < target else None
         )
         return self._more_since_s if wanted > target else self._fewer_since_s
+
+
+def _smoothed(before: float, value: float, elapsed_s: float, half_life_s: float) -> float:
+    kept = 0.5 ** (elapsed_s / half_life_s)
+    return before * kept + max(value, 0.0) * (1 - kept) if math.isfinite(value) else before

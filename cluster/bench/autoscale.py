@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -40,11 +42,13 @@ def made_profile(name: str, rate: float, peak: float, seconds: float) -> Profile
 
 def bursts(times_s: Sequence[float], peak: float, seconds: float) -> Profile:
     """Return the rates around a trace's busiest ten seconds, scaled so that those are `peak`."""
-    counts, edges = np.histogram(times_s, np.arange(0, max(times_s, default=0.0) + 2 * _BIN_S, _BIN_S))
-    num_bins = min(max(round(seconds / _BIN_S), 1), len(counts))
-    first = int(np.clip(int(np.argmax(counts)) - num_bins // 2, 0, len(counts) - num_bins))
-    rates = (counts[first : first + num_bins] * peak / counts.max()).tolist()
-    starts = (edges[first : first + num_bins] - edges[first]).tolist()
+    counts = Counter(int(at_s // _BIN_S) for at_s in times_s)  # sparse: times may be years apart
+    all_bins = math.ceil(max(times_s, default=0.0) / _BIN_S) + 1
+    num_bins = min(max(round(seconds / _BIN_S), 1), all_bins)
+    busiest = min(counts, key=lambda number: (-counts[number], number), default=0)
+    first = min(max(busiest - num_bins // 2, 0), all_bins - num_bins)
+    rates = [counts[first + number] * peak / max(counts[busiest], 1) for number in range(num_bins)]
+    starts = [number * _BIN_S for number in range(num_bins)]
     return [point for at_s, rate in zip(starts, rates, strict=True) for point in ((at_s, rate), (at_s + _BIN_S, rate))]
 
 

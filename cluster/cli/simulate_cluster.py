@@ -29,7 +29,19 @@ _MAX_REPLICAS, _MAX_COPIES = 10_000, 1_000
 _LARGEST_S = 1e6
 
 
+class _Stored(argparse.Action):
+    """Stores a value, and that it was given."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = *namespace.given, self.dest.replace("_", "-")
+
+
 def add_cluster_simulation(parser: argparse.ArgumentParser) -> None:
+    parser.register("action", None, _Stored)
+    parser.set_defaults(given=())
     parser.add_argument(
         "--replicas", default="8", metavar="N", help="engines (default 8), or MIN..MAX, which the autoscaler keeps to"
     )
@@ -75,7 +87,10 @@ def add_cluster_simulation(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--block-tokens", type=int, default=512, metavar="N", help="tokens in a block (default 512)")
     parser.add_argument(
-        "--max-step-ms", type=float, default=50.0, metavar="MS", help="of a step beside streams (default 50)"
+        "--max-step-ms",
+        type=float,
+        metavar="MS",
+        help="of a step beside streams (default, as the engine's: 50, or eight times what its decodes take)",
     )
     parser.add_argument(
         "--max-running", type=int, default=256, metavar="N", help="streams of one replica (default 256)"
@@ -103,6 +118,8 @@ def simulate_cluster(args: argparse.Namespace) -> int:
         if name not in ROUTERS:
             raise ConfigError(f"router: must be one of {', '.join(ROUTERS)}, or all (got {shown(name)})")
     if args.scenario is not None:
+        if ignored := [name for name in dict.fromkeys(args.given) if name not in ("scenario", "router", "seed")]:
+            raise ConfigError(f"{', '.join(ignored)}: cannot be given beside --scenario, which has its own")
         shape, turns = SCENARIOS[args.scenario](args.seed)
         shape = replace(shape, exact=args.exact)
         costs = DEFAULT_RATES.cost_model()
@@ -161,7 +178,7 @@ def _shape(args: argparse.Namespace, costs: CostModel) -> ClusterShape:
         autoscale=autoscale,
         startup_s=args.startup,
         engine=EngineShape(
-            max_step_s=args.max_step_ms / 1e3,
+            max_step_s=None if args.max_step_ms is None else args.max_step_ms / 1e3,
             max_running=args.max_running,
             capacity_tokens=device_tokens,
             max_batch_tokens=args.max_batch_tokens,

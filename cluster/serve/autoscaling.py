@@ -10,11 +10,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from mneme.cluster.serve.ray_private import note_wanted, stop_first
-from mneme.router.autoscaler import AutoscaleConfig, Autoscaler, ReplicaLoad
+from mneme.router.autoscaler import AutoscaleConfig, Autoscaler, ReplicaLoad, ShareMeter
 
 logger = logging.getLogger(__name__)
 
-_SHARE_HALF_LIFE_S, _SAVED_HALF_LIFE_S = 5.0, 120.0
 _METRICS = tuple(each.name for each in fields(ReplicaLoad))
 
 
@@ -24,30 +23,25 @@ class LoadMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._before: tuple[float, float, float] | None = None  # when, tokens that were computed, those found only here
-        self._prefill_share = self._saved_share = 0.0
+        self._shares = ShareMeter()
 
     def read(self, stats: Mapping[str, Any]) -> ReplicaLoad:
         load, tokens, pages = stats["load"], stats["tokens"], stats["pages"]
         now_s, alone = self._clock(), tokens.get("alone", 0)
         computed = tokens.get("prompt", 0) - tokens.get("cached", 0)
         if self._before is not None and now_s > self._before[0]:
-            elapsed_s = now_s - self._before[0]
-            per_s = load["prefill_token_s"] / elapsed_s
-            self._prefill_share = _smoothed(
-                self._prefill_share, (computed - self._before[1]) * per_s, elapsed_s, _SHARE_HALF_LIFE_S
-            )
-            self._saved_share = _smoothed(
-                self._saved_share, (alone - self._before[2]) * per_s, elapsed_s, _SAVED_HALF_LIFE_S
-            )
+            token_s = load["prefill_token_s"]
+            computed_s, saved_s = (computed - self._before[1]) * token_s, (alone - self._before[2]) * token_s
+            self._shares.note(computed_s, saved_s, now_s - self._before[0])
         self._before = now_s, computed, alone
         return ReplicaLoad(
             backlog_s=load["backlog_s"],
-            prefill_share=self._prefill_share,
+            prefill_share=self._shares.prefill_share,
             kv_share=(pages["in_use"] - pages["pinned"]) / max(pages["total"], 1),
             step_s=load["step_s"],
             constant_s=load["constant_s"],
             num_requests=stats["requests"]["running"] + stats["requests"]["waiting"],
-            saved_share=self._saved_share,
+            saved_share=self._shares.saved_share,
         )
 
 
@@ -107,8 +101,3 @@ def serve_options(config: AutoscaleConfig, deployment: str) -> dict[str, Any]:
             "policy_kwargs": {"deployment": deployment, **asdict(config)},
         },
     }
-
-
-def _smoothed(before: float, value: float, elapsed_s: float, half_life_s: float) -> float:
-    kept = 0.5 ** (elapsed_s / half_life_s)
-    return before * kept + max(value, 0.0) * (1 - kept) if math.isfinite(value) else before

@@ -20,12 +20,12 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.cluster.simulate.replica import EngineShape, Job, Status, Told
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import DEVICE, Owner, Page
+from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
-from mneme.router.autoscaler import ReplicaLoad
+from mneme.router.autoscaler import ReplicaLoad, ShareMeter
 
 PAGE_TOKENS = 64
 _UNBOUNDED_TOKENS = 2**22  # of a device without a bound
@@ -43,9 +43,9 @@ class ExactReplica:
         clock: Callable[[], float],
         on_first: Told,
         on_end: Told,
-        on_block: Callable[[int, bool], None] = lambda block_id, is_there: None,
+        on_block: Callable[[int, int | None], None] = lambda block_id, tier: None,
     ) -> None:
-        """`on_block` is told which blocks came to the device, or went from it."""
+        """`on_block` is told which blocks came to the device, or to the host alone, or are in neither any more."""
         num_pages = max((shape.capacity_tokens or _UNBOUNDED_TOKENS) // PAGE_TOKENS, 1)
         num_host_pages = shape.host_tokens // PAGE_TOKENS
         self._forest = PrefixForest(
@@ -60,15 +60,16 @@ class ExactReplica:
             self._forest,
             max_batch_tokens=shape.max_batch_tokens,
             max_running=shape.max_running,
-            costs=costs if shape.max_step_s < math.inf else None,
+            costs=None if shape.max_step_s == math.inf else costs,
             max_step_s=shape.max_step_s,
         )
         self._max_running, self._clock = shape.max_running, clock
         self._busy_s = self._prefilled_s = self._saved_s = 0.0
+        self._shares = ShareMeter()
         self._costs = costs
         self._on_first, self._on_end, self._on_block = on_first, on_end, on_block
         self._changed, self._block_tokens = self._forest.report_changes(), 1
-        self._told: dict[Page, frozenset[int]] = {}  # blocks that end in each page
+        self._told: dict[Page, dict[int, int]] = {}  # the tier of each block that ends in a page
         self._arrivals = itertools.count()
         self._owners: dict[int, Owner] = {}
         self._jobs: dict[int, tuple[Job, Sequence]] = {}  # by the sequence
@@ -138,17 +139,17 @@ class ExactReplica:
     def load(self, span_s: float) -> ReplicaLoad:
         """See `Replica.load`."""
         self._catch_up()
+        self._shares.note(self._prefilled_s, self._saved_s, span_s)
+        self._prefilled_s = self._saved_s = 0.0
         streams, left = self._streams_and_left()
-        load = ReplicaLoad(
+        return ReplicaLoad(
             backlog_s=sum(self._costs.prefill_s(num_new, 0) for num_new in left),
-            prefill_share=min(self._prefilled_s / span_s, 1.0),
+            prefill_share=self._shares.prefill_share,
             kv_share=self._forest.num_in_use / self._forest.num_pages,
             step_s=self._costs.decode_s(len(streams), sum(len(s.context) for s in streams)),
             num_requests=len(self._jobs),
-            saved_share=self._saved_s / span_s,
+            saved_share=self._shares.saved_share,
         )
-        self._prefilled_s = self._saved_s = 0.0
-        return load
 
     def lose_all(self) -> list[Job]:
         return [job for job, _ in self._jobs.values() if not job.is_cancelled]
@@ -166,13 +167,16 @@ class ExactReplica:
         while self._changed:
             page = self._changed.pop()
             first, size = page.start, self._block_tokens
-            ends = range(first - first % size + size, first + page.filled[DEVICE] + 1, size)
-            there = frozenset(page.tokens[end - 1 - first] for end in ends if page.tokens[end - 1 - first] >= 0)
-            told = self._told.pop(page, frozenset())
+            there: dict[int, int] = {}
+            for end in range(first - first % size + size, first + max(page.filled) + 1, size):
+                if (block_id := page.tokens[end - 1 - first]) >= 0:
+                    there[block_id] = DEVICE if end - first <= page.filled[DEVICE] else HOST
+            told = self._told.pop(page, {})
             if there:
                 self._told[page] = there
-            for block_id in told ^ there:
-                self._on_block(block_id, block_id in there)
+            for block_id in told.keys() | there.keys():
+                if told.get(block_id) != there.get(block_id):
+                    self._on_block(block_id, there.get(block_id))
 
     def _append(self, sequence: Sequence, now_s: float) -> None:
         job, _ = self._jobs[id(sequence)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 import random
 import statistics
 import time
@@ -25,7 +26,8 @@ from mneme.cluster.simulate.exact import ExactReplica
 from mneme.cluster.simulate.replica import EngineShape, Job, Replica, Status
 from mneme.cluster.simulate.routers import ROUTERS, Mneme, Router, World
 from mneme.cluster.simulate.workload import Turn, infinite_hit_ratio
-from mneme.router.autoscaler import AutoscaleConfig, Autoscaler
+from mneme.replicas.forest.pages import DEVICE, HOST
+from mneme.router.autoscaler import AutoscaleConfig, Autoscaler, ReplicaLoad
 
 _UNBOUNDED = 2**50
 _LOOK_S = 1.0  # between two looks of the autoscaler
@@ -64,7 +66,14 @@ class Simulation:
         self._costs = costs
         self._rng = random.Random(shape.seed)
         make = ROUTERS[shape.router]
-        world = World(costs, lambda: self.now_s, turns[0].block_tokens if turns else 1, {})
+        has_nodes = len(shape.capacities) > 1 and not shape.exact
+        world = World(
+            costs,
+            lambda: self.now_s,
+            turns[0].block_tokens if turns else 1,
+            {},
+            shape.replicas_per_node if has_nodes else None,
+        )
         self._routers: list[Router] = [make(random.Random(f"{shape.seed}.{n}"), world) for n in range(shape.ingresses)]
         self._has_reports = shape.router == "mneme"
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -82,6 +91,8 @@ class Simulation:
         self._history: list[tuple[float, int]] = []  # when how many of these there were
         self._autoscaler = None if shape.autoscale is None else Autoscaler(shape.autoscale)
         self._target = shape.replicas
+        self._polls = self._looks = False  # whether the next is due
+        self._looked_s = 0.0
         self._resize(shape.replicas)
         self._behind: dict[int, list[Turn]] = {}
         for turn in turns:
@@ -106,9 +117,7 @@ class Simulation:
             self._at(at_s, self._restart, replica)
         for at_s, size in self.shape.sizes:
             self._at(at_s, self._resize, size)
-        self._at(0.0, self._poll)
-        if self._autoscaler is not None:
-            self._at(_LOOK_S, self._look)
+        self._wake()
         while self._events:
             self.now_s, _, event, args = heapq.heappop(self._events)
             event(*args)
@@ -128,6 +137,7 @@ class Simulation:
         heapq.heappush(self._events, (max(at_s, self.now_s), next(self._order), event, args))
 
     def _ask(self, turn: Turn, due_s: float | None = None, retries: int = 0) -> None:
+        self._wake()
         router = self._router(turn)
         number = router.place(turn)
         job = Job(turn, self.now_s if due_s is None else due_s, number)
@@ -180,7 +190,10 @@ class Simulation:
         self._expected += job.expected
         self._ghosts += max(job.expected - sum(job.found), 0)
         if not job.is_cancelled:
-            self._router(job.turn).started(job.turn)
+            router = self._router(job.turn)
+            if isinstance(router, Mneme) and len(job.found) > 1:  # else nothing that is weighed is learned from it
+                router.found(job.turn, sum(job.found))
+            router.started(job.turn)
 
     def _end(self, job: Job) -> None:
         self._in_flight[job.replica] -= 1
@@ -266,18 +279,29 @@ class Simulation:
     def _look(self) -> None:
         """Ask the autoscaler, as the application does every second; who comes takes a while to start."""
         assert self._autoscaler is not None
-        loads = {str(number): self._replicas[number].load(_LOOK_S) for number in self._active}
+        loads = self._loads()
         before, self._target = self._target, self._autoscaler.decide(loads, self._target, self.now_s)
         if self._target > before:
             self._at(self.now_s + self.shape.startup_s, self._start, self._target)
         elif self._target < len(self._active):
             self._resize(self._target)
-        if not self._is_over:
+        has_settled = self._target == len(self._active) == self._autoscaler.config.min
+        has_settled &= self._is_idle and self._autoscaler.needed() <= self._target
+        self._looks = not (self._is_over or has_settled)
+        if self._looks:
             self._at(self.now_s + _LOOK_S, self._look)
+
+    def _loads(self) -> dict[str, ReplicaLoad]:
+        span_s, self._looked_s = self.now_s - self._looked_s, self.now_s
+        return {str(number): self._replicas[number].load(span_s) for number in self._active}
 
     def _start(self, size: int) -> None:
         if len(self._active) < min(size, self._target):  # else it was called off meanwhile
             self._resize(min(size, self._target))
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._jobs and not any(self._in_flight)
 
     @property
     def _is_over(self) -> bool:
@@ -289,8 +313,20 @@ class Simulation:
         for number in self._active if self._has_reports else ():
             if self._replicas[number].next_s is not None:
                 self._report(number)
-        if not self._is_over:
+        self._polls = not (self._is_over or self._is_idle)
+        if self._polls:
             self._at(self.now_s + self.shape.report_s, self._poll)
+
+    def _wake(self) -> None:
+        """Poll and look again, at the times at which that would have been: it stops where nobody has anything to do."""
+        if not self._polls:
+            self._polls = True
+            self._at(math.ceil(self.now_s / self.shape.report_s) * self.shape.report_s, self._poll)
+        if self._autoscaler is not None and not self._looks:
+            self._looks = True
+            if self.now_s > self._looked_s:
+                self._loads()  # what is smoothed knows that nothing was done until now
+            self._at((math.floor(self.now_s / _LOOK_S) + 1) * _LOOK_S, self._look)
 
     def _router(self, turn: Turn) -> Router:
         return self._routers[turn.session % len(self._routers)]
@@ -308,13 +344,18 @@ class Simulation:
             clock,
             beside=beside,
         )
-        tiers.engine.on_change = lambda change: self._stored(number, int.from_bytes(change.key), change.is_added)
+        tiers.engine.on_change = lambda change: self._stored(
+            number, int.from_bytes(change.key), DEVICE if change.is_added else None
+        )
         return Replica(shape.engine, tiers, self._costs, self._first, self._end)
 
-    def _stored(self, number: int, block_id: int, is_there: bool) -> None:
+    def _stored(self, number: int, block_id: int, tier: int | None) -> None:
         self._changed.add(number)
         for router in self._routers:
-            router.stored(number, block_id, is_there=is_there)
+            if isinstance(router, Mneme):
+                router.placed(number, block_id, tier)
+            elif tier != HOST:  # as the chooser tells such rules: what the engine's host memory has is not gone
+                router.stored(number, block_id, is_there=tier == DEVICE)
 
     def _note_skew(self) -> None:
         loads = self._in_flight if self._autoscaler is None else [self._in_flight[n] for n in self._active]

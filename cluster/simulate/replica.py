@@ -3,7 +3,7 @@
 Steps are skipped: between two events (a prompt begins or is done, a stream ends, a request comes) all steps are alike
 but for the contexts, which grow by one token for each stream, so many steps are one phase, whose time the cost model
 gives at its middle. Of prompts one at a time is computed, in order of arrival: beside streams a step takes as many of
-its rows as fit `max_step_s`, and no stream waits for the rest.
+its rows as the engine's own budget of time lets it (`seconds_beside`), and no stream waits for the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.simulate.costs import Rates
 from mneme.cachetier.simulate.simulator import BlockTiers, SimulatedLoads
 from mneme.cluster.simulate.workload import Turn
-from mneme.router.autoscaler import ReplicaLoad
+from mneme.replicas.schedule.step_budget import seconds_beside
+from mneme.router.autoscaler import ReplicaLoad, ShareMeter
 
 # Llama-2-70B on eight A800s, the machine of the Mooncake traces, computed from its data sheet: 140 GFLOP a token at
 # half of 2,496 TFLOP/s, 140 GB of weights and 320 KB of KV a token at 70% of 16 TB/s.
@@ -32,7 +33,6 @@ DEFAULT_RATES = Rates(
     kv_bytes_per_token=327_680.0,
 )
 DEFAULT_DEVICE_GB = 400.0  # for KV, of 640
-_LEAST_SHARE = 0.1  # of a step that a prompt gets, however many streams there are
 _LEAST_S = 1e-9  # of any work
 _KEY_BYTES = 8
 
@@ -41,7 +41,7 @@ _KEY_BYTES = 8
 class EngineShape:
     """What an engine is configured with."""
 
-    max_step_s: float = 0.05  # beside streams; infinite: as many rows as there are
+    max_step_s: float | None = None  # beside streams; infinite: as many rows as there are; None: the engine's default
     max_running: int = 256
     max_batch_tokens: int = 8192  # rows of a step; for `exact` alone, as what the host holds
     host_tokens: int = 0
@@ -112,6 +112,7 @@ class Replica:
         self._held = 0  # tokens of the device that requests hold
         self._began_s = 0.0
         self._prefilled_s = self._saved_s = 0.0  # since the last `load`
+        self._shares = ShareMeter()
         self._steps, self._step_s, self._computed_s = 0, 0.0, 0.0  # of the phase
 
     def submit(self, job: Job, now_s: float) -> None:
@@ -150,19 +151,19 @@ class Replica:
         )
 
     def load(self, span_s: float) -> ReplicaLoad:
-        """Say what the autoscaler asks, of the time since the last call, which was `span_s` ago."""
+        """Say what the autoscaler asks; the last call was `span_s` ago."""
+        self._shares.note(self._prefilled_s, self._saved_s, span_s)
+        self._prefilled_s = self._saved_s = 0.0
         shape, num_streams = self._shape, len(self._streams)
         waiting_s = sum(self._costs.prefill_s(job.num_new, 0) for job in self._waiting)
-        load = ReplicaLoad(
+        return ReplicaLoad(
             backlog_s=waiting_s + (0.0 if self._prompt is None else self._prompt_s),
-            prefill_share=min(self._prefilled_s / span_s, 1.0),
+            prefill_share=self._shares.prefill_share,
             kv_share=min(self._held / shape.capacity_tokens, 1.0) if shape.capacity_tokens else 0.0,
             step_s=self._costs.decode_s(num_streams, self._context),
             num_requests=len(self._waiting) + num_streams + (self._prompt is not None),
-            saved_share=self._saved_s / span_s,
+            saved_share=self._shares.saved_share,
         )
-        self._prefilled_s = self._saved_s = 0.0
-        return load
 
     def lose_all(self) -> list[Job]:
         """The process dies: everything in flight is lost, and the device's KV."""
@@ -217,14 +218,14 @@ class Replica:
     def _plan(self, now_s: float) -> None:
         if self._prompt is None and self._waiting and self._fits(self._waiting[0]):
             self._begin(self._waiting.popleft())
-        num_streams = len(self._streams)
+        shape, num_streams = self._shape, len(self._streams)
         until_end = self._streams[0][0] - self._num_steps if self._streams else 0
         if self._prompt is not None and not num_streams:
             self._steps, self._step_s, self._computed_s = 1, self._prefill_s + self._prompt_s, self._prompt_s
         elif self._prompt is not None:
-            others_s = self._costs.decode_s(num_streams, self._context + num_streams) - self._decode_s + self._prefill_s
-            rows_s = max(self._shape.max_step_s - others_s, _LEAST_SHARE * self._shape.max_step_s)
-            self._steps = min(math.ceil(self._prompt_s / rows_s), until_end)
+            decode_s = self._costs.decode_s(num_streams, self._context + num_streams)
+            others_s, rows_s = decode_s - self._decode_s + self._prefill_s, seconds_beside(decode_s, shape.max_step_s)
+            self._steps = min(max(math.ceil(self._prompt_s / rows_s), 1), until_end)
             self._computed_s = min(self._steps * rows_s, self._prompt_s)
             self._step_s = others_s + self._computed_s / self._steps
         elif num_streams:

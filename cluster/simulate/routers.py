@@ -17,10 +17,11 @@ import numpy as np
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cluster.simulate.replica import Status
 from mneme.cluster.simulate.workload import Turn
+from mneme.replicas.forest.pages import DEVICE, HOST
 from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.policies import MINE, POLICIES, Policy, Request
-from mneme.router.score import RouterConfig
+from mneme.router.score import Asked, RouterConfig
 
 _RATED_TOKENS = 8192  # of a long prompt
 
@@ -32,6 +33,7 @@ class World(NamedTuple):
     clock: Callable[[], float]
     block_tokens: int
     hash_by_block: dict[int, int]
+    replicas_per_node: int | None  # that share its tiers; None: there are none
 
 
 class Router(Protocol):
@@ -76,6 +78,14 @@ class Polled(Policy):
         self._reported = dict(self.requests)
 
 
+class _Chooser(ReplicaChooser):
+    """Has no peers: simulated nodes fetch nothing from each other."""
+
+    def _asked(self, *args: Any) -> Asked:
+        asked = super()._asked(*args)
+        return asked._replace(at_peers=np.zeros_like(asked.at_peers))
+
+
 class Mneme:
     """The chooser of `mneme serve`, as it is, and its reports of load, costs and KV, as replicas send them.
 
@@ -85,13 +95,12 @@ class Mneme:
 
     def __init__(self, rng: random.Random, world: World) -> None:
         self._world = world
-        self._chooser = ReplicaChooser(RouterConfig(index_blocks=10**7), world.clock)
+        self._chooser = _Chooser(RouterConfig(index_blocks=10**7), world.clock)
         self._reservations: dict[int, Reservation] = {}
         self._grain = max(world.block_tokens // BLOCK_TOKENS, 1)
         self._lives: Counter[int] = Counter()
         self._num_reports: Counter[int] = Counter()  # in this life
-        self._came: dict[int, list[int]] = {}  # hashes, since the last report
-        self._went: dict[int, list[int]] = {}
+        self._changes: dict[int, dict[int, int | None]] = {}  # where which hashes went, since the last report
 
     def place(self, turn: Turn) -> int:
         grains = np.repeat(np.array(turn.block_ids, np.int32), -(-turn.block_tokens // self._grain))
@@ -106,6 +115,11 @@ class Mneme:
     def started(self, turn: Turn) -> None:
         self._reservations[id(turn)].started()
 
+    def found(self, turn: Turn, num_blocks: int) -> None:
+        """Its first token has come, behind so many blocks that were not computed: it is `started` by that."""
+        tokens = min(num_blocks * turn.block_tokens, turn.input_tokens)
+        self._reservations[id(turn)].started(tokens // self._grain)
+
     def ended(self, turn: Turn) -> None:
         self._reservations.pop(id(turn)).release()
 
@@ -116,18 +130,23 @@ class Mneme:
         self._chooser.forget_prefixes(str(replica))
         self._lives[replica] += 1
         self._num_reports[replica] = 0
-        self._came.pop(replica, None)
-        self._went.pop(replica, None)
+        self._changes.pop(replica, None)
 
     def stored(self, replica: int, block_id: int, *, is_there: bool) -> None:
+        self.placed(replica, block_id, DEVICE if is_there else None)
+
+    def placed(self, replica: int, block_id: int, tier: int | None) -> None:
+        """A block came to the replica's device, or to its host memory alone; None: it is in neither any more."""
         block_hash = self._world.hash_by_block.get(block_id)
         if block_hash is not None:
-            (self._came if is_there else self._went).setdefault(replica, []).append(block_hash)
+            self._changes.setdefault(replica, {})[block_hash] = tier
 
     def reported(self, replica: int, status: Status) -> None:
         number, self._num_reports[replica] = self._num_reports[replica], self._num_reports[replica] + 1
-        came, went = self._came.pop(replica, []), self._went.pop(replica, [])
-        back = set(came).intersection(went)  # the order of these is lost: what is there for sure is not claimed
+        changes, per_node = self._changes.pop(replica, {}), self._world.replicas_per_node
+        device, host, gone = (
+            _packed(each for each, place in changes.items() if place == tier) for tier in (DEVICE, HOST, None)
+        )
         report = ReplicaReport(
             epoch=f"{self._lives[replica]}",
             seq=number,
@@ -138,9 +157,11 @@ class Mneme:
             context_tokens=status.context_tokens // self._grain,
             free_page_share=status.free_share,
             cost=None if number else self._costs(),
-            device=_packed(each for each in came if each not in back),
-            gone=_packed(went),
+            device=device,
+            host=host,
+            gone=gone,
             is_snapshot=number == 0,
+            node="" if per_node is None else f"n{replica // per_node}",
         )
         self._chooser.take_report(str(replica), report)
 

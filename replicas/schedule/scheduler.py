@@ -35,15 +35,12 @@ from mneme.replicas.forest.pages import Page, Path
 from mneme.replicas.forest.tiers import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
-from mneme.replicas.schedule.step_budget import StepBudget
+from mneme.replicas.schedule.step_budget import StepBudget, seconds_beside
 from mneme.replicas.sequence import FoundChunks, Sequence, StepRows
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
 _NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
-_STEP_S = 0.05  # beside streams, if decodes take little of it
-_PREFILL_OVER_DECODE = 7  # at most, beside streams that take longer: what keeps all busy where everybody is answered
-_LEAST_PREFILL = 1 / 3  # of the decodes' time, where `max_step_s` leaves less
 _MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
 
 
@@ -60,8 +57,7 @@ class Scheduler:
         costs: CostModel | None = None,
         max_step_s: float | None = None,
     ) -> None:
-        """`max_step_s`: of a step beside streams, where costs are known; None: 50 ms, or eight times what its decodes
-        take if that is more."""
+        """`max_step_s`: of a step beside streams, where costs are known, as `seconds_beside` has it."""
         self._forest = forest
         self._costs, self._max_step_s = costs, max_step_s
         self._opener = PathOpener(forest, attention_mass)
@@ -254,12 +250,9 @@ class Scheduler:
     def _make_budget(self, decodes: Collection[Sequence]) -> StepBudget:
         """Set a row aside for each decode, and its time where somebody's next token waits for the step."""
         num_rows, seconds = self._max_batch_tokens - len(decodes), math.inf
-        if self._costs is not None and self._max_step_s != 0 and any(sequence.num_output for sequence in decodes):
+        if self._costs is not None and any(sequence.num_output for sequence in decodes):
             decode_s = self._costs.decode_s(len(decodes), sum(len(sequence.context) for sequence in decodes))
-            if self._max_step_s is None:
-                seconds = max(_STEP_S - decode_s, _PREFILL_OVER_DECODE * decode_s)
-            else:
-                seconds = max(self._max_step_s - decode_s, _LEAST_PREFILL * decode_s)
+            seconds = seconds_beside(decode_s, self._max_step_s)
         return StepBudget(num_rows, self._forest.page_size, self._costs, seconds)
 
     def _note_due(self, sequence: Sequence) -> float:

@@ -24,6 +24,20 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.forest.pages import Page, Path
 from mneme.replicas.sequence import Sequence, StepRows
 
+_STEP_S = 0.05  # beside streams, if decodes take little of it
+_PREFILL_OVER_DECODE = 7  # at most, beside streams that take longer: what keeps all busy where everybody is answered
+_LEAST_PREFILL = 1 / 3  # of the decodes' time, where `max_step_s` leaves less
+
+
+def seconds_beside(decode_s: float, max_step_s: float | None) -> float:
+    """Return how long rows of prompts may take in a step beside streams, whose decodes take `decode_s` of it.
+
+    max_step_s  of the whole step; 0: without a bound; None: 50 ms, or eight times what its decodes take if that is more
+    """
+    if max_step_s is None:
+        return max(_STEP_S - decode_s, _PREFILL_OVER_DECODE * decode_s)
+    return max(max_step_s - decode_s, _LEAST_PREFILL * decode_s) if max_step_s else math.inf
+
 
 class _Cut(NamedTuple):
     sequence: Sequence

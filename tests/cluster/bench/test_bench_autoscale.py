@@ -32,6 +32,8 @@ def test_a_traces_busiest_part_has_the_peak() -> None:
     times_s, rates = np.array(profile).T
     assert (times_s[0], times_s[-1]) == (0, 60)
     assert (rates.max(), rates.min()) == (pytest.approx(21), pytest.approx(1))
+    years_later = autoscale.bursts([*quiet, *np.arange(500, 510, 0.1), 1e15], peak=21, seconds=60)
+    assert years_later == profile
 
 
 def answer(session: str, sent_s: float, cached: int = 0, error: str | None = None) -> Answer:

@@ -57,6 +57,10 @@ def test_a_scenario_needs_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
         (["--replicas", "0..3"], "replicas: must be from 1 to 10000 (got 0)"),
         (["--replicas", "few"], "replicas: must be a number, or a range"),
         (["--speed", "nan"], "speed: must be over 0"),
+        (
+            ["--scenario", "herding", "--replicas", "8", "--rates", "nowhere", "--seed", "1", "--router", "hash"],
+            "replicas, rates: cannot be given beside --scenario",
+        ),
         (["--device-gb", "-1"], "device-gb: must be from 0"),
         (["--device-gb", "0.001"], "capacity: no tier holds a block"),
         ([*SMALL, "--exact", "--device-gb", "0.05"], "device-gb: must hold the longest request, of "),

@@ -61,9 +61,20 @@ def test_beside_a_stream_a_prompt_has_what_the_step_leaves_it() -> None:
     simulation = Simulation(ONE, [stream, prompt], COSTS)
     simulation.run()
     done = {job.turn.session: job for job in simulation.done}
-    # From the end of the step in which it came: two steps of a second, beside which the stream costs nothing.
+    # From the end of the step in which it came: six steps of a third of a decode; beside it the stream is free.
     assert done[11].first_s == pytest.approx(10.4 + 2.0)
-    assert done[1].ended_s == pytest.approx(0.4 + 99)
+    assert done[1].ended_s == pytest.approx(12.4 + 99 - 10 - 6)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_takes_what_the_engine_would_let_it_by_default(exact: bool) -> None:
+    stream, prompt = turn(0.0, [1], output_tokens=100), turn(10.0, list(range(11, 11 + 112)))
+    simulation = Simulation(ClusterShape(replicas=1, exact=exact), [stream, prompt], COSTS)
+    simulation.run()
+    done = {job.turn.session: job for job in simulation.done}
+    # 448 tokens in seven steps, each of seven times what a decode takes beside it.
+    assert done[11].first_s == pytest.approx(10.4 + 44.8)
+    assert done[1].ended_s == pytest.approx(55.2 + 99 - 10 - 7)
 
 
 def test_what_was_computed_is_found_and_not_computed_again() -> None:
@@ -90,6 +101,22 @@ def test_tiers_of_a_node_serve_its_replicas() -> None:
     apart = replace(shape, replicas_per_node=1)
     figures = Simulation(apart, [turn(0.0, [1, 2, 3, 4]), turn(100.0, [1, 2, 3, 4])], COSTS).run()
     assert figures["hit_ratio"] == 0.0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_has_left_the_device_is_known_to_be_below_it(exact: bool) -> None:
+    """Prompts come again, from other sessions, once no device has them: to whoever has them in its host tier."""
+    prompts = [list(range(first, first + 128)) for first in range(0, 24 * 128, 128)]
+    turns = [
+        Turn(100.0 * (n * 24 + k), ids, 512, 1, BLOCK_TOKENS, n * 24 + k)
+        for n in range(2)
+        for k, ids in enumerate(prompts)
+    ]
+    engine = EngineShape(capacity_tokens=640, host_tokens=20_000)  # one prompt, and what admission leaves free
+    shape = ClusterShape(replicas=8, replicas_per_node=1, capacities=(128, None), engine=engine, exact=exact)
+    figures = Simulation(shape, turns, COSTS).run()
+    assert figures["hit_ratio"] == 0.5
+    assert figures["tier_hit_ratio"]["host"] > 0.3
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -185,6 +212,28 @@ def test_the_autoscaler_follows_a_burst_and_loses_nothing(exact: bool) -> None:
     assert 1 < max(sizes.values()) <= 6
     assert min(at_s for at_s, size in sizes.items() if size > 1) >= 100 + autoscale.upscale_delay_s + shape.startup_s
     assert figures["ttft_p50_s"] < Simulation(ONE, turns, costs).run()["ttft_p50_s"]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_nothing_is_done_in_years_without_requests(exact: bool) -> None:
+    """The autoscaler has what it started stopped before."""
+    costs = Rates(prefill_tokens_per_s=8, kv_bytes_per_token=1, decode_step_s=0.01).cost_model()
+    turns = [turn(at_s, [n]) for n, at_s in enumerate([*(0.25 * n for n in range(100)), 1e9])]
+    autoscale = AutoscaleConfig(min=1, max=4, downscale_delay_s=30.0)
+    shape = ClusterShape(replicas=1, autoscale=autoscale, startup_s=5.0, exact=exact)
+    figures = Simulation(shape, turns, costs).run()
+    assert figures["num_requests"] == 101
+    assert max(size for _, size in figures["sizes"]) > 1 == figures["sizes"][-1][1]
+    assert figures["sizes"][-1][0] < 1000
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_loads_are_smoothed_as_those_of_real_replicas(exact: bool) -> None:
+    simulation = Simulation(replace(ONE, exact=exact), [turn(0.0, [1, 2])], COSTS)
+    simulation.run()
+    (replica,) = simulation._replicas  # no figure shows a load
+    shares = [replica.load(5.0).prefill_share for _ in range(3)]  # a prompt of 0.8 s, then nothing
+    assert shares == pytest.approx([0.08, 0.04, 0.02])
 
 
 def test_sessions_are_found_in_a_trace() -> None:
