@@ -147,6 +147,7 @@ class ExactReplica:
             prefill_share=self._shares.prefill_share,
             kv_share=self._forest.num_in_use / self._forest.num_pages,
             step_s=self._costs.decode_s(len(streams), sum(len(s.context) for s in streams)),
+            constant_s=self._costs.terms_of("decode")[0],
             num_requests=len(self._jobs),
             saved_share=self._shares.saved_share,
         )

@@ -161,6 +161,7 @@ class Replica:
             prefill_share=self._shares.prefill_share,
             kv_share=min(self._held / shape.capacity_tokens, 1.0) if shape.capacity_tokens else 0.0,
             step_s=self._costs.decode_s(num_streams, self._context),
+            constant_s=self._decode_s,
             num_requests=len(self._waiting) + num_streams + (self._prompt is not None),
             saved_share=self._shares.saved_share,
         )
