@@ -22,7 +22,17 @@ from functools import cache
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from mneme.errors import InvalidRequest
@@ -55,7 +65,7 @@ MAX_IGNORED, MAX_IGNORED_CHARS = 16, 64  # names of ignored fields that an answe
 
 M = TypeVar("M", bound="Body")
 _UNION_BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "none", "GivenDocument", "NamedToolChoice", "ToolChoice"}
+    {"str", "int", "float", "bool", "none", "ContentPart", "GivenDocument", "NamedToolChoice", "ToolChoice"}
 )  # pydantic puts them into error paths
 _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.\-]")
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -148,7 +158,7 @@ class StructuredOutputs(Body):
 
 
 class PromptParts(Body):
-    prompt: Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
+    prompt: Annotated[list[str | ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
 
 
 class SamplingBody(Body):
@@ -276,13 +286,48 @@ class SamplingBody(Body):
             raise InvalidRequest("prompt_logprobs", self.prompt_logprobs, "only allowed when stream is false")
 
 
-class ContentPart(Body):
+class TextPart(Body):
+    """Text by any of the names that OpenAI's APIs have for it, or an assistant's refusal, which is text too."""
+
+    model_config = ConfigDict(validate_default=True)  # what is not given is looked at, too
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @field_validator("text", "refusal")
+    @classmethod
+    def _is_given(cls, value: str | None, about: ValidationInfo) -> str | None:
+        kind = about.data.get("type")  # none: it has been refused
+        if value is None and kind is not None and about.field_name == _holds_text(kind):
+            raise PydanticCustomError("missing", "field required")
+        return value
+
+    @property
+    def said(self) -> str:
+        return getattr(self, _holds_text(self.type)) or ""
+
+
+class ContentPart(TextPart):
     """Text, or a document: its `title` is its first line, usage and explanations call it by its `id`."""
 
-    type: Literal["text", "document"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "refusal", "document"]  # type: ignore[assignment]
     title: str | None = None
     id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it as text, or as a document."""
+        others = {"title": self.title, "id": self.id} if self.type == "document" else {}
+        return {"type": "document" if others else "text", "text": self.said, **others}
+
+
+def _holds_text(kind: str) -> str:
+    return "refusal" if kind == "refusal" else "text"
+
+
+def plain_parts(given: list[str | ContentPart]) -> list[dict[str, Any]]:
+    """Return the parts of a text as texts and documents."""
+    return [{"type": "text", "text": each} if isinstance(each, str) else each.for_template() for each in given]
 
 
 class GivenDocument(Body):
@@ -400,7 +445,7 @@ class Message(Body):
     """One message of a conversation; `content` may be null only where an assistant said nothing, or called tools."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
+    content: str | Annotated[list[str | ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
@@ -415,8 +460,7 @@ class Message(Body):
             raise InvalidRequest(f"messages[{index}].content", None, "may be null only for an assistant")
         text = self.content or ""
         if isinstance(text, list):
-            parts = [part.model_dump() for part in text]
-            text = stand_ins.content(parts, f"messages[{index}].content", group=index)
+            text = stand_ins.content(plain_parts(text), f"messages[{index}].content", group=index)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         others: dict[str, Any] = {
             "name": self.name,
@@ -534,8 +578,8 @@ class CompletionRequest(SamplingBody):
     def prompts(self) -> list[str | list[int] | tuple[Part, ...]]:
         """One entry per prompt, none empty."""
         if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], dict):
-            parts = validate(PromptParts, {"prompt": self.prompt}).prompt
-            return [prompt_parts([part.model_dump() for part in parts], self.documents_beside)]
+            parts = plain_parts(validate(PromptParts, {"prompt": self.prompt}).prompt)
+            return [prompt_parts(parts, self.documents_beside)]
         prompts = parse_prompts(self.prompt)
         if self.documents:
             if len(prompts) > 1 or not isinstance(prompts[0], str):

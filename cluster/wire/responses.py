@@ -10,11 +10,19 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag
 
 from mneme.cluster.wire.anthropic import CacheMark
-from mneme.cluster.wire.openai import MAX_CONTENT_PARTS, MAX_MESSAGES, Body, Function, ServiceTier, is_tool, tier_of
+from mneme.cluster.wire.openai import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    Body,
+    Function,
+    ServiceTier,
+    TextPart,
+    is_tool,
+    tier_of,
+)
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.text.tool_calls import MAX_TOOLS
@@ -35,22 +43,11 @@ class Breakpoint(Body):
     ttl: CacheTtl | None = None
 
 
-class TextPart(Body):
-    """Text, or an assistant's refusal, which is text too."""
-
-    type: Literal["input_text", "output_text", "text", "refusal"]
-    text: str | None = None
-    refusal: str | None = None
+class ItemPart(TextPart):
     prompt_cache_breakpoint: Breakpoint | None = None
 
-    @model_validator(mode="after")
-    def _has_text(self) -> TextPart:
-        if (self.refusal if self.type == "refusal" else self.text) is None:
-            raise PydanticCustomError("text", "must have its text")
-        return self
 
-
-Content = str | Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS)]
+Content = str | Annotated[list[ItemPart], Field(max_length=MAX_CONTENT_PARTS)]
 ItemId = Annotated[str, Field(max_length=MAX_ITEM_ID_CHARS)]
 
 
@@ -378,5 +375,5 @@ def _text(item: Mapping[str, Any]) -> str | Items:
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
-def _texts(content: str | Sequence[TextPart]) -> list[str]:
-    return [content] if isinstance(content, str) else [part.text or part.refusal or "" for part in content]
+def _texts(content: str | Sequence[ItemPart]) -> list[str]:
+    return [content] if isinstance(content, str) else [part.said for part in content]

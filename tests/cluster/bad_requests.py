@@ -167,6 +167,18 @@ _MESSAGES = [
         body=content([{"type": "image_url", "image_url": {"url": "http://x"}}]),
         param="messages[0].content[0].type",
     ),
+    *(
+        BadRequest(name=f"content {part}", body=content([part], "assistant"), param=f"messages[0].content[0].{param}")
+        for part, param in (
+            ({"type": "refusal"}, "refusal"),
+            ({"type": "refusal", "text": "a"}, "refusal"),
+            ({"type": "input_text", "refusal": "a"}, "text"),
+            ({"type": "output_text", "text": None}, "text"),
+            ({"type": "input_image", "image_url": "http://x"}, "type"),
+            ({"type": "input_audio", "input_audio": {}}, "type"),
+            ({"text": "a"}, "type"),
+        )
+    ),
     BadRequest(name="lone surrogate", body=content("a\ud800b"), param="messages[0].content"),
     BadRequest(name="lone low surrogate in a key", body=chat(metadata={"\udc00": 1}), param="metadata key"),
     BadRequest(name="a million letters", body=content("a" * MIB), param="messages"),
@@ -638,7 +650,9 @@ _RESPONSES = [
     _response("an item of no kind", "input[0]", input=[{"type": "computer_call"}]),
     _response("a message of nobody", "input[0].role", input=[{"role": "wizard", "content": "a"}]),
     _response(
-        "a part without its text", "input[0].content[0]", input=[{"role": "user", "content": [{"type": "input_text"}]}]
+        "a part without its text",
+        "input[0].content[0].text",
+        input=[{"role": "user", "content": [{"type": "input_text"}]}],
     ),
     _response("an image", "input[0].content[0].type", input=[{"role": "user", "content": [{"type": "input_image"}]}]),
     _response(

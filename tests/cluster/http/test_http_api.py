@@ -165,6 +165,19 @@ def test_content_parts_become_text_and_developer_is_system() -> None:
     )
 
 
+def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    kinds = ("text", "input_text", "output_text")
+    parts = ["a", *({"type": kind, "text": kind} for kind in kinds), {"type": "refusal", "refusal": "no"}]
+    answer = post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]}, engine=engine)
+    assert answer.status_code == 200
+    assert "x-mneme-ignored-fields" not in answer.headers
+    post("/v1/completions", {**COMPLETION, "prompt": parts[::-1]}, engine=engine)
+    texts = ["a", *kinds, "no"]
+    assert engine.requests[0].prompt_text == RENDERED.replace("the fox", "\n".join(texts))
+    assert engine.requests[1].prompt_text == "\n".join(texts[::-1])
+
+
 @pytest.mark.parametrize(
     "harmless",
     [

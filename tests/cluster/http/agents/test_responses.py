@@ -387,7 +387,7 @@ def test_another_key_knows_nothing_of_it(engine: FakeEngineClient) -> None:
         ({"input": 5}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": "x" * 100_000}, "input"),
         ({"background": True}, "background"),
