@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from zlib import crc32
 
 from pydantic import (
     AfterValidator,
@@ -32,6 +33,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -442,15 +444,35 @@ class MessageToolCall(Body):
 
 
 class Message(Body):
-    """One message of a conversation; `content` may be null only where an assistant said nothing, or called tools."""
+    """One message of a conversation; `content` may be null only where an assistant said nothing, or called tools.
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    OpenAI's forms from before tools are taken as what replaced them: `function_call`, and the role "function".
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[str | ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
+    function_call: CalledFunction | None = None
+
+    @model_validator(mode="after")
+    def _with_tools(self) -> Message:
+        if self.role == "function":  # its content is nullable
+            self.role, self.content = "tool", self.content or ""
+            self.tool_call_id = _call_id(self.name or "")
+        if self.function_call is not None and not self.tool_calls:
+            call = self.function_call
+            self.tool_calls = [MessageToolCall(id=_call_id(call.name), function=call)]
+        return self
+
+    @property
+    def said(self) -> str | list[str | ContentPart]:
+        """What was said; an assistant may have refused instead."""
+        return self.content or (self.role == "assistant" and self.refusal) or ""
 
     def for_template(self, index: int, stand_ins: StandIns) -> dict[str, Any]:
         """Return the message as chat templates expect it: plain text, and "developer" under its older name."""
@@ -458,7 +480,7 @@ class Message(Body):
             raise InvalidRequest(f"messages[{index}].tool_calls", None, "only an assistant calls tools")
         if self.content is None and self.role != "assistant":
             raise InvalidRequest(f"messages[{index}].content", None, "may be null only for an assistant")
-        text = self.content or ""
+        text = self.said
         if isinstance(text, list):
             text = stand_ins.content(plain_parts(text), f"messages[{index}].content", group=index)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -473,6 +495,11 @@ class Message(Body):
             or None,
         }
         return message | {name: value for name, value in others.items() if value is not None}
+
+
+def _call_id(function: str) -> str:
+    """Name a call that has only its function's name, as its result does; some templates want nine characters."""
+    return f"{crc32(function.encode()):09x}"
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
@@ -500,7 +527,7 @@ class ChatRequest(SamplingBody):
             return
         if self.add_generation_prompt:
             raise InvalidRequest(name, True, "needs add_generation_prompt: false")
-        if last.role != "assistant" or not last.content or last.tool_calls:
+        if last.role != "assistant" or not last.said or last.tool_calls:
             raise InvalidRequest(name, True, "needs an assistant's text as the last message")
         if self.appends or self.tools:
             raise InvalidRequest(name, True, f"cannot be combined with {'session.append' if self.appends else 'tools'}")
