@@ -61,8 +61,8 @@ MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
 MAX_EMBEDDINGS = 2048  # OpenAI's, of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
-ServiceTier = Literal["auto", "default", "flex", "priority"]
-_PRIORITY_OF_TIER: dict[ServiceTier, int] = {"auto": 0, "default": 0, "flex": 30, "priority": -30}
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "fast"]
+_PRIORITY_OF_TIER = {"flex": 30, "priority": -30}  # the others are served as "default"
 MAX_IGNORED, MAX_IGNORED_CHARS = 16, 64  # names of ignored fields that an answer tells, and characters of each
 
 M = TypeVar("M", bound="Body")
@@ -259,7 +259,7 @@ class SamplingBody(Body):
     @property
     def whole_priority(self) -> int:
         """Return `priority`, with that of the tier."""
-        return (self.priority or 0) + _PRIORITY_OF_TIER[self.service_tier or "auto"]
+        return (self.priority or 0) + _PRIORITY_OF_TIER.get(self.service_tier or "", 0)
 
     @property
     def used_tier(self) -> str | None:
@@ -343,7 +343,7 @@ Documents = Annotated[list[str | GivenDocument], Field(max_length=MAX_DOCUMENTS)
 
 def tier_of(asked: ServiceTier | None) -> str:
     """Return the tier that a request is served at."""
-    return "default" if asked in (None, "auto") else asked
+    return asked if asked in _PRIORITY_OF_TIER else "default"
 
 
 def plain_documents(given: list[str | GivenDocument] | None) -> list[Any]:

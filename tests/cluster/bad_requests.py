@@ -686,7 +686,7 @@ _RESPONSES = [
     ),
     _response("a format of no kind", "text.format.type", text={"format": {"type": "xml"}}),
     _response("a truncation of no kind", "truncation", truncation="best"),
-    _response("a tier of no kind", "service_tier", service_tier="fast"),
+    _response("a tier of no kind", "service_tier", service_tier="best"),
     _response("kept for two days", "prompt_cache_options.ttl", prompt_cache_options={"ttl": "2d"}),
     _response("store as text", "store", store="no"),
     _response("stream as text", "stream", stream="yes"),

@@ -124,7 +124,7 @@ def test_fields_of_the_other_apis_are_known_by_their_own_names() -> None:
     [
         ({}, 0, None),
         ({"priority": -3}, -3, None),
-        ({"service_tier": "auto"}, 0, "default"),
+        *(({"service_tier": tier}, 0, "default") for tier in ("auto", "default", "scale", "fast")),
         ({"service_tier": "flex", "priority": 1}, 31, "flex"),
         ({"service_tier": "priority"}, -30, "priority"),
     ],
@@ -149,7 +149,7 @@ def test_priorities_reach_the_engine_and_answers_name_the_tier(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"priority": 1.0}, {"priority": True}, {"priority": 2**31}, {"service_tier": "fast"}, {"service_tier": 1}],
+    [{"priority": 1.0}, {"priority": True}, {"priority": 2**31}, {"service_tier": "best"}, {"service_tier": 1}],
 )
 def test_priorities_that_are_none_are_refused(fields: dict[str, Any]) -> None:
     answer = ask("completions", **fields)
