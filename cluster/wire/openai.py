@@ -566,7 +566,7 @@ class ChatRequest(SamplingBody):
     def sampling_params(self, seed: int) -> SamplingParams:
         name = self.max_tokens_field
         limit: int | None = getattr(self, name)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", self.top_logprobs, "only allowed when logprobs is true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         try:
@@ -771,7 +771,7 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "structural_tag": (_is_off, _STRUCTURED),
     "guided_whitespace_pattern": (_is_off, "blanks are as JSON has them"),
     "audio": (_is_off, "audio is not supported"),
-    "modalities": (_one_of(None, ["text"]), 'only ["text"] is supported'),
+    "modalities": (_one_of(None, [], ["text"]), 'only ["text"] is supported'),
     "web_search_options": (_is_off, "web search is not supported"),
     "mcp_servers": (_is_off, "not supported; clients give their servers' tools as `tools`, and call them"),
     "container": (_is_off, "not supported; nothing is run here"),

@@ -189,6 +189,8 @@ def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it() -> None:
             "suffix": "",
             "modalities": ["text"],
         },
+        {"top_logprobs": 0, "modalities": []},
+        {"top_logprobs": 0, "logprobs": False},
         {"stop": [], "n": None, "temperature": 0, "seed": 2**64 - 1, "max_tokens": None},
         {"stop": list("0123456789"), "n": 100, "chat_template_kwargs": {"a": {"b": [1]}}, "cache_salt": "\n" * 1000},
     ],

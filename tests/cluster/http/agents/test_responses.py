@@ -401,7 +401,6 @@ def test_another_key_knows_nothing_of_it(engine: FakeEngineClient) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "foo"}}}}, "text.format.schema"),
         ({"truncation": "sometimes"}, "truncation"),
         ({"previous_response_id": ""}, "previous_response_id"),
-        ({"model": None}, "model"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}, "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}, **TOOLS}, "tool_choice.name"),
