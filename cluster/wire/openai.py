@@ -1,6 +1,6 @@
 """What a request body may say: types and refused fields here, ranges in `SamplingParams`.
 
-Types are strict (no "5" for 5, no 5.0 for 5), numbers finite. Every breach is an `InvalidRequest` whose
+Types are strict (no "5" for 5; 5.0 is 5), numbers finite. Every breach is an `InvalidRequest` whose
 `field` is the path in the body, such as `messages[0].content`.
 
 A field of the OpenAI and vLLM APIs that no model here names is refused when leaving it out would change what the
@@ -79,9 +79,16 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+def _whole(value: object) -> object:
+    """Return whole floats as integers: R, Lua and others write 8.0 for 8."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+Int = Annotated[int, WHOLE]
 Ttl = Annotated[float, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]  # seconds
 Text = Annotated[str, Field(min_length=1)]
-LastTokens = Annotated[int, Field(ge=-1)]  # vLLM's `truncate_prompt_tokens`; -1: as many as the model takes
+LastTokens = Annotated[int, Field(ge=-1), WHOLE]  # vLLM's `truncate_prompt_tokens`; -1: as many as the model takes
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
@@ -109,7 +116,7 @@ class TruncationOptions(Body):
 
     strategy: Strategy = "error"
     ratio: float = 0.5
-    keep_first: int = 0
+    keep_first: Int = 0
     keep: Keep | None = None
 
     def given(self) -> dict[str, Any]:
@@ -169,18 +176,18 @@ class SamplingBody(Body):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    n: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
-    prompt_logprobs: int | None = None
+    seed: Int | None = None
+    prompt_logprobs: Int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -203,7 +210,7 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
     service_tier: ServiceTier | None = None
     # From the arrival of the request at this server to the end of its answer.
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
@@ -359,7 +366,7 @@ class BlendBody(Body):
     mode: Mode = "auto"
     selector: Selector | None = None
     ratio: float | None = None
-    min_tokens: int = 64
+    min_tokens: Int = 64
     order: Order = "given"
 
     def given(self) -> dict[str, Any]:
@@ -508,9 +515,9 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 
 class ChatRequest(SamplingBody):
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -579,8 +586,8 @@ class ChatRequest(SamplingBody):
 class CompletionRequest(SamplingBody):
     prompt: Any  # str | list[str] | list[int] | list[list[int]] | list[ContentPart]: see `prompts`
     echo: bool | None = None
-    best_of: int | None = None
-    logprobs: int | None = None
+    best_of: Int | None = None
+    logprobs: Int | None = None
     add_special_tokens: bool = True
 
     @property
@@ -621,7 +628,7 @@ class EmbeddingsRequest(Body):
     model: str
     input: Any  # str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     pooling: Pooling = "last"
     normalize: bool = True
     add_special_tokens: bool = True

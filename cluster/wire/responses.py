@@ -18,6 +18,7 @@ from mneme.cluster.wire.openai import (
     MAX_MESSAGES,
     Body,
     Function,
+    Int,
     ServiceTier,
     TextPart,
     is_tool,
@@ -174,12 +175,12 @@ class ResponsesRequest(Body):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -195,8 +196,8 @@ class ResponsesRequest(Body):
     conversation: Any = None
     prompt: Any = None
     # This server's own, as chat completions take them.
-    seed: int | None = None
-    top_k: int | None = None
+    seed: Int | None = None
+    top_k: Int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None

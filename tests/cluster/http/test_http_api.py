@@ -179,6 +179,25 @@ def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "limit"),
+    [
+        ("chat/completions", {**CHAT, "priority": -3.0, "truncation": {"keep_first": 0.0}}, "max_tokens"),
+        ("completions", {**COMPLETION, "truncate_prompt_tokens": 2.0}, "max_tokens"),
+        ("messages", CHAT, "max_tokens"),
+        ("responses", {"model": "tiny", "input": "the fox"}, "max_output_tokens"),
+    ],
+)
+def test_a_whole_float_is_an_integer(path: str, fields: dict[str, Any], limit: str) -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    answer = post(f"/v1/{path}", {**fields, limit: 8.0, "top_k": 5.0, "seed": -1e3}, engine=engine)
+    assert answer.status_code == 200, answer.text
+    sampling = engine.requests[0].sampling
+    assert repr((sampling.max_tokens, sampling.top_k, sampling.seed)) == "(8, 5, -1000)"
+    for value in (8.5, "8", True, [8]):
+        assert post(f"/v1/{path}", {**fields, limit: value}).status_code == 400
+
+
+@pytest.mark.parametrize(
     "harmless",
     [
         {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "unheard_of": [1]},
