@@ -340,7 +340,10 @@ def plain_parts(given: list[str | ContentPart]) -> list[dict[str, Any]]:
 
 
 class GivenDocument(Body):
-    text: Text
+    """A document as `Document.of` takes it, which asks for its text; many who use vLLM call that `contents`."""
+
+    text: Text | None = None
+    contents: Text | None = None
     title: str | None = None
     id: str | None = None
 

@@ -232,6 +232,8 @@ _MODEL_AND_SAMPLING = [
             (None, "documents[0]"),
             ({}, "documents[0].text"),
             ({"text": ""}, "documents[0].text"),
+            ({"contents": ""}, "documents[0].contents"),
+            ({"contents": ["a"]}, "documents[0].contents"),
             ({"text": "a", "title": 5}, "documents[0].title"),
         )
     ),
