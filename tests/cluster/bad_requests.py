@@ -305,6 +305,8 @@ _MODEL_AND_SAMPLING = [
     _case("top_k 1.5", "top_k", top_k=1.5),
     _case("min_p 1.5", "min_p", min_p=1.5),
     _case("repetition_penalty 0", "repetition_penalty", repetition_penalty=0),
+    _case("repetition_penalty 0.005", "repetition_penalty", repetition_penalty=0.005),
+    _case("repetition_penalty 10.5", "repetition_penalty", repetition_penalty=10.5),
     _case("presence_penalty 3", "presence_penalty", presence_penalty=3),
     _case("frequency_penalty -3", "frequency_penalty", frequency_penalty=-3),
     _case("seed 2^64", "seed", seed=2**64),
@@ -351,6 +353,20 @@ _MODEL_AND_SAMPLING = [
     _case("tool_choice of none of the tools", "tool_choice.function.name", tools=[_tool()], tool_choice=_tool("g")),
     _case("tool_choice a number", "tool_choice", tools=[_tool()], tool_choice=7),
     _case("a tool that is no function", "tools[0].type", tools=[{"type": "custom", "custom": {"name": "f"}}]),
+    _case(
+        "tool_choice of allowed tools",
+        "tool_choice.type",
+        tools=[_tool()],
+        tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_tool()]}},
+    ),
+    _case(
+        "a call of a custom tool",
+        "messages[0].tool_calls[0].type",
+        messages=[
+            {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom", "custom": {"name": "f", "input": ""}}]}
+        ],
+    ),
+    _case("echo of a chat", "echo", echo=True),
     _case("a tool's name with blanks", "tools[0].function.name", tools=[_tool("f f")]),
     _case("two tools of a name", "tools", tools=[_tool(), _tool()]),
     _case("too many tools", "tools", tools=[_tool(f"f{i}") for i in range(129)]),
@@ -509,6 +525,7 @@ _PROMPTS = [
     _completion("prompt id a float", "prompt[0]", prompt=[1.0]),
     _completion("prompt of a million ids", "prompt", prompt=[5] * 10**6),
     _completion("200 prompts", "prompt", prompt=["a"] * 200),
+    _completion("65 prompts, each twice", "prompt", prompt=["a"] * 65, n=2),
     _completion("best_of", "best_of", best_of=3),
     _completion("suffix", "suffix", suffix="x"),
     _completion("logprobs of the prompt and a session", "prompt_logprobs", prompt_logprobs=1, session_id="s"),
