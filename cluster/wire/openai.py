@@ -35,7 +35,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
@@ -728,15 +728,24 @@ def parse_logit_bias(logit_bias: Mapping[str, float]) -> dict[int, float]:
 
 def _first_breach(error: ValidationError) -> InvalidRequest:
     """The first type error as an `InvalidRequest` that names its path in the body."""
-    breaches = error.errors(include_url=False, include_context=False)
+    breaches = error.errors(include_url=False)
     # A union reports each of its branches: the longest path is in the branch that was meant. What else something must
     # have goes by its kind.
     first = max(breaches, key=lambda breach: (breach["type"] == "kind", len(_path(breach["loc"]))))
-    same = [b["msg"] for b in breaches if _path(b["loc"]) == _path(first["loc"])]
-    rule = ", or ".join(dict.fromkeys(message[:1].lower() + message[1:] for message in same))
-    # The rule of a size says what it was.
-    value = None if first["type"] in ("missing", "too_long", "too_short") else _brief(first["input"])
-    return InvalidRequest(_path_text(first["loc"]), value, rule)
+    same = [_rule(b) for b in breaches if _path(b["loc"]) == _path(first["loc"])]
+    value = None if first["type"] == "missing" else _brief(first["input"])
+    return InvalidRequest(_path_text(first["loc"]), value, ", or ".join(dict.fromkeys(same)))
+
+
+def _rule(breach: ErrorDetails) -> str:
+    """The rule that was broken, in words that name nothing of ours."""
+    kind, limits = breach["type"], breach.get("ctx", {})
+    if kind in ("model_type", "dataclass_type", "dict_type"):
+        return "must be an object"
+    if kind in ("too_short", "too_long"):
+        bound, number = ("least", limits["min_length"]) if kind == "too_short" else ("most", limits["max_length"])
+        return f"must have at {bound} {number} item{'s' * (number != 1)}"
+    return breach["msg"][:1].lower() + breach["msg"][1:]
 
 
 def _brief(value: Any) -> Any:

@@ -288,6 +288,14 @@ def test_an_unknown_path_is_named_with_where_the_known_ones_are() -> None:
         ({"messages": [{"content": "a"}]}, "messages[0].role: field required"),
         ({"tools": [{}]}, "tools[0].type: field required"),
         ({"cache_salt": ""}, "cache_salt: must not be empty"),
+        ({"messages": ["a"]}, "messages[0]: must be an object (got 'a')"),
+        (
+            {"messages": [{"role": "user", "content": [5]}]},
+            "messages[0].content[0]: input should be a valid string, or must be an object (got 5)",
+        ),
+        ({"messages": []}, "messages: must have at least 1 item (got 'list of 0')"),
+        ({"guided_choice": ["a"] * 1025}, "guided_choice: must have at most 1024 items (got 'list of 1025')"),
+        ({"logit_bias": [1]}, "logit_bias: must be an object (got 'list of 1')"),
     ],
 )
 def test_an_error_says_what_was_given_where_that_tells_something(changes: dict[str, Any], message: str) -> None:
