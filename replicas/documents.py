@@ -34,7 +34,7 @@ Reason = Literal[
 ]
 
 SELECTORS: tuple[Selector, ...] = get_args(Selector)
-_RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?: ...}'
+_RULE = 'must be a text that is not empty, or {"text" or "contents": ..., "title"?: ..., "id"?: ...}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,8 @@ class Document(NamedTuple):
         fields = {"text": given} if isinstance(given, str) else given
         if not isinstance(fields, Mapping):
             raise InvalidRequest(where, given, _RULE)
-        text, title, name = (fields.get(key) for key in ("text", "title", "id"))
+        text, contents, title, name = (fields.get(key) for key in ("text", "contents", "title", "id"))
+        text = contents if text is None else text
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"{where}.text" if fields is given else where, text, _RULE)
         for key, value in (("title", title), ("id", name)):

@@ -30,7 +30,7 @@ from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, Service
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
-from mneme.cluster.wire.openai import Body, GivenDocument, Messages, Text, TokenIds, Tools, Ttl, template_variables
+from mneme.cluster.wire.openai import Body, GivenDocument, Int, Messages, Text, TokenIds, Tools, Ttl, template_variables
 from mneme.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -93,7 +93,7 @@ class WarmRequest(PromptSelector):
     ttl_s: Ttl | None = None  # None: until it is deleted
     pin: bool = True
     public: bool = False  # for all tenants; only an admin may
-    replicas: Literal["all"] | int = "all"
+    replicas: Literal["all"] | Int = "all"
 
 
 class LookupRequest(SequenceSelector):

@@ -18,9 +18,11 @@ from pydantic_core import PydanticCustomError
 from mneme.cluster.wire.openai import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
+    WHOLE,
     ArgumentsSchema,
     BlendBody,
     Body,
+    Int,
     SessionOptions,
     TruncationOptions,
     is_tool,
@@ -254,16 +256,16 @@ class OutputConfig(Body):
 class MessagesRequest(CountRequest):
     """Anthropic's fields, and those of this server that chat completions take too."""
 
-    max_tokens: Annotated[int, Field(ge=0)]  # 0: the prompt is computed, and nothing said
+    max_tokens: Annotated[int, Field(ge=0), WHOLE]  # 0: the prompt is computed, and nothing said
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     diagnostics: Diagnostics | None = None
     thread: Thread | None = None
     output_config: OutputConfig | None = None
-    seed: int | None = None
+    seed: Int | None = None
     session: SessionOptions | None = None
     session_id: str | None = None
     cache_salt: str | None = None

@@ -1,6 +1,6 @@
 """What a request body may say: types and refused fields here, ranges in `SamplingParams`.
 
-Types are strict (no "5" for 5, no 5.0 for 5), numbers finite. Every breach is an `InvalidRequest` whose
+Types are strict (no "5" for 5; 5.0 is 5), numbers finite. Every breach is an `InvalidRequest` whose
 `field` is the path in the body, such as `messages[0].content`.
 
 A field of the OpenAI and vLLM APIs that no model here names is refused when leaving it out would change what the
@@ -21,9 +21,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from zlib import crc32
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
@@ -49,13 +61,13 @@ MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
 MAX_EMBEDDINGS = 2048  # OpenAI's, of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
-ServiceTier = Literal["auto", "default", "flex", "priority"]
-_PRIORITY_OF_TIER: dict[ServiceTier, int] = {"auto": 0, "default": 0, "flex": 30, "priority": -30}
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "fast"]
+_PRIORITY_OF_TIER = {"flex": 30, "priority": -30}  # the others are served as "default"
 MAX_IGNORED, MAX_IGNORED_CHARS = 16, 64  # names of ignored fields that an answer tells, and characters of each
 
 M = TypeVar("M", bound="Body")
 _UNION_BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "none", "GivenDocument", "NamedToolChoice", "ToolChoice"}
+    {"str", "int", "float", "bool", "none", "ContentPart", "GivenDocument", "NamedToolChoice", "ToolChoice"}
 )  # pydantic puts them into error paths
 _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.\-]")
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -67,9 +79,16 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+def _whole(value: object) -> object:
+    """Return whole floats as integers: R, Lua and others write 8.0 for 8."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+Int = Annotated[int, WHOLE]
 Ttl = Annotated[float, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]  # seconds
 Text = Annotated[str, Field(min_length=1)]
-LastTokens = Annotated[int, Field(ge=-1)]  # vLLM's `truncate_prompt_tokens`; -1: as many as the model takes
+LastTokens = Annotated[int, Field(ge=-1), WHOLE]  # vLLM's `truncate_prompt_tokens`; -1: as many as the model takes
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
@@ -97,7 +116,7 @@ class TruncationOptions(Body):
 
     strategy: Strategy = "error"
     ratio: float = 0.5
-    keep_first: int = 0
+    keep_first: Int = 0
     keep: Keep | None = None
 
     def given(self) -> dict[str, Any]:
@@ -148,7 +167,7 @@ class StructuredOutputs(Body):
 
 
 class PromptParts(Body):
-    prompt: Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
+    prompt: Annotated[list[str | ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
 
 
 class SamplingBody(Body):
@@ -157,18 +176,18 @@ class SamplingBody(Body):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    n: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
-    prompt_logprobs: int | None = None
+    seed: Int | None = None
+    prompt_logprobs: Int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -191,7 +210,7 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
     service_tier: ServiceTier | None = None
     # From the arrival of the request at this server to the end of its answer.
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
@@ -247,7 +266,7 @@ class SamplingBody(Body):
     @property
     def whole_priority(self) -> int:
         """Return `priority`, with that of the tier."""
-        return (self.priority or 0) + _PRIORITY_OF_TIER[self.service_tier or "auto"]
+        return (self.priority or 0) + _PRIORITY_OF_TIER.get(self.service_tier or "", 0)
 
     @property
     def used_tier(self) -> str | None:
@@ -276,17 +295,55 @@ class SamplingBody(Body):
             raise InvalidRequest("prompt_logprobs", self.prompt_logprobs, "only allowed when stream is false")
 
 
-class ContentPart(Body):
+class TextPart(Body):
+    """Text by any of the names that OpenAI's APIs have for it, or an assistant's refusal, which is text too."""
+
+    model_config = ConfigDict(validate_default=True)  # what is not given is looked at, too
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @field_validator("text", "refusal")
+    @classmethod
+    def _is_given(cls, value: str | None, about: ValidationInfo) -> str | None:
+        kind = about.data.get("type")  # none: it has been refused
+        if value is None and kind is not None and about.field_name == _holds_text(kind):
+            raise PydanticCustomError("missing", "field required")
+        return value
+
+    @property
+    def said(self) -> str:
+        return getattr(self, _holds_text(self.type)) or ""
+
+
+class ContentPart(TextPart):
     """Text, or a document: its `title` is its first line, usage and explanations call it by its `id`."""
 
-    type: Literal["text", "document"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "refusal", "document"]  # type: ignore[assignment]
     title: str | None = None
     id: str | None = None
 
+    def for_template(self) -> dict[str, Any]:
+        """Return it as text, or as a document."""
+        others = {"title": self.title, "id": self.id} if self.type == "document" else {}
+        return {"type": "document" if others else "text", "text": self.said, **others}
+
+
+def _holds_text(kind: str) -> str:
+    return "refusal" if kind == "refusal" else "text"
+
+
+def plain_parts(given: list[str | ContentPart]) -> list[dict[str, Any]]:
+    """Return the parts of a text as texts and documents."""
+    return [{"type": "text", "text": each} if isinstance(each, str) else each.for_template() for each in given]
+
 
 class GivenDocument(Body):
-    text: Text
+    """A document as `Document.of` takes it, which asks for its text; many who use vLLM call that `contents`."""
+
+    text: Text | None = None
+    contents: Text | None = None
     title: str | None = None
     id: str | None = None
 
@@ -296,7 +353,7 @@ Documents = Annotated[list[str | GivenDocument], Field(max_length=MAX_DOCUMENTS)
 
 def tier_of(asked: ServiceTier | None) -> str:
     """Return the tier that a request is served at."""
-    return "default" if asked in (None, "auto") else asked
+    return asked if asked in _PRIORITY_OF_TIER else "default"
 
 
 def plain_documents(given: list[str | GivenDocument] | None) -> list[Any]:
@@ -312,7 +369,7 @@ class BlendBody(Body):
     mode: Mode = "auto"
     selector: Selector | None = None
     ratio: float | None = None
-    min_tokens: int = 64
+    min_tokens: Int = 64
     order: Order = "given"
 
     def given(self) -> dict[str, Any]:
@@ -397,15 +454,35 @@ class MessageToolCall(Body):
 
 
 class Message(Body):
-    """One message of a conversation; `content` may be null only where an assistant said nothing, or called tools."""
+    """One message of a conversation; `content` may be null only where an assistant said nothing, or called tools.
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
+    OpenAI's forms from before tools are taken as what replaced them: `function_call`, and the role "function".
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[str | ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
+    function_call: CalledFunction | None = None
+
+    @model_validator(mode="after")
+    def _with_tools(self) -> Message:
+        if self.role == "function":  # its content is nullable
+            self.role, self.content = "tool", self.content or ""
+            self.tool_call_id = _call_id(self.name or "")
+        if self.function_call is not None and not self.tool_calls:
+            call = self.function_call
+            self.tool_calls = [MessageToolCall(id=_call_id(call.name), function=call)]
+        return self
+
+    @property
+    def said(self) -> str | list[str | ContentPart]:
+        """What was said; an assistant may have refused instead."""
+        return self.content or (self.role == "assistant" and self.refusal) or ""
 
     def for_template(self, index: int, stand_ins: StandIns) -> dict[str, Any]:
         """Return the message as chat templates expect it: plain text, and "developer" under its older name."""
@@ -413,10 +490,9 @@ class Message(Body):
             raise InvalidRequest(f"messages[{index}].tool_calls", None, "only an assistant calls tools")
         if self.content is None and self.role != "assistant":
             raise InvalidRequest(f"messages[{index}].content", None, "may be null only for an assistant")
-        text = self.content or ""
+        text = self.said
         if isinstance(text, list):
-            parts = [part.model_dump() for part in text]
-            text = stand_ins.content(parts, f"messages[{index}].content", group=index)
+            text = stand_ins.content(plain_parts(text), f"messages[{index}].content", group=index)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         others: dict[str, Any] = {
             "name": self.name,
@@ -431,15 +507,20 @@ class Message(Body):
         return message | {name: value for name, value in others.items() if value is not None}
 
 
+def _call_id(function: str) -> str:
+    """Name a call that has only its function's name, as its result does; some templates want nine characters."""
+    return f"{crc32(function.encode()):09x}"
+
+
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(SamplingBody):
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -456,7 +537,7 @@ class ChatRequest(SamplingBody):
             return
         if self.add_generation_prompt:
             raise InvalidRequest(name, True, "needs add_generation_prompt: false")
-        if last.role != "assistant" or not last.content or last.tool_calls:
+        if last.role != "assistant" or not last.said or last.tool_calls:
             raise InvalidRequest(name, True, "needs an assistant's text as the last message")
         if self.appends or self.tools:
             raise InvalidRequest(name, True, f"cannot be combined with {'session.append' if self.appends else 'tools'}")
@@ -495,7 +576,7 @@ class ChatRequest(SamplingBody):
     def sampling_params(self, seed: int) -> SamplingParams:
         name = self.max_tokens_field
         limit: int | None = getattr(self, name)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", self.top_logprobs, "only allowed when logprobs is true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         try:
@@ -508,8 +589,8 @@ class ChatRequest(SamplingBody):
 class CompletionRequest(SamplingBody):
     prompt: Any  # str | list[str] | list[int] | list[list[int]] | list[ContentPart]: see `prompts`
     echo: bool | None = None
-    best_of: int | None = None
-    logprobs: int | None = None
+    best_of: Int | None = None
+    logprobs: Int | None = None
     add_special_tokens: bool = True
 
     @property
@@ -534,8 +615,8 @@ class CompletionRequest(SamplingBody):
     def prompts(self) -> list[str | list[int] | tuple[Part, ...]]:
         """One entry per prompt, none empty."""
         if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], dict):
-            parts = validate(PromptParts, {"prompt": self.prompt}).prompt
-            return [prompt_parts([part.model_dump() for part in parts], self.documents_beside)]
+            parts = plain_parts(validate(PromptParts, {"prompt": self.prompt}).prompt)
+            return [prompt_parts(parts, self.documents_beside)]
         prompts = parse_prompts(self.prompt)
         if self.documents:
             if len(prompts) > 1 or not isinstance(prompts[0], str):
@@ -550,7 +631,7 @@ class EmbeddingsRequest(Body):
     model: str
     input: Any  # str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     pooling: Pooling = "last"
     normalize: bool = True
     add_special_tokens: bool = True
@@ -647,15 +728,24 @@ def parse_logit_bias(logit_bias: Mapping[str, float]) -> dict[int, float]:
 
 def _first_breach(error: ValidationError) -> InvalidRequest:
     """The first type error as an `InvalidRequest` that names its path in the body."""
-    breaches = error.errors(include_url=False, include_context=False)
+    breaches = error.errors(include_url=False)
     # A union reports each of its branches: the longest path is in the branch that was meant. What else something must
     # have goes by its kind.
     first = max(breaches, key=lambda breach: (breach["type"] == "kind", len(_path(breach["loc"]))))
-    same = [b["msg"] for b in breaches if _path(b["loc"]) == _path(first["loc"])]
-    rule = ", or ".join(dict.fromkeys(message[:1].lower() + message[1:] for message in same))
-    # The rule of a size says what it was.
-    value = None if first["type"] in ("missing", "too_long", "too_short") else _brief(first["input"])
-    return InvalidRequest(_path_text(first["loc"]), value, rule)
+    same = [_rule(b) for b in breaches if _path(b["loc"]) == _path(first["loc"])]
+    value = None if first["type"] == "missing" else _brief(first["input"])
+    return InvalidRequest(_path_text(first["loc"]), value, ", or ".join(dict.fromkeys(same)))
+
+
+def _rule(breach: ErrorDetails) -> str:
+    """The rule that was broken, in words that name nothing of ours."""
+    kind, limits = breach["type"], breach.get("ctx", {})
+    if kind in ("model_type", "dataclass_type", "dict_type"):
+        return "must be an object"
+    if kind in ("too_short", "too_long"):
+        bound, number = ("least", limits["min_length"]) if kind == "too_short" else ("most", limits["max_length"])
+        return f"must have at {bound} {number} item{'s' * (number != 1)}"
+    return breach["msg"][:1].lower() + breach["msg"][1:]
 
 
 def _brief(value: Any) -> Any:
@@ -700,7 +790,7 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "structural_tag": (_is_off, _STRUCTURED),
     "guided_whitespace_pattern": (_is_off, "blanks are as JSON has them"),
     "audio": (_is_off, "audio is not supported"),
-    "modalities": (_one_of(None, ["text"]), 'only ["text"] is supported'),
+    "modalities": (_one_of(None, [], ["text"]), 'only ["text"] is supported'),
     "web_search_options": (_is_off, "web search is not supported"),
     "mcp_servers": (_is_off, "not supported; clients give their servers' tools as `tools`, and call them"),
     "container": (_is_off, "not supported; nothing is run here"),

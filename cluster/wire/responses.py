@@ -10,11 +10,20 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag
 
 from mneme.cluster.wire.anthropic import CacheMark
-from mneme.cluster.wire.openai import MAX_CONTENT_PARTS, MAX_MESSAGES, Body, Function, ServiceTier, is_tool, tier_of
+from mneme.cluster.wire.openai import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    Body,
+    Function,
+    Int,
+    ServiceTier,
+    TextPart,
+    is_tool,
+    tier_of,
+)
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.text.tool_calls import MAX_TOOLS
@@ -35,22 +44,11 @@ class Breakpoint(Body):
     ttl: CacheTtl | None = None
 
 
-class TextPart(Body):
-    """Text, or an assistant's refusal, which is text too."""
-
-    type: Literal["input_text", "output_text", "text", "refusal"]
-    text: str | None = None
-    refusal: str | None = None
+class ItemPart(TextPart):
     prompt_cache_breakpoint: Breakpoint | None = None
 
-    @model_validator(mode="after")
-    def _has_text(self) -> TextPart:
-        if (self.refusal if self.type == "refusal" else self.text) is None:
-            raise PydanticCustomError("text", "must have its text")
-        return self
 
-
-Content = str | Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS)]
+Content = str | Annotated[list[ItemPart], Field(max_length=MAX_CONTENT_PARTS)]
 ItemId = Annotated[str, Field(max_length=MAX_ITEM_ID_CHARS)]
 
 
@@ -177,12 +175,12 @@ class ResponsesRequest(Body):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -198,8 +196,8 @@ class ResponsesRequest(Body):
     conversation: Any = None
     prompt: Any = None
     # This server's own, as chat completions take them.
-    seed: int | None = None
-    top_k: int | None = None
+    seed: Int | None = None
+    top_k: Int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
@@ -378,5 +376,5 @@ def _text(item: Mapping[str, Any]) -> str | Items:
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
-def _texts(content: str | Sequence[TextPart]) -> list[str]:
-    return [content] if isinstance(content, str) else [part.text or part.refusal or "" for part in content]
+def _texts(content: str | Sequence[ItemPart]) -> list[str]:
+    return [content] if isinstance(content, str) else [part.said for part in content]

@@ -167,6 +167,18 @@ _MESSAGES = [
         body=content([{"type": "image_url", "image_url": {"url": "http://x"}}]),
         param="messages[0].content[0].type",
     ),
+    *(
+        BadRequest(name=f"content {part}", body=content([part], "assistant"), param=f"messages[0].content[0].{param}")
+        for part, param in (
+            ({"type": "refusal"}, "refusal"),
+            ({"type": "refusal", "text": "a"}, "refusal"),
+            ({"type": "input_text", "refusal": "a"}, "text"),
+            ({"type": "output_text", "text": None}, "text"),
+            ({"type": "input_image", "image_url": "http://x"}, "type"),
+            ({"type": "input_audio", "input_audio": {}}, "type"),
+            ({"text": "a"}, "type"),
+        )
+    ),
     BadRequest(name="lone surrogate", body=content("a\ud800b"), param="messages[0].content"),
     BadRequest(name="lone low surrogate in a key", body=chat(metadata={"\udc00": 1}), param="metadata key"),
     BadRequest(name="a million letters", body=content("a" * MIB), param="messages"),
@@ -201,7 +213,6 @@ _MESSAGES = [
 ]
 
 _MODEL_AND_SAMPLING = [
-    BadRequest(name="no model", body={"messages": MESSAGES}, param="model"),
     BadRequest(name="unknown model", body=chat(model="no-such-model"), status=404, param="model"),
     BadRequest(name="model a path", body=chat(model="../../etc/passwd"), status=404, param="model"),
     BadRequest(name="model empty", body=chat(model=""), status=404, param="model"),
@@ -221,6 +232,8 @@ _MODEL_AND_SAMPLING = [
             (None, "documents[0]"),
             ({}, "documents[0].text"),
             ({"text": ""}, "documents[0].text"),
+            ({"contents": ""}, "documents[0].contents"),
+            ({"contents": ["a"]}, "documents[0].contents"),
             ({"text": "a", "title": 5}, "documents[0].title"),
         )
     ),
@@ -272,7 +285,8 @@ _MODEL_AND_SAMPLING = [
     _case("max_tokens -1", "max_tokens", max_tokens=-1),
     _case("max_tokens 2^63", "max_tokens", max_tokens=2**63),
     _case("max_tokens a string", "max_tokens", max_tokens="5"),
-    _case("max_tokens 5.0", "max_tokens", max_tokens=5.0),
+    _case("max_tokens 5.5", "max_tokens", max_tokens=5.5),
+    _case("max_tokens 1e300", "max_tokens", max_tokens=1e300),
     _case("max_tokens true", "max_tokens", max_tokens=True),
     _case("max_completion_tokens 0", "max_completion_tokens", max_completion_tokens=0),
     _case("min_tokens over max_tokens", "min_tokens", min_tokens=5),
@@ -291,6 +305,8 @@ _MODEL_AND_SAMPLING = [
     _case("top_k 1.5", "top_k", top_k=1.5),
     _case("min_p 1.5", "min_p", min_p=1.5),
     _case("repetition_penalty 0", "repetition_penalty", repetition_penalty=0),
+    _case("repetition_penalty 0.005", "repetition_penalty", repetition_penalty=0.005),
+    _case("repetition_penalty 10.5", "repetition_penalty", repetition_penalty=10.5),
     _case("presence_penalty 3", "presence_penalty", presence_penalty=3),
     _case("frequency_penalty -3", "frequency_penalty", frequency_penalty=-3),
     _case("seed 2^64", "seed", seed=2**64),
@@ -337,6 +353,20 @@ _MODEL_AND_SAMPLING = [
     _case("tool_choice of none of the tools", "tool_choice.function.name", tools=[_tool()], tool_choice=_tool("g")),
     _case("tool_choice a number", "tool_choice", tools=[_tool()], tool_choice=7),
     _case("a tool that is no function", "tools[0].type", tools=[{"type": "custom", "custom": {"name": "f"}}]),
+    _case(
+        "tool_choice of allowed tools",
+        "tool_choice.type",
+        tools=[_tool()],
+        tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_tool()]}},
+    ),
+    _case(
+        "a call of a custom tool",
+        "messages[0].tool_calls[0].type",
+        messages=[
+            {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom", "custom": {"name": "f", "input": ""}}]}
+        ],
+    ),
+    _case("echo of a chat", "echo", echo=True),
     _case("a tool's name with blanks", "tools[0].function.name", tools=[_tool("f f")]),
     _case("two tools of a name", "tools", tools=[_tool(), _tool()]),
     _case("too many tools", "tools", tools=[_tool(f"f{i}") for i in range(129)]),
@@ -495,6 +525,7 @@ _PROMPTS = [
     _completion("prompt id a float", "prompt[0]", prompt=[1.0]),
     _completion("prompt of a million ids", "prompt", prompt=[5] * 10**6),
     _completion("200 prompts", "prompt", prompt=["a"] * 200),
+    _completion("65 prompts, each twice", "prompt", prompt=["a"] * 65, n=2),
     _completion("best_of", "best_of", best_of=3),
     _completion("suffix", "suffix", suffix="x"),
     _completion("logprobs of the prompt and a session", "prompt_logprobs", prompt_logprobs=1, session_id="s"),
@@ -632,7 +663,9 @@ _RESPONSES = [
     _response("an item of no kind", "input[0]", input=[{"type": "computer_call"}]),
     _response("a message of nobody", "input[0].role", input=[{"role": "wizard", "content": "a"}]),
     _response(
-        "a part without its text", "input[0].content[0]", input=[{"role": "user", "content": [{"type": "input_text"}]}]
+        "a part without its text",
+        "input[0].content[0].text",
+        input=[{"role": "user", "content": [{"type": "input_text"}]}],
     ),
     _response("an image", "input[0].content[0].type", input=[{"role": "user", "content": [{"type": "input_image"}]}]),
     _response(
@@ -666,7 +699,7 @@ _RESPONSES = [
     ),
     _response("a format of no kind", "text.format.type", text={"format": {"type": "xml"}}),
     _response("a truncation of no kind", "truncation", truncation="best"),
-    _response("a tier of no kind", "service_tier", service_tier="fast"),
+    _response("a tier of no kind", "service_tier", service_tier="best"),
     _response("kept for two days", "prompt_cache_options.ttl", prompt_cache_options={"ttl": "2d"}),
     _response("store as text", "store", store="no"),
     _response("stream as text", "stream", stream="yes"),

@@ -61,6 +61,15 @@ def test_documents_beside_the_messages() -> None:
     assert said(request) == [("document-0", "a dog", TOKENIZER.encode_continuation("a dog")), RED]
 
 
+def test_the_text_of_a_document_may_be_called_its_contents() -> None:
+    named, other = ({"title": "Foxes", key: "a red fox"} for key in ("contents", "text"))
+    request = chat(documents=[named])
+    assert request.prompt_token_ids == chat(documents=[other]).prompt_token_ids
+    assert [text for _, text, _ in said(request)] == ["Foxes\na red fox"]
+    asked = {**CHAT, "documents": [named]}
+    assert "x-mneme-ignored-fields" not in post("/v1/chat/completions", asked).headers
+
+
 @pytest.mark.parametrize("changes", [{"documents": [{"text": "a red fox", "id": "red"}]}, {"prompt": [DOCUMENT]}])
 def test_documents_of_a_text(changes: dict[str, Any]) -> None:
     request = completion(**changes)

@@ -165,6 +165,38 @@ def test_content_parts_become_text_and_developer_is_system() -> None:
     )
 
 
+def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    kinds = ("text", "input_text", "output_text")
+    parts = ["a", *({"type": kind, "text": kind} for kind in kinds), {"type": "refusal", "refusal": "no"}]
+    answer = post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]}, engine=engine)
+    assert answer.status_code == 200
+    assert "x-mneme-ignored-fields" not in answer.headers
+    post("/v1/completions", {**COMPLETION, "prompt": parts[::-1]}, engine=engine)
+    texts = ["a", *kinds, "no"]
+    assert engine.requests[0].prompt_text == RENDERED.replace("the fox", "\n".join(texts))
+    assert engine.requests[1].prompt_text == "\n".join(texts[::-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "limit"),
+    [
+        ("chat/completions", {**CHAT, "priority": -3.0, "truncation": {"keep_first": 0.0}}, "max_tokens"),
+        ("completions", {**COMPLETION, "truncate_prompt_tokens": 2.0}, "max_tokens"),
+        ("messages", CHAT, "max_tokens"),
+        ("responses", {"model": "tiny", "input": "the fox"}, "max_output_tokens"),
+    ],
+)
+def test_a_whole_float_is_an_integer(path: str, fields: dict[str, Any], limit: str) -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    answer = post(f"/v1/{path}", {**fields, limit: 8.0, "top_k": 5.0, "seed": -1e3}, engine=engine)
+    assert answer.status_code == 200, answer.text
+    sampling = engine.requests[0].sampling
+    assert repr((sampling.max_tokens, sampling.top_k, sampling.seed)) == "(8, 5, -1000)"
+    for value in (8.5, "8", True, [8]):
+        assert post(f"/v1/{path}", {**fields, limit: value}).status_code == 400
+
+
 @pytest.mark.parametrize(
     "harmless",
     [
@@ -176,6 +208,8 @@ def test_content_parts_become_text_and_developer_is_system() -> None:
             "suffix": "",
             "modalities": ["text"],
         },
+        {"top_logprobs": 0, "modalities": []},
+        {"top_logprobs": 0, "logprobs": False},
         {"stop": [], "n": None, "temperature": 0, "seed": 2**64 - 1, "max_tokens": None},
         {"stop": list("0123456789"), "n": 100, "chat_template_kwargs": {"a": {"b": [1]}}, "cache_salt": "\n" * 1000},
     ],
@@ -254,6 +288,14 @@ def test_an_unknown_path_is_named_with_where_the_known_ones_are() -> None:
         ({"messages": [{"content": "a"}]}, "messages[0].role: field required"),
         ({"tools": [{}]}, "tools[0].type: field required"),
         ({"cache_salt": ""}, "cache_salt: must not be empty"),
+        ({"messages": ["a"]}, "messages[0]: must be an object (got 'a')"),
+        (
+            {"messages": [{"role": "user", "content": [5]}]},
+            "messages[0].content[0]: input should be a valid string, or must be an object (got 5)",
+        ),
+        ({"messages": []}, "messages: must have at least 1 item (got 'list of 0')"),
+        ({"guided_choice": ["a"] * 1025}, "guided_choice: must have at most 1024 items (got 'list of 1025')"),
+        ({"logit_bias": [1]}, "logit_bias: must be an object (got 'list of 1')"),
     ],
 )
 def test_an_error_says_what_was_given_where_that_tells_something(changes: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
-from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER
+from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.real_engines import TwoEngines
 
@@ -61,6 +61,23 @@ def test_each_request_runs_on_the_model_that_it_names(
         "context_length_exceeded"
     )
     assert chat(client, "none", 404)["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}])
+def test_a_model_need_not_be_named_where_there_is_one(client: TestClient, model: dict[str, None]) -> None:
+    for path, fields in (
+        ("chat/completions", {"messages": CHAT["messages"]}),
+        ("completions", {"prompt": "the fox"}),
+        ("embeddings", {"input": "the fox"}),
+        ("responses", {"input": "the fox"}),
+        ("messages", {"messages": CHAT["messages"], "max_tokens": 3}),
+    ):
+        answer = post(f"/v1/{path}", {**fields, **model})
+        assert (answer.status_code, answer.json()["model"]) == (200, LARGE)
+        assert "x-mneme-ignored-fields" not in answer.headers
+        assert client.post(f"/v1/{path}", json={**fields, **model}).status_code == 400
+    error = client.post("/v1/chat/completions", json={"messages": CHAT["messages"], **model}).json()["error"]
+    assert error["param"] == "model"
 
 
 def test_a_model_that_has_no_replica_leaves_the_other_alone(client: TestClient, small: FakeEngineClient) -> None:

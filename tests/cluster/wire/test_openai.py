@@ -34,6 +34,9 @@ CHAT_FIELDS = st.sampled_from([*ChatRequest.model_fields, *CompletionRequest.mod
 BASE = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
 
 
+GOES_ON = {"continue_final_message": True, "add_generation_prompt": False}
+
+
 def refusal_of(call: Callable[[], object]) -> InvalidRequest | None:
     try:
         call()
@@ -132,6 +135,40 @@ def test_an_assistant_may_have_said_nothing() -> None:
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "a", "name": "Bo"},
     ]
+
+
+@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_an_assistant_s_refusal_is_what_it_said(nothing: dict[str, Any]) -> None:
+    messages = [*BASE["messages"], {"role": "assistant", "refusal": "no", **nothing}]
+    body = validate(ChatRequest, {**BASE, "messages": messages, **GOES_ON})
+    body.check_continuation()
+    assert conversation(body.messages, StandIns())[1] == {"role": "assistant", "content": "no"}
+    messages[1] = {"role": "assistant", "refusal": "no", "content": "yes"}
+    body = validate(ChatRequest, {**BASE, "messages": messages})
+    assert conversation(body.messages, StandIns())[1]["content"] == "yes"
+
+
+def test_functions_as_they_were_before_tools_are_tools() -> None:
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    messages = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "f", "content": "5"},
+        {"role": "assistant", "content": "ok", "function_call": None},
+        {"role": "function", "name": "g", "content": None},
+    ]
+    called, result, said, nothing = conversation(
+        validate(TokenizeRequest, {"messages": messages}).messages or [], StandIns()
+    )
+    (made,) = called["tool_calls"]
+    assert made["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert len(made["id"]) == 9
+    assert result == {"role": "tool", "content": "5", "name": "f", "tool_call_id": made["id"]}
+    assert said == {"role": "assistant", "content": "ok"}
+    assert (nothing["role"], nothing["content"]) == ("tool", "")
+    users = validate(TokenizeRequest, {"messages": [{"role": "user", "content": "a", "function_call": call}]})
+    refusal = refusal_of(lambda: conversation(users.messages or [], StandIns()))
+    assert refusal is not None
+    assert refusal.field == "messages[0].tool_calls"
 
 
 def test_template_variables_cannot_replace_the_conversation() -> None:

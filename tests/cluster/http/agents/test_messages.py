@@ -143,7 +143,6 @@ def test_a_session_goes_on() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"temperature": -1.0}, "temperature"),
         ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"model": None}, "model"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

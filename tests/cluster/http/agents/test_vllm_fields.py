@@ -63,7 +63,7 @@ def test_an_echo_is_of_what_was_left() -> None:
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "embeddings"])
-@pytest.mark.parametrize("value", [0, -2, MODEL.max_context + 1, True, 1.0, "5"])
+@pytest.mark.parametrize("value", [0, -2, MODEL.max_context + 1, True, 1.5, "5"])
 def test_a_number_of_tokens_that_cannot_be_left_is_refused(path: str, value: Any) -> None:
     answer = ask(path, truncate_prompt_tokens=value)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
@@ -124,7 +124,7 @@ def test_fields_of_the_other_apis_are_known_by_their_own_names() -> None:
     [
         ({}, 0, None),
         ({"priority": -3}, -3, None),
-        ({"service_tier": "auto"}, 0, "default"),
+        *(({"service_tier": tier}, 0, "default") for tier in ("auto", "default", "scale", "fast")),
         ({"service_tier": "flex", "priority": 1}, 31, "flex"),
         ({"service_tier": "priority"}, -30, "priority"),
     ],
@@ -149,7 +149,7 @@ def test_priorities_reach_the_engine_and_answers_name_the_tier(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"priority": 1.0}, {"priority": True}, {"priority": 2**31}, {"service_tier": "fast"}, {"service_tier": 1}],
+    [{"priority": 1.5}, {"priority": True}, {"priority": 2**31}, {"service_tier": "best"}, {"service_tier": 1}],
 )
 def test_priorities_that_are_none_are_refused(fields: dict[str, Any]) -> None:
     answer = ask("completions", **fields)
