@@ -345,9 +345,9 @@ class RayEngineClient:
                 if tried and not is_resumed and isinstance(refusal, Overloaded):
                     raise refusal
                 patience_s = WAIT_FOR_REPLICA_S if is_resumed or self._expects_replica() else NO_REPLICA_S
-                deadline = began_s + min(patience_s, choices[0].time_left_s)
-                if not await self._wait_for_replica(deadline, has_tried=bool(tried)):
-                    raise refusal if choices[0].time_left_s > 0 else DeadlineExceeded
+                due_s = asyncio.get_running_loop().time() + choices[0].time_left_s
+                if not await self._wait_for_replica(min(began_s + patience_s, due_s), has_tried=bool(tried)):
+                    raise refusal if began_s + patience_s < due_s else DeadlineExceeded
                 tried.clear()
                 continue
             tried.add(reservation.replica_id)

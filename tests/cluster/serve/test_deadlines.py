@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from mneme.cluster.serve.client import PlacedChoice, RayEngineClient
+from mneme.cluster.serve.link import LinkLost
 from mneme.errors import DeadlineExceeded, MnemeError, Overloaded
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, post, serving
@@ -125,6 +126,21 @@ def test_a_request_without_a_replica_waits_no_longer_than_its_time() -> None:
         assert asyncio.get_running_loop().time() - started_s < 10  # a replica is waited for longer
 
     run(scenario, replicas=())
+
+
+def test_a_request_that_is_tried_again_and_again_has_all_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(*_: object) -> None:
+        raise LinkLost("gone")
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await all_open(client)
+        monkeypatch.setattr(client, "_submit", lost)
+        started_s = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await anext(client.generate([_with_timeout(request(), 0.5)]))
+        assert asyncio.get_running_loop().time() - started_s >= 0.45
+
+    run(scenario)
 
 
 def test_a_lost_replica_does_not_give_a_request_more_time() -> None:
