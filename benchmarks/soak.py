@@ -8,7 +8,7 @@ object store, which all processes map). The load: turns of sessions, streamed an
 are cut off; forks, lookups, deletes; the corpus of malformed requests, bodies of 9 MiB, bytes that are not HTTP;
 unknown API keys. A pause between requests bounds the rate. Bounded stores (the index of prefixes, sessions' homes, page
 pools, the host tier) fill up first. Target: of each process, what is its own has a median in the last quarter of the
-time at most 2 MiB over that in the third quarter. A leak of 8 MiB an hour fails that in an hour; what an allocator does
+time at most 2 MiB over that in the third quarter; no process ends, and no answer is a 5xx or breaks. A leak of 8 MiB an hour fails that in an hour; what an allocator does
 with its pages does not. A shorter run is less strict: under 40 minutes nothing is said.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import statistics
 import sys
 import time
@@ -41,6 +42,7 @@ MAX_REQUESTS = 100_000
 PLATEAU_MIB = 2.0  # of private memory, of one process: the last quarter's median over the third's
 MIN_SAMPLES = 80  # 40 minutes
 WATCHED = ("engine", "ingress", "NodeActor", "Directory", "ServeController", "HAProxyManager", "haproxy")
+GOOD_OUTCOME = re.compile(r" [234]\d\d$| no answer$")  # the last: of bytes that end no request
 WORDS = ("book", "reader", "shelf", "lamp", "river", "stone", "winter", "letter", "garden", "bridge", "clock", "window")
 
 
@@ -205,6 +207,11 @@ def main() -> None:
         print(f"{name}: RSS {rss:.0f} -> {last_rss:.0f} MiB, own {uss:.0f} -> {last_uss:.0f} MiB")
         grown = round(growth(found), 1) if not args.quick and len(found) >= MIN_SAMPLES else None
         run.check(at_most(f"growth of {name}", grown, PLATEAU_MIB, "MiB"))
+    broken = {name: count for name, count in outcomes.items() if not GOOD_OUTCOME.search(name)}
+    run.check(at_most("5xx, and requests that broke", sum(broken.values()), 0, "requests"))
+    lasts = {name: found[-1][0] for name, found in samples.items()}
+    ended = [name for name, at_s in lasts.items() if at_s < max(lasts.values())]
+    run.check(at_most("processes that ended", len(ended), 0, "processes"))
     run.check(at_most("left_behind", len(left_behind), 0, "items"))
     run.end({"requests": outcomes.total(), "outcomes": dict(sorted(outcomes.items())), "samples": samples})
 

