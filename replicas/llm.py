@@ -32,8 +32,6 @@ from mneme.replicas.text.prompts import ROLES, Appended, conversation_prefix, nu
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
 
-# What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
-DEFAULT_COMPLETION = SamplingParams()
 _TENANT = tenant_id("")  # the only one
 _WRITE_S = 5.0  # at most, until what was said is in the logs of sessions
 
@@ -229,7 +227,7 @@ class LLM:
         jobs = [
             self._job(
                 self._encoded(prompt),
-                param or DEFAULT_COMPLETION,
+                param or SamplingParams(),
                 session,
                 self._truncation(truncation, session),
                 self._default_blend.updated({} if blend is None else blend),
@@ -281,11 +279,10 @@ class LLM:
         """Answer a conversation through the model's chat template, or a list of them in one batch.
 
         Without `sampling_params` answers end where the model ends them. A list is answered by a list, with one entry of
-        `session_id` for each; otherwise as `generate`. `documents`
-        (texts, or mappings with a text and perhaps a title and an id) stand where the template puts them, else before
-        the last user's text; messages may have documents among the parts of their content, too. `tools`
-        (as OpenAI's) are written by the template; answers are text as it was drawn, in which
-        `Dialect(llm.get_tokenizer()).parser` finds calls.
+        `session_id` for each; otherwise as `generate`. `documents` (texts, or mappings with a text and perhaps a title
+        and an id) stand where the template puts them, else before the last user's text; messages may have documents
+        among the parts of their content, too. `tools` (as OpenAI's) are written by the template; answers are text as it
+        was drawn, in which `Dialect(llm.get_tokenizer()).parser` finds calls.
         """
         conversations, is_one = _conversations(messages, documents or ())
         params = _one_per_prompt("sampling_params", sampling_params, SamplingParams, len(conversations))

@@ -193,7 +193,8 @@ class Simulation:
             router = self._router(job.turn)
             if isinstance(router, Mneme) and len(job.found) > 1:  # else nothing that is weighed is learned from it
                 router.found(job.turn, sum(job.found))
-            router.started(job.turn)
+            else:
+                router.started(job.turn)
 
     def _end(self, job: Job) -> None:
         self._in_flight[job.replica] -= 1

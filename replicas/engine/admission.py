@@ -126,8 +126,9 @@ def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int
     with a fixed limit may use all of the window. `capacity`: tokens of the window or the page pool, what is smaller.
     """
     wanted, room, left = request.sampling.max_tokens, capacity - num_prompt, max_context - num_prompt
-    if wanted is not None and wanted <= max_context and left >= max(request.sampling.min_tokens, 1):
-        wanted = wanted if request.truncation is not None else min(wanted, left)
+    has_room = left >= max(request.sampling.min_tokens, 1)
+    if request.truncation is None and has_room and wanted is not None and wanted <= max_context:
+        wanted = min(wanted, left)
     if request.truncation is not None and (wanted or 1) <= MAX_WINDOWS * capacity:  # makes room when it is needed
         return wanted or max(room, int(request.truncation.ratio * capacity), 1)
     if room >= 1 and (wanted or 1) <= room:
