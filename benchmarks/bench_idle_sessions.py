@@ -127,12 +127,12 @@ def session_bytes(case: Case) -> float:
             talker.ask(None, text)
         talker.answers()
     talker.store(range(num_warm), num_turns, text)
-    num_tokens, before = talker.engine.sessions._num_tokens, _traced_bytes()
+    num_tokens, before = talker.engine.sessions.num_tokens, _traced_bytes()
     talker.store(range(num_warm, num_warm + case.num_sessions), num_turns, text)
     used = _traced_bytes() - before
     tracemalloc.stop()
     assert len(talker.engine.sessions) == num_warm + case.num_sessions
-    return (used - 4 * (talker.engine.sessions._num_tokens - num_tokens)) / case.num_sessions
+    return (used - 4 * (talker.engine.sessions.num_tokens - num_tokens)) / case.num_sessions
 
 
 def _traced_bytes() -> int:

@@ -4,10 +4,11 @@
 
 Sessions of several turns arrive by Poisson at three shares of what the engines could do at best. Each policy plays them
 on real engines (a random 31M Llama, one thread; no HTTP, no Ray) with the router's object, and in the simulator, every
-step. A real engine's clock is the CPU time of its own steps, as if each had a core of its own: engines step one after
-the other in this process, and what else runs on the machine delays none. The simulator's costs are fitted to the steps
-of a run with other sessions before the first, and scaled by the steps of the run that is compared, as a replica's cost
-model learns it. Each run begins with empty caches.
+step; both give prompts beside streams the time that an engine gives them by default. A real engine's clock is the CPU
+time of its own steps, as if each had a core of its own: engines step one after the other in this process, and what else
+runs on the machine delays none. The costs, the simulator's and the real engines' own, are fitted to the steps of a run
+with other sessions before the first, and scaled by the steps of the run before the one that is compared. Each run
+begins with empty caches.
 
 Reported: the mean absolute percentage error of the p50 time to the first token and of the hit ratio over the grid; and
 of all pairs of policies at one rate whose real p50 differ by over a tenth, the share that the simulator puts in the
@@ -61,7 +62,9 @@ class TimedEngine:
 
     def __init__(self, runner: Runner, costs: CostModel, on_block: Callable[[bytes, bool], None]) -> None:
         config = EngineConfig(page_size=PAGE_SIZE, max_batch_tokens=MAX_BATCH_TOKENS, max_waiting=2**20)
-        self.engine, self.next_s = Engine(runner, None, config), math.inf
+        own_costs = CostModel(costs.calibration, lambda: 0.0, scales=scales_of(costs))  # it learns
+        self.engine = Engine(runner, None, config, costs=own_costs, clock=time.process_time)
+        self.next_s = math.inf
         self.steps: list[Step] = []
         self._costs, self._on_block, self._events = costs, on_block, list[TokenEvent]()
         self._batches = noted_batches(self.engine.scheduler)
@@ -153,7 +156,7 @@ def play(
 ) -> tuple[dict[str, float], list[Step]]:
     """Play the turns on real engines, with the simulator's router; return also the steps they made."""
     now_s = 0.0
-    router = ROUTERS[policy](random.Random(f"{seed}.0"), World(costs, lambda: now_s, BLOCK_TOKENS, {}))
+    router = ROUTERS[policy](random.Random(f"{seed}.0"), World(costs, lambda: now_s, BLOCK_TOKENS, {}, None))
     prompts = [token_ids(turn) for turn in turns]
     page_bytes, block_by_page = 4 * PAGE_SIZE, dict[bytes, int]()  # by the tokens of the last page of each block
     for turn, ids in zip(turns, prompts, strict=True):
@@ -204,6 +207,10 @@ def play(
     return figures, [step for engine in engines for step in engine.steps]
 
 
+def scales_of(costs: CostModel) -> dict[str, float]:
+    return dict(zip(("prefill", "decode"), costs.step_scales, strict=True))
+
+
 def scaled(costs: CostModel, steps: Sequence[Step]) -> CostModel:
     """Scale costs to what steps with rows of prompts took together, and others."""
     took = {"prefill": [0.0, 0.0], "decode": [0.0, 0.0]}
@@ -214,9 +221,7 @@ def scaled(costs: CostModel, steps: Sequence[Step]) -> CostModel:
 
 
 def simulate(turns: Sequence[Turn], policy: str, num_engines: int, costs: CostModel, seed: int) -> dict[str, float]:
-    engine = EngineShape(
-        max_batch_tokens=MAX_BATCH_TOKENS, max_running=128, capacity_tokens=NUM_PAGES * 32, max_step_s=math.inf
-    )
+    engine = EngineShape(max_batch_tokens=MAX_BATCH_TOKENS, max_running=128, capacity_tokens=NUM_PAGES * PAGE_SIZE)
     shape = ClusterShape(replicas=num_engines, router=policy, engine=engine, exact=True, seed=seed)
     figures = Simulation(shape, turns, costs).run()
     return {name: figures[name] for name in ("ttft_p50_s", "hit_ratio")}
@@ -255,10 +260,10 @@ def main() -> None:
         for share in shares:
             turns = make_turns(share * args.engines / best_s(costs), span_s, args.seed)
             for policy in policies:
-                real, steps = play(turns, policy, runners, costs, args.seed)
                 learned = scaled(costs, steps)
+                real, steps = play(turns, policy, runners, learned, args.seed)
                 simulated = simulate(turns, policy, args.engines, learned, args.seed)
-                scales = dict(zip(("prefill_scale", "decode_scale"), learned.step_scales, strict=True))
+                scales = {f"{kind}_scale": scale for kind, scale in scales_of(learned).items()}
                 row: dict[str, Any] = {"share": share, "policy": policy, "turns": len(turns), **scales}
                 for name in real:
                     row |= {f"real_{name}": real[name], f"simulated_{name}": simulated[name]}

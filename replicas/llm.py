@@ -68,7 +68,13 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...] = field(repr=False)
     finish_reason: str  # "stop" or "length"
+    stop_reason: str | int | None = None  # of "stop", which string of `stop` or which of `stop_token_ids`
     logprobs: tuple[Logprobs, ...] | None = field(repr=False)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Return the sum of its tokens' log-probabilities, if they were asked for."""
+        return None if self.logprobs is None else sum(each.logprob for each in self.logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +99,11 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
     prompt_logprobs: tuple[Logprobs | None, ...] | None = field(default=None, repr=False)  # None first; None: not asked
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Return how many tokens of the prompt the first choice found in the cache."""
+        return self.metrics.cached_tokens
 
     @property
     def finished(self) -> bool:
@@ -587,6 +598,7 @@ class _Choice:
         params = request.sampling
         self._index = request.choice_index
         self._stream = TextStream.of(tokenizer, params)
+        self._stop_token_ids = params.stop_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self._finish_reason = ""
@@ -600,10 +612,13 @@ class _Choice:
 
     def output(self) -> CompletionOutput:
         self._stream.finish()
+        last = self._token_ids[-1:] if self._finish_reason == "stop" else []
+        stop_token_id = next((each for each in last if each in self._stop_token_ids), None)
         return CompletionOutput(
             index=self._index,
             text=self._stream.text,
             token_ids=tuple(self._token_ids),
             finish_reason=self._finish_reason,
+            stop_reason=stop_token_id if self._stream.stop_string is None else self._stream.stop_string,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
         )

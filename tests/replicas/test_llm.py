@@ -121,7 +121,7 @@ def test_the_package_lists_its_names() -> None:
 def test_the_second_time_the_prompt_is_cached(llm: LLM) -> None:
     prompt = "A prompt that nobody else in this module uses: 31415"
     first, second = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
-    assert second.metrics.cached_tokens == second.metrics.prompt_tokens - 1
+    assert second.num_cached_tokens == second.metrics.cached_tokens == second.metrics.prompt_tokens - 1
     assert first.outputs == second.outputs
 
 
@@ -170,7 +170,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     for form in (stop, [stop], (stop,)):
         (stopped,) = llm.generate(["The server"], SamplingParams(**params, stop=form))
         assert stopped.outputs[0].text == free[: free.index(stop)]
-        assert stopped.outputs[0].finish_reason == "stop"
+        assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
 
 
 @pytest.mark.parametrize("includes", [False, True])
@@ -199,7 +199,7 @@ def test_stop_ids_and_min_tokens(llm: LLM) -> None:
     params: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "stop_token_ids": [stop_id]}
     stopped = llm.generate(["The server"], SamplingParams(**params))[0].outputs[0]
     assert stopped.token_ids == free[: free.index(stop_id) + 1]
-    assert stopped.finish_reason == "stop"
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop_id)
     longer = llm.generate(["The server"], SamplingParams(**params, min_tokens=10))[0].outputs[0].token_ids
     assert stop_id not in longer[:10]
 
@@ -209,6 +209,7 @@ def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
     choice = llm.generate(["The server"], params)[0].outputs[0]
     assert choice.logprobs is not None
     assert tuple(entry.token_id for entry in choice.logprobs) == choice.token_ids
+    assert choice.cumulative_logprob == sum(entry.logprob for entry in choice.logprobs)
     for entry in choice.logprobs:
         assert len(entry.top) == 3
         assert entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
