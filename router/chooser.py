@@ -301,6 +301,7 @@ class ReplicaChooser:
     _loads: dict[str, _Load] = field(init=False, default_factory=dict)
     _table: F64 = field(init=False)  # a row for each of them
     _figures: F64 | None = field(init=False)  # of the table, made alike; None: to be made when they are needed
+    _usual: F64 = field(init=False)  # their mean
     _hashes: U64 = field(init=False)
     _turns: dict[_Session, list[Reservation]] = field(init=False, default_factory=dict)  # in flight, in order
     _private: Bounded[_Session, tuple[_Load, int]] = field(init=False)  # tokens there that no report can have
@@ -420,8 +421,10 @@ class ReplicaChooser:
             self._add_private(session, asked, replica_ids)
             if self._figures is None:
                 self._figures = alike(self._table[:, _FIGURES:])
+                self._usual = self._figures.mean(axis=0, keepdims=True)
             figures = self._figures[kept] if exclude else self._figures
-            priced = prices(_loads_of(table, figures, age_s, is_silent, self._late_load_s(now_s)), asked, self.config)
+            loads = _loads_of(table, figures, self._usual, age_s, is_silent, self._late_load_s(now_s))
+            priced = prices(loads, asked, self.config)
         except Exception:
             logger.exception("requests are routed without prices")
             nothing = np.zeros(len(replica_ids))
@@ -498,7 +501,7 @@ class ReplicaChooser:
         size = self.config.block_tokens
         found = self._index.match(chains[0], now_s)
         matched = np.array([found.blocks.get(r, 0) for r in replica_ids]) * float(size)
-        in_host, in_node, at_peers, reused = (np.zeros_like(matched) for _ in range(4))
+        in_host, in_node, at_peers, reused = np.zeros((4, len(replica_ids)))
         if found.host_blocks:
             in_host = np.array([found.host_blocks.get(r, 0) for r in replica_ids]) * float(size)
             matched -= in_host
@@ -637,11 +640,12 @@ def _tell(policy: Policy, number: int, is_anew: bool, device: Sequence[int], gon
             policy.stored(number, block, is_there=is_there)
 
 
-def _loads_of(table: F64, figures: F64, age_s: F64, is_silent: Flags, late_load_s: float) -> Loads:
+def _loads_of(table: F64, figures: F64, usual: F64, age_s: F64, is_silent: Flags, late_load_s: float) -> Loads:
     """Say what replicas have to do: what they report, less what they have done since, and what was reserved since."""
     said_s = np.maximum(table[:, _SAID_QUEUE_S] - age_s, 0) + is_silent * age_s + table[:, _FRESH_NS] / 1e9
     return Loads(
         figures,
+        usual,
         np.where(np.isnan(age_s), table[:, _QUEUED_NS] / 1e9, said_s),
         np.maximum(table[:, _RUNNING], table[:, _SAID_RUNNING]),
         np.maximum(table[:, _CONTEXT], table[:, _SAID_CONTEXT]),

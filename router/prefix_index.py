@@ -136,11 +136,15 @@ class PrefixIndex:
             self._live |= bit
         return bit
 
-    def _names(self, bits: int) -> Iterable[str]:
+    def _names(self, bits: int) -> list[str]:
+        if 4 * bits.bit_count() > len(self._bit):  # quicker than one by one
+            return [name for name, bit in self._bit.items() if bits & bit]
+        names = []
         while bits:
             bit = bits & -bits
-            yield self._name[bit]
+            names.append(self._name[bit])
             bits ^= bit
+        return names
 
     def _put(self, hashes: Iterable[int], bit: int) -> None:
         held = self._held

@@ -68,6 +68,7 @@ class Loads(NamedTuple):
     """Says what each candidate has to do already."""
 
     figures: F64  # [candidates, 19], as `figures_of`, made `alike`
+    usual: F64  # [1, 19]: the mean of all replicas' figures
     queue_s: F64
     running: F64  # requests
     context_tokens: F64  # that they see
@@ -159,7 +160,7 @@ def alike(figures: F64) -> F64:
 
 def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     """Price all candidates."""
-    figures = loads.figures
+    figures, usual = loads.figures, loads.usual
     behind = asked.num_tokens - asked.matched
     brought = asked.brought
     anew = np.maximum(behind - brought - (1 - _RECOMPUTED_SHARE) * asked.reused, 1)
@@ -174,7 +175,6 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     row_s = token_s(figures)
     # What it costs others is taken to be the same wherever it is done: else the replica whose calibration came out best
     # would be ahead by all of its weight too.
-    usual = figures.mean(axis=0, keepdims=True)
     work_s = _prefill_s(usual, anew, asked.num_tokens - anew)
     if brought.any():
         work_s = work_s + _bringing_s(usual, asked)

@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from mneme.replicas.report import BLOCK_TOKENS, first_digest, next_digest
+from mneme.replicas.report import BLOCK_TOKENS, first_digest, next_digest, pack, unpack
 
 _HASH_BYTES = 8
 
@@ -20,12 +20,11 @@ def block_hashes(token_ids: Sequence[int], *, salt: str = "", block_tokens: int 
     num_blocks = len(token_ids) // block_tokens
     packed = array("i", token_ids[: num_blocks * block_tokens]).tobytes()
     stride = 4 * block_tokens
-    hashes = []
-    digest = first_digest(salt)
+    digests, digest = [], first_digest(salt)
     for start in range(0, len(packed), stride):
         digest = next_digest(digest, packed[start : start + stride])
-        hashes.append(int.from_bytes(digest, "little"))
-    return hashes
+        digests.append(digest)
+    return unpack(pack(digests))
 
 
 def text_hash(text: str) -> int:

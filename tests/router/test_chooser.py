@@ -212,6 +212,7 @@ def test_the_price_grows_with_work_and_away_from_home(uncached: int, queued: int
     def total(*, more: str = "", is_away: bool = False) -> float:
         loads = Loads(
             UNKNOWN[None],
+            UNKNOWN[None],
             np.array([(queued + (more == "queued")) / 1e4]),
             np.array([running + (more == "running")], float),
             np.zeros(1),
