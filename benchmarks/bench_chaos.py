@@ -13,8 +13,8 @@ token is seen; what a fault may not do is fail a request or change a token. Four
     all      all replicas are killed while one answer is streamed: how soon a new request hears 503 with Retry-After,
              when one is answered again, and whether that stream goes on to its end
     random   one of these every few seconds for `--minutes`, with each process's private memory and descriptors, pages
-             in use and bytes of the tiers every 10 s: growth is the last quarter's median over that of the third, for a
-             process in the quarters of its own life, as a killed one begins anew
+             in use and bytes of the tiers every 10 s: growth is the last quarter's median over that of the third; of
+             each kind of process in the longest life that one had, as a killed one begins anew, and fills up at first
 
 The pause is the longest gap between two events of a killed stream. Bound: two cores shared by three engines, clients,
 Ray and whatever replica loads again.
@@ -474,7 +474,7 @@ def sample(cluster: ChaosCluster) -> dict[str, Any]:
 
 
 def growth(samples: list[dict[str, Any]]) -> dict[str, float]:
-    """What grew, as a share; of a kind of process that which grew most. What was seen too few times is left out."""
+    """What grew, as a share; of a kind of process, the one that lived longest. What was seen too little is left out."""
     lives = defaultdict[tuple[str, str], list[float]](list)  # of a process, or of all
     for each in samples:
         for process, values in each["processes"].items():
@@ -482,12 +482,12 @@ def growth(samples: list[dict[str, Any]]) -> dict[str, float]:
                 lives[process, f" {unit}"].append(value)
         for name in each.keys() & MAX_GROWTH.keys():
             lives[name, ""].append(each[name])
-    found: dict[str, float] = {}
+    longest: dict[str, list[float]] = {}
     for (what, unit), values in lives.items():
-        if (grown := last_quarter_over_third(values)) is not None:
-            name = what.split()[0] + unit
-            found[name] = max(grown, found.get(name, -math.inf))
-    return dict(sorted(found.items()))
+        name = what.split()[0] + unit
+        longest[name] = max(longest.get(name, []), values, key=len)
+    found = {name: last_quarter_over_third(values) for name, values in sorted(longest.items())}
+    return {name: grown for name, grown in found.items() if grown is not None}
 
 
 def last_quarter_over_third(values: list[float]) -> float | None:
