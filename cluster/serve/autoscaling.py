@@ -95,7 +95,7 @@ def serve_options(config: AutoscaleConfig, deployment: str) -> dict[str, Any]:
         "initial_replicas": max(config.min, 1),
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,
-        "look_back_period_s": 10.0,
+        "look_back_period_s": 15.0,  # more than the interval that Serve assumes; only the latest is read
         "policy": {
             "policy_function": f"{__name__}:{AutoscalingPolicy.__name__}",
             "policy_kwargs": {"deployment": deployment, **asdict(config)},

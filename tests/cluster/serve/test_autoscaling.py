@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -11,15 +12,16 @@ from typing import Any
 import pytest
 from ray.serve._private import deployment_scheduler
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
+from ray.serve.config import AutoscalingConfig
 
 from mneme.cluster.app import build_application
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.serve import autoscaling, ray_private
-from mneme.cluster.serve.autoscaling import AutoscalingPolicy, LoadMeter
+from mneme.cluster.serve.autoscaling import AutoscalingPolicy, LoadMeter, serve_options
 from mneme.cluster.serve.gpus import place_engines
 from mneme.config import parse
 from mneme.errors import ConfigError
-from mneme.router.autoscaler import ReplicaLoad
+from mneme.router.autoscaler import AutoscaleConfig, ReplicaLoad
 
 ENGINE = DeploymentID(name="engine", app_name="mneme")
 CPU = {"device": "cpu"}
@@ -164,3 +166,9 @@ def test_bounds_that_cannot_be() -> None:
         parse(ClusterConfig, {"autoscale": {"min": 4, "max": 3}})
     with pytest.raises(ConfigError, match="replicas: 3 with 1 GPU each do not fit on 2"):
         place_engines(parse(ClusterConfig, {"engine": {"device": "cuda"}, "autoscale": {"max": 3}}), 2)
+
+
+def test_serve_takes_our_options_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoscalingConfig(**serve_options(AutoscaleConfig(), "engine"))
