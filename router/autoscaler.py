@@ -20,6 +20,7 @@ from mneme.errors import ConfigError
 
 _FULL_SHARE = 0.75  # of a replica's time for prefills, or of its pages: above it queues grow
 _DOWN_MARGIN = 0.7  # fewer replicas are enough if they are needed by no more than this part
+_IDLE_SHARE = 1e-3  # of prefills lately: nobody asks; requests may all fall between two reports
 _STALE_S = 30.0  # how long what a replica said last stands for it
 _SHARE_HALF_LIFE_S, _SAVED_HALF_LIFE_S = 5.0, 120.0
 
@@ -104,7 +105,7 @@ class Autoscaler:
         loads   of all replicas that run; None: it has said nothing since the last time
         target  how many there should be until now, those that start or stop too
         """
-        if now_s < self._last_s:  # the clock was set back: what it measured until now means nothing
+        if not 0 <= now_s - self._last_s <= _STALE_S:  # the clock was set: what it measured until now means nothing
             self._more_since_s = self._fewer_since_s = None
             self._loads = {replica_id: (now_s, load) for replica_id, (_, load) in self._loads.items()}
         self._last_s = now_s
@@ -155,10 +156,11 @@ class Autoscaler:
         needed = self.needed() * num_running / len(self._loads)  # who is silent has as much to do as the others
         if needed > target:
             return math.ceil(min(needed, self.config.max))
-        if len(self._loads) < num_running or num_running < target:  # nobody goes while one is silent or on its way
+        if len(self._loads) < num_running:  # nobody goes while one is silent
             return target
         if target == 1:
-            return 1 if any(load.num_requests for _, load in self._loads.values()) else self.config.min
+            is_used = any(load.num_requests or load.prefill_share > _IDLE_SHARE for _, load in self._loads.values())
+            return 1 if is_used else self.config.min
         return max(math.ceil(min(needed / _DOWN_MARGIN, target)), 1)
 
     def _since(self, wanted: int, target: int, now_s: float) -> float | None:

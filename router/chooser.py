@@ -337,7 +337,7 @@ class ReplicaChooser:
             del self._named_s[node]
         if self._policy is not None:
             self._numbers = {r: self._numbers.get(r) or next(self._new_number) for r in replica_ids}
-            _guarded(self._policy.set_replicas, list(self._numbers.values()))
+            _guarded(self._policy.set_replicas, list(self._numbers.values()), list(self._numbers))
 
     def forget_prefixes(self, replica_id: str) -> None:
         """The replica restarted: it is a candidate, and holds nothing."""
@@ -408,7 +408,9 @@ class ReplicaChooser:
         chains = tuple(self._chain(ids, salt) for ids in (token_ids, *documents))
         session = None if session_id is None else (salt, session_id)
         shared = f"s{session[1]}" if session else f"a{affinity}" if affinity else None
-        preferences = rendezvous(shared or f"r{next(self._unique)}", hashes)
+        # A prompt without one that comes through several ingresses at once is computed once, too.
+        own = f"p{chains[0][0]}" if chains[0] else f"r{next(self._unique)}"
+        preferences = rendezvous(shared or own, hashes)
         is_away = np.ones(len(replica_ids), bool) if shared else np.zeros(len(replica_ids), bool)
         is_away[preferences.argmax()] = False
         running, age_s = table[:, _RUNNING], np.maximum(now_s - table[:, _REPORTED_S], 0)  # NaN stays
@@ -455,7 +457,7 @@ class ReplicaChooser:
     def record(self, token_ids: Sequence[int], replica_id: str, *, salt: str = "") -> None:
         """`replica_id` holds the KV of these tokens now."""
         if replica_id in self._loads:
-            self._send(self._chain(token_ids, salt), replica_id)
+            self._send(self._chain(token_ids, salt), replica_id, self.clock())
 
     def _reserve(
         self,
@@ -485,7 +487,7 @@ class ReplicaChooser:
         )
         load.reserve(reservation)
         self._unstarted[reservation] = None
-        self._send(chains[0], replica_id)
+        self._send(chains[0], replica_id, now_s)
         if session is not None:
             self._note_turn(session, reservation)
         return reservation
@@ -544,10 +546,13 @@ class ReplicaChooser:
     def _token_s(self) -> float:
         return float(token_s(alike(self._table[:, _FIGURES:])).mean())
 
-    def _send(self, chain: Sequence[int], replica_id: str) -> None:
+    def _send(self, chain: Sequence[int], replica_id: str, now_s: float) -> None:
         """Note what a replica will have: until it says so itself, if it says such things."""
         says_so = self._loads[replica_id].order.epoch is not None and self.config.block_tokens == BLOCK_TOKENS
-        (self._index.record_sent if says_so else self._index.record)(chain, replica_id)
+        if says_so:
+            self._index.record_sent(chain, replica_id, now_s)
+        else:
+            self._index.record(chain, replica_id)
 
     def _send_again(self, now_s: float) -> None:
         """Keep what waits in long queues from being forgotten, some with each choice; the clock may jump."""
@@ -558,7 +563,7 @@ class ReplicaChooser:
         while self._to_resend and left > 0:
             each = self._to_resend.popleft()
             if not each._is_started and self._loads.get(each.replica_id) is each._load:
-                self._send(each.chain, each.replica_id)
+                self._send(each.chain, each.replica_id, now_s)
                 left -= len(each.chain)
 
     def _note_first(self, reservation: Reservation, cached_tokens: int, is_private: bool) -> None:

@@ -103,6 +103,7 @@ class Policy:
         """`token_s`: what a token of a long prompt takes, as far as it is known."""
         self.rng, self.token_s = rng, token_s
         self.replicas: list[int] = []
+        self.names: dict[int, str] = {}
         self.requests: Counter[int] = Counter()
         self.placed: dict[int, int] = {}
         self._expected: dict[int, int] = {}
@@ -122,10 +123,12 @@ class Policy:
         self.requests[self.placed.pop(id(request))] -= 1
         self._expected.pop(id(request), None)
 
-    def set_replicas(self, replicas: Sequence[int]) -> None:
+    def set_replicas(self, replicas: Sequence[int], names: Sequence[str] = ()) -> None:
+        """Take candidates; `names` are the same in every ingress, for rules that hash them; else the numbers are."""
         for replica in set(self.replicas).difference(replicas):
             self.forget(replica)
         self.replicas = list(replicas)
+        self.names = dict(zip(replicas, names or map(str, replicas), strict=True))
 
     def forget(self, replica: int) -> None:
         """The replica is gone."""
@@ -170,6 +173,10 @@ class PowerOfTwo(Policy):
 
 
 class SessionHash(Policy):
+    def set_replicas(self, replicas: Sequence[int], names: Sequence[str] = ()) -> None:
+        super().set_replicas(replicas, names)
+        self.replicas.sort(key=self.names.__getitem__)
+
     def choose(self, request: Request) -> int:
         return self.replicas[text_hash(f"s{request.session}") % len(self.replicas)]
 
@@ -177,9 +184,10 @@ class SessionHash(Policy):
 class HashRing(Policy):
     _PLACES = 100
 
-    def set_replicas(self, replicas: Sequence[int]) -> None:
-        super().set_replicas(replicas)
-        self._ring = sorted((text_hash(f"{r}-{place}"), r) for r in replicas for place in range(self._PLACES))
+    def set_replicas(self, replicas: Sequence[int], names: Sequence[str] = ()) -> None:
+        super().set_replicas(replicas, names)
+        places = range(self._PLACES)
+        self._ring = sorted((text_hash(f"{self.names[r]}-{place}"), r) for r in replicas for place in places)
 
     def choose(self, request: Request) -> int:
         return self._ring[bisect.bisect(self._ring, (text_hash(f"s{request.session}"), -1)) % len(self._ring)][1]

@@ -53,8 +53,9 @@ class PrefixIndex:
         """`replica` holds this chain of blocks, for good."""
         self._put(reversed(hashes), self._bit_of(replica))  # the root is the most recent: a chain loses its tail first
 
-    def record_sent(self, hashes: Sequence[int], replica: str) -> None:
-        """`replica` will hold this chain of blocks soon, and will say so."""
+    def record_sent(self, hashes: Sequence[int], replica: str, now_s: float) -> None:
+        """`replica` will hold this chain of blocks soon, and will say so; else it is forgotten."""
+        self._turn(now_s)
         bit, sent = self._bit_of(replica), self._sent
         for block_hash in hashes:
             sent[block_hash] = sent.get(block_hash, 0) | bit

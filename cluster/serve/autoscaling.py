@@ -28,7 +28,7 @@ class LoadMeter:
     def read(self, stats: Mapping[str, Any]) -> ReplicaLoad:
         load, tokens, pages = stats["load"], stats["tokens"], stats["pages"]
         now_s, alone = self._clock(), tokens.get("alone", 0)
-        computed = tokens.get("prompt", 0) - tokens.get("cached", 0)
+        computed = tokens.get("computed", 0)
         if self._before is not None and now_s > self._before[0]:
             token_s = load["prefill_token_s"]
             computed_s, saved_s = (computed - self._before[1]) * token_s, (alone - self._before[2]) * token_s

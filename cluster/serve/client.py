@@ -182,6 +182,7 @@ class RayEngineClient:
         self.num_wanted = num_wanted
         self._starts_from_zero, self._was_ready = starts_from_zero, False
         self._waking: asyncio.Task[None] | None = None
+        self._num_waiting = 0  # requests and queries, for a replica
         self._links: dict[str, ReplicaLink] = {}
         self._opened = asyncio.Event()
         self._is_stopping = False
@@ -216,6 +217,8 @@ class RayEngineClient:
             self._links[replica_id] = link
             link.start()
         self._update_candidates()
+        if self._num_waiting:
+            self._wake_one()
 
     async def stop(self, grace_s: float) -> None:
         """Take no more requests; those that have not ended after `grace_s` end with an error.
@@ -236,6 +239,7 @@ class RayEngineClient:
 
     async def close(self) -> None:
         """Close all links."""
+        self._is_stopping = True
         self.set_replicas((), waits=False)
         reports = list(self._report_tasks.values())
         for task in reports:
@@ -344,9 +348,10 @@ class RayEngineClient:
             if reservation is None:
                 if tried and not is_resumed and isinstance(refusal, Overloaded):
                     raise refusal
-                patience_s = WAIT_FOR_REPLICA_S if is_resumed or self._expects_replica() else NO_REPLICA_S
+                patience_s = self._patience_s(is_resumed=is_resumed)
                 due_s = asyncio.get_running_loop().time() + choices[0].time_left_s
-                if not await self._wait_for_replica(min(began_s + patience_s, due_s), has_tried=bool(tried)):
+                is_there = await self._wait_for_replica(min(began_s + patience_s, due_s), has_tried=bool(tried))
+                if not is_there and self._patience_s(is_resumed=is_resumed) <= patience_s:
                     raise refusal if began_s + patience_s < due_s else DeadlineExceeded
                 tried.clear()
                 continue
@@ -365,12 +370,17 @@ class RayEngineClient:
             for choice in choices:
                 choice.attempt += 1
 
-    def _expects_replica(self) -> bool:
-        """Return whether a replica is on its way, after it was asked for where there is none."""
-        if self._starts_from_zero and not self._links and (self._waking is None or self._waking.done()):
-            self._waking = asyncio.get_running_loop().create_task(self._wake())
+    def _patience_s(self, *, is_resumed: bool) -> float:
+        """Return how long to wait for a replica, after one was asked for where there is none."""
+        self._wake_one()
         is_coming = any(link.is_coming for link in self._links.values())
-        return is_coming or not self._was_ready or (self._starts_from_zero and not self._links)
+        is_expected = is_coming or not self._was_ready or (self._starts_from_zero and not self._links)
+        return WAIT_FOR_REPLICA_S if is_resumed or is_expected else NO_REPLICA_S
+
+    def _wake_one(self) -> None:
+        is_waking = self._waking is not None and not self._waking.done()
+        if self._starts_from_zero and not self._links and not is_waking and not self._is_stopping:
+            self._waking = asyncio.get_running_loop().create_task(self._wake())
 
     async def _wake(self) -> None:
         with contextlib.suppress(Exception):  # whoever comes refuses this call
@@ -466,9 +476,13 @@ class RayEngineClient:
             return False
         if has_tried:
             await asyncio.sleep(min(_PAUSE_S, left_s))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left_s):
-                await self._opened.wait()
+        self._num_waiting += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._opened.wait()
+        finally:
+            self._num_waiting -= 1
         return self._opened.is_set()
 
     async def _submit(self, choices: Sequence[PlacedChoice], reservation: Reservation) -> Placement:
@@ -540,7 +554,7 @@ class RayEngineClient:
         finally:
             del self._report_tasks[replica_id]
         if isinstance(report, ReplicaReport):
-            self._reported(replica_id, report)
+            self.chooser.take_report(replica_id, report)  # if that lacks something too, the next report will ask
 
     def _update_candidates(self) -> None:
         open_ids = [replica_id for replica_id, link in self._links.items() if link.is_open]

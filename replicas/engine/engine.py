@@ -126,7 +126,7 @@ class Engine:
         self._timeout_s = config.request_timeout_s
         self.deadlines = LazyHeap[str]()  # of requests
         self._outbox = Outbox(on_end=self.deadlines.discard, clock=clock)
-        self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
+        self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated", "computed" of prompts
         self.num_finished = self._outbox.num_finished  # by finish_reason
         self.blends = self._outbox.blends
         self.explanations = self._outbox.explanations
@@ -328,6 +328,7 @@ class Engine:
     def _commit(self, batch: list[StepRows], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += not any(part.sequence.request.is_warm_up for part in batch)
         sampling = [part.sequence for part in batch if part.samples]
+        self.num_tokens["computed"] += sum(part.num_rows for part in batch) - len(sampling)
         took_s, has_loaded = self.clock() - self._step_began_s, False
         if self.connector is not None:
             outcomes = zip(sampling, sampled, strict=True)

@@ -66,7 +66,7 @@ class Reporter:
                 came[tier].append(block)
         if not (has_news or cost or gone or any(came)):
             return None
-        self._seq, self._sent_s = self._seq + 1, now_s
+        self._seq, self._sent_s, self._last = self._seq + 1, now_s, load
         return self._report(load, cost, device=pack(came[DEVICE]), host=pack(came[HOST]), gone=pack(gone))
 
     @property
@@ -75,7 +75,7 @@ class Reporter:
         return bool(self._changed) or self._has_news(self._load())
 
     def snapshot(self) -> ReplicaReport:
-        """Return all that was told until now, for who has missed some of it."""
+        """Return all that was told until now, for who has missed some of it; the others still hear what is new."""
         blocks: tuple[list[bytes], list[bytes]] = ([], [])
         for block, tier in self._told.values():
             blocks[tier].append(block)
@@ -83,7 +83,7 @@ class Reporter:
         return self._report(self._load(), self._cost(is_all=True), device=device, host=host, is_snapshot=True)
 
     def _report(self, load: tuple[Any, ...], cost: dict[str, Any] | None, **changes: Any) -> ReplicaReport:
-        queued_tokens, running, waiting, context_tokens, free_page_share = self._last = load
+        queued_tokens, running, waiting, context_tokens, free_page_share = load
         return ReplicaReport(
             epoch=self._epoch,
             seq=self._seq,

@@ -228,6 +228,16 @@ def test_the_price_grows_with_work_and_away_from_home(uncached: int, queued: int
     assert total(is_away=True) > total()
 
 
+def test_one_new_prompt_goes_to_one_replica_through_every_ingress() -> None:
+    homes = set()
+    for num_before in range(4):
+        router = chooser(*REPLICAS)
+        for _ in range(num_before):
+            choose(router, [1]).release()  # ingresses have not made the same choices until then
+        homes.add(choose(router, list(range(1024))).replica_id)
+    assert len(homes) == 1
+
+
 def test_requests_with_one_hint_go_to_one_replica_in_every_ingress() -> None:
     for hint in ("app", "other", "third"):
         homes = set()

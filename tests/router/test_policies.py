@@ -98,6 +98,17 @@ def test_sessions_stay_where_their_hash_says(name: PolicyName) -> None:
     assert {session: choose(other, ANOTHER, session).replica_id for session in homes} == homes
 
 
+@pytest.mark.parametrize("name", ["hash", "ring"])
+def test_every_ingress_sends_a_session_to_one_replica(name: PolicyName) -> None:
+    """In whatever order it linked the replicas, and after a link was lost for a moment."""
+    one, other = chooser(name), chooser(name)
+    other.set_replicas(REPLICAS[:2])
+    other.set_replicas(REPLICAS[::-1])
+    for number in range(50):
+        homes = [choose(router, A_PROMPT, f"session {number}").replica_id for router in (one, other)]
+        assert homes[0] == homes[1]
+
+
 def test_a_ring_moves_few_sessions() -> None:
     router = chooser("ring")
     homes = {f"s{n}": choose(router, A_PROMPT, f"s{n}").replica_id for n in range(100)}

@@ -78,7 +78,7 @@ def test_requests_go_where_the_kv_is_and_not_where_it_was() -> None:
 def test_what_was_sent_counts_until_it_is_confirmed_or_too_old() -> None:
     played = Played("a")
     played.choose().release()
-    assert played.choose().matched_tokens == 1024
+    assert played.held("a") == 1024
     played.now_s += 3 * SENT_S
     assert played.held("a", PROMPT[:640]) == 0
     played.take("a", report(1, device=BLOCKS))
@@ -86,12 +86,16 @@ def test_what_was_sent_counts_until_it_is_confirmed_or_too_old() -> None:
     assert played.held("a") == 1024
 
 
-def test_what_waits_in_a_long_queue_is_not_forgotten() -> None:
+@pytest.mark.parametrize("has_choices", [True, False])
+def test_what_waits_in_a_long_queue_is_not_forgotten(has_choices: bool) -> None:
     played = Played("a")
     waiting = played.choose()
-    for _ in range(20):
+    for number in range(1, 21):
         played.now_s += SENT_S / 2
-        played.choose([9] * 100).release()
+        if has_choices:
+            played.choose([9] * 100).release()
+        else:
+            played.take("a", report(number, queue_s=100.0, waiting=1))
     assert played.choose().matched_tokens == 1024
     waiting.release()
 
@@ -106,7 +110,7 @@ def test_many_that_wait_are_kept_some_at_a_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         PrefixIndex,
         "record_sent",
-        lambda index, hashes, replica: (num_sent.append(len(hashes)), sent(index, hashes, replica)),
+        lambda index, hashes, *where: (num_sent.append(len(hashes)), sent(index, hashes, *where)),
     )
     for _ in range(600):
         played.now_s += SENT_S / 50

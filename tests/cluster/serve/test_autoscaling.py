@@ -31,12 +31,10 @@ def replica(name: str) -> ReplicaID:
     return ReplicaID(unique_id=name, deployment_id=ENGINE)
 
 
-def stats(
-    computed: int = 0, on_device: int = 0, alone: int = 0, token_s: float = 0.001, running: int = 0
-) -> dict[str, Any]:
+def stats(computed: int = 0, alone: int = 0, token_s: float = 0.001, running: int = 0) -> dict[str, Any]:
     return {
         "load": {"backlog_s": 0.5, "step_s": 0.01, "constant_s": 0.004, "prefill_token_s": token_s},
-        "tokens": {"prompt": computed + on_device, "cached": on_device, "device": on_device, "alone": alone},
+        "tokens": {"computed": computed, "alone": alone},
         "pages": {"in_use": 60, "pinned": 10, "total": 100},
         "requests": {"running": running, "waiting": 1},
     }
@@ -49,7 +47,7 @@ def test_a_replica_reports_the_share_of_time_that_it_computes_prompts_and_what_i
     assert (first.prefill_share, first.saved_share) == (0.0, 0.0)
     for second in range(1, 601):
         now_s = float(second)
-        load = meter.read(stats(computed=10**6 + 500 * second, on_device=400 * second, alone=250 * second, running=3))
+        load = meter.read(stats(computed=10**6 + 500 * second, alone=250 * second, running=3))
     assert load.prefill_share == pytest.approx(0.5, rel=0.01)
     assert load.saved_share == pytest.approx(0.25, rel=0.05)
     assert (load.backlog_s, load.step_s, load.constant_s) == (0.5, 0.01, 0.004)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from mneme.cluster.serve.calls import WrongReplica
 from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
+from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
 from mneme.router.score import RouterConfig
 from tests.fakes.direct_calls import DirectCalls
@@ -321,6 +324,37 @@ def test_where_there_is_none_one_is_asked_for_once() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_one_is_asked_for_where_the_last_one_goes(is_answered: bool) -> None:
+    """Scaled to zero as a request comes: before Serve says that it is gone, as a stream and as a request that waits."""
+
+    async def main() -> None:
+        calls = DirectCalls()
+        calls.add("a", step_s=0.01)
+        client = RayEngineClient(calls, name="ingress", router=RouterConfig(), starts_from_zero=True)
+        client.set_replicas(("a",))
+        await all_open(client)
+        asked = request(num=100)
+        work = None
+        if is_answered:
+            work = asyncio.ensure_future(tokens(client, asked))
+            await until(lambda: running(calls) == 1)
+        draining = asyncio.ensure_future(calls.drain("a", grace_s=0.0))
+        await until(lambda: not client.num_ready())
+        work = work or asyncio.ensure_future(tokens(client, asked))
+        await asyncio.sleep(0.05)
+        client.set_replicas(())
+        await until(lambda: calls.num_wakes > 0)
+        calls.add("b")
+        client.set_replicas(("b",))
+        assert (await work)[0] == expected(asked)
+        await draining
+        await client.close()
+        calls.stop_all()
+
+    asyncio.run(main())
+
+
 def test_a_replacement_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         asked = request(num=100)
@@ -612,3 +646,23 @@ def test_a_client_that_stops_ends_what_runs_and_takes_no_more() -> None:
         assert all(engine.queries[-1].name == "settle_saves" for engine in calls.engines.values())
 
     run(scenario)
+
+
+def test_a_snapshot_that_cannot_be_taken_is_not_asked_for_at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_asked = 0
+    call = DirectCalls.call
+
+    async def answer(calls: DirectCalls, replica_id: str, method: str, **arguments: Any) -> Any:
+        nonlocal num_asked
+        if method != "query":
+            return await call(calls, replica_id, method, **arguments)
+        num_asked += 1
+        return ReplicaReport("of another image", 0, math.nan, 0, None, 0, 0, 1.0, is_snapshot=True)  # type: ignore[arg-type]
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: num_asked > 0)
+        await asyncio.sleep(0.3)
+        assert num_asked == 1
+
+    monkeypatch.setattr(DirectCalls, "call", answer)
+    run(scenario, replicas=("a",))

@@ -127,6 +127,20 @@ def test_a_replica_with_work_is_heard_of_every_second() -> None:
     assert reporter.poll() is None  # it idles
 
 
+def test_a_snapshot_for_one_ingress_is_no_news_for_the_others() -> None:
+    engine, reporter = engine_and_reporter(64)
+    params = SamplingParams(temperature=0, max_tokens=30, seed=0)
+    engine.submit(GenerationRequest(request_id="r", prompt_token_ids=(1, 2, 3), sampling=params))
+    engine.step()
+    busy = reporter.poll()
+    engine.abort("r")
+    snapshot, news = reporter.snapshot(), reporter.poll()
+    assert busy is not None
+    assert news is not None
+    assert (busy.running, snapshot.running, news.running) == (1, 0, 0)
+    assert reporter.poll() is None
+
+
 def test_the_load_counts_what_waits_and_runs() -> None:
     engine, reporter = engine_and_reporter(64)
     params = SamplingParams(temperature=0, max_tokens=8, seed=0)
