@@ -189,7 +189,7 @@ class LocalCluster:
         import ray
         from ray import serve
 
-        from mneme.cluster.serve.ray_private import address_of_this_machine, single_node
+        from mneme.cluster.serve.ray_private import address_of_this_machine, check_is_ray, single_node
 
         os.environ.pop("RAY_ADDRESS", None)
         options: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": logging.ERROR}
@@ -198,7 +198,8 @@ class LocalCluster:
                 address = address_of_this_machine()
             host, _, port = address.rpartition(":")
             is_local = host == _LOOPBACK  # Ray would look for this machine's other address
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()  # Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+            check_is_ray(address, _CONNECT_S)
             with single_node() if is_local else contextlib.nullcontext():
                 ray.init(address=address, **options, **({"_node_ip_address": _LOOPBACK} if is_local else {}))
             if APPLICATION in serve.status().applications:
@@ -257,11 +258,17 @@ class LocalCluster:
     def _run(self, application: Callable[[], object]) -> None:
         from ray import serve
 
+        from mneme.cluster.serve.ray_private import serve_port
+
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         http = {"host": self.config.host, "port": self.config.port}
         try:
             serve.start(proxy_location="EveryNode" if self._is_joined else "HeadOnly", http_options=http)
+            if (port := serve_port()) != self.config.port:
+                raise StartFailed(f"port: Serve listens on {port} in this cluster already (got {self.config.port})")
             self._ingress = serve.run(application(), name=APPLICATION, route_prefix="/")
+        except StartFailed:
+            raise
         except Exception as error:
             raise StartFailed(_reason(error)) from error
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import json
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray._private.node import Node
 from ray.experimental import internal_kv
 from ray.serve._private import deployment_scheduler
 from ray.serve._private import replica as serve_replica
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
@@ -117,6 +119,30 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 def address_of_this_machine() -> str:
     """Return HOST:PORT of the cluster that this machine is part of, as Ray reads `auto`. Raises `ConnectionError`."""
     return str(services.get_ray_address_from_environment("auto", None))
+
+
+def check_is_ray(address: str, timeout_s: float) -> None:
+    """Raise `ConnectionError` where HOST:PORT is no Ray cluster's: `ray.init` would try for minutes.
+
+    A cluster that refuses who asks is one. With TLS only Ray itself can ask.
+    """
+    import grpc
+    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+
+    if os.environ.get("RAY_USE_TLS", "0") == "1":
+        return
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                raise ConnectionError(f"what listens there does not answer as Ray ({error.code().name})") from error
+
+
+def serve_port() -> int:
+    """Return the port that Serve's proxies listen on: that of whoever started Serve in this cluster."""
+    return int(_get_global_client().http_config.port)
 
 
 def keep_to_loopback() -> None:
