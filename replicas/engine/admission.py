@@ -217,6 +217,8 @@ class QueueLimits:
         self._rate.note(self._waiting.num_taken_tokens, is_waiting=len(self._waiting) > 0)
 
     def _excess(self, request: GenerationRequest) -> tuple[str, str] | None:
+        if request.output_offset:  # another replica took it, and its client reads the answer
+            return None
         if self.num_requests >= self._max_requests:
             return "requests", f"{self._max_requests} requests are waiting"
         # Where nothing waits it is taken whatever its size: else it could never run. So are the other choices of what

@@ -47,6 +47,16 @@ def test_waiting_tokens_are_limited_and_one_large_request_is_taken_alone() -> No
     assert engine.stats()["waiting_tokens"] == 0
 
 
+def test_what_another_replica_had_taken_is_taken_however_much_waits() -> None:
+    """Its client reads the answer already: a replica that goes is a pause for it."""
+    engine = make_engine(max_waiting_tokens=100, max_waiting=1)
+    engine.submit(make_request("waits", [1] * 100))
+    with pytest.raises(Overloaded):
+        engine.submit(make_request("new", [2] * 10))
+    engine.submit(make_request("resumed", [2] * 10, output_offset=2))
+    assert sum(event.finish_reason == "length" for event in run(engine)) == 2
+
+
 def test_queued_turns_count() -> None:
     engine = make_engine(max_waiting_tokens=20, max_waiting=3)
     engine.submit(make_request("one.0", [1] * 30, session_id="s"))
