@@ -155,6 +155,8 @@ def _read_paced(path: Path, block_tokens: int) -> Iterator[PacedRequest]:
         num_input, num_output = _lengths(checks, row)
         session_id, request_id = (_name(checks, row, name) for name in ("session_id", "request_id"))
         wait_for = row.get("wait_for") or []
+        if isinstance(wait_for, list):
+            wait_for = [str(each) if isinstance(each, int) else each for each in wait_for]  # as the ids themselves
         if not isinstance(wait_for, list) or not all(
             isinstance(each, str) and each in request_ids for each in wait_for
         ):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import json
+import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from mneme.cluster.serve.calls import CALLS, StreamItem
+
+logger = logging.getLogger(__name__)
 
 _PROGRESS_NAMESPACE = b"mneme-progress"
 _WANTED_NAMESPACE = b"mneme-wanted"
@@ -180,9 +183,11 @@ def stop_first(deployment: str, order: Callable[[], Sequence[str]]) -> None:
 
         def chosen(self: Any, deployment_id: Any, max_num_to_stop: int, **options: Any) -> set[Any]:
             found: set[Any] = choose(self, deployment_id, max_num_to_stop, **options)
+            order = _STOP_ORDERS.get(deployment_id.name)
             try:
-                return _in_order(found, self._running_replicas[deployment_id], _STOP_ORDERS[deployment_id.name]())
-            except KeyError:  # not one of ours
+                return found if order is None else _in_order(found, self._running_replicas[deployment_id], order())
+            except Exception:
+                logger.exception("replicas to stop are chosen by Serve's own rules")
                 return found
 
         scheduler._get_replicas_to_stop = chosen

@@ -282,9 +282,14 @@ def test_a_clock_that_jumps_harms_nothing() -> None:
         played.take("a", report(seq, queue_s=rng.random()))
         held.append(played.choose([seq] * 300, session_id=f"s{seq % 5}"))
         if len(held) > 4:
-            held.pop(0).started(0)
+            held[-5].started(0)
     for each in held:
         each.release()
+    assert played.chooser.running("a") == played.chooser.running("b") == 0
+    last = played.choose(session_id="s1")
+    assert last.route.reason == "score"
+    assert last.route.prices is not None
+    assert all(math.isfinite(each) and each >= 0 for each in last.route.prices.total)
 
 
 def test_when_all_are_silent_sessions_go_home_and_others_to_the_less_busy_of_two() -> None:

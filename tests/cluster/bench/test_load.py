@@ -125,14 +125,15 @@ def lines(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_trace_says_who_waits_for_whom(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a2", 2])
+def test_a_trace_says_who_waits_for_whom(tmp_path: Path, name: str | int) -> None:
     size = {"input_length": 10, "output_length": 4}
     trace = lines(
         tmp_path / "t.jsonl",
         {"timestamp": 5000, **size, "session_id": "a", "request_id": "a1"},
-        {**size, "session_id": "a", "delay": 3000, "request_id": "a2"},
+        {**size, "session_id": "a", "delay": 3000, "request_id": name},
         {"timestamp": 6000, **size, "session_id": "b"},
-        {**size, "session_id": "b", "wait_for": ["a2"], "delay": 1000},
+        {**size, "session_id": "b", "wait_for": [name], "delay": 1000},
         {"timestamp": 5500, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]},
     )
     sessions = sessions_of_trace(read_paced_trace(trace, 512), 0.75, 0)
