@@ -11,11 +11,11 @@ adds to a request: prompts of 512 tokens, half of them shared, of 64 sessions.
 
 The arms take turns call by call in one run. Added: our p50 less the smaller p50 of Ray's two. `decision`: the
 chooser's part of it alone, among eight replicas that report nothing. `choice`: one choice among 100 replicas that hold
-1,000,000 blocks together and have all reported loads and costs, prompts of 2,048 tokens, half of them one of eight
-system prompts that every replica has: with hashing the prompt, pricing, reserving; wall time, and the thread's own
-(`choice_cpu`, whose p99 is the promise), which does not count that others run on its core. `report`: taking a replica's
-report of 16 blocks that came and 16 that went. What bounds calls: one actor call, about 1 to 3 ms; what bounds choices:
-hashing, about half of one.
+1,000,000 blocks together, on nodes of eight with a cache tier that has as many, and have all reported loads and costs;
+prompts of 2,048 tokens, half of them one of eight system prompts that every replica has: with hashing the prompt,
+pricing, reserving; wall time, and the thread's own (`choice_cpu`, whose p99 is the promise), which does not count that
+others run on its core. `report`: taking a replica's report of 16 blocks that came and 16 that went. What bounds calls:
+one actor call, about 1 to 3 ms; what bounds choices: hashing, about a third of one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUM_ANSWER = 64  # tokens: the router notes prompt and answer together when a re
 NUM_SESSIONS = 64
 SEED = 0
 ADDED_P50_TARGET_MS = 0.5
-NUM_REPLICAS, NUM_BLOCKS, LONG_PROMPT, NUM_SYSTEM = 100, 1_000_000, 2048, 8
+NUM_REPLICAS, NUM_BLOCKS, LONG_PROMPT, NUM_SYSTEM, NUM_ON_NODE = 100, 1_000_000, 2048, 8, 8
 CHOICE_P50_TARGET_MS, CHOICE_P99_TARGET_MS = 0.3, 1.0
 COST = {
     "prefill": [0.01, 1e-4, 1e-9],
@@ -107,6 +107,7 @@ def report(rng: random.Random, replica: int, seq: int, **values: Any) -> Replica
         waiting=0,
         context_tokens=rng.randrange(40_000),
         free_page_share=0.5,
+        node=f"node-{replica // NUM_ON_NODE}",
         **values,
     )
 

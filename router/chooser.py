@@ -512,7 +512,8 @@ class ReplicaChooser:
             if nodes:
                 own_nodes = [self._loads[r].node for r in replica_ids]
                 own = np.array([nodes.get(node, 0) for node in own_nodes]) * float(size)
-                best = np.array([max(nodes.values()) if node else 0 for node in own_nodes]) * float(size)
+                most = max(nodes.values())
+                best = np.array([most if node else 0 for node in own_nodes]) * float(size)
                 in_node = np.maximum(own - matched - in_host, 0)
                 at_peers = np.maximum(best - matched - in_host - in_node, 0)
         for chain in chains[1:]:
