@@ -179,6 +179,9 @@ def test_a_long_history_is_loaded_in_parts_beside_a_stream(
         engine.step()
     submit(engine, "again", told, NUM_NEW)
     num_lengths, events = set(), []
+    head = engine.scheduler.waiting.head
+    while head.found is not None and not head.found.is_ready(is_alone=False):  # else the stream may end first
+        time.sleep(BLOCKED_S)
     while len(engine.scheduler.running) < 2:
         engine.step()
     monkeypatch.setattr(type(engine.scheduler), "_has_streams", property(lambda self: True))
