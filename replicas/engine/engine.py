@@ -326,9 +326,10 @@ class Engine:
         return batch
 
     def _commit(self, batch: list[StepRows], sampled: list[Sampled]) -> list[TokenEvent]:
-        self.num_steps += not any(part.sequence.request.is_warm_up for part in batch)
         sampling = [part.sequence for part in batch if part.samples]
-        self.num_tokens["computed"] += sum(part.num_rows for part in batch) - len(sampling)
+        if not any(part.sequence.request.is_warm_up for part in batch):
+            self.num_steps += 1
+            self.num_tokens["computed"] += sum(part.num_rows for part in batch) - len(sampling)
         took_s, has_loaded = self.clock() - self._step_began_s, False
         if self.connector is not None:
             outcomes = zip(sampling, sampled, strict=True)
