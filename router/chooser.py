@@ -24,6 +24,7 @@ import logging
 import math
 import random
 import statistics
+import struct
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -80,7 +81,8 @@ _CONTEXT = 3  # tokens of what was reserved here
 _REPORTED_S = 4  # when it reported last; NaN: it has not
 _SAID_QUEUE_S, _SAID_RUNNING, _SAID_CONTEXT = 5, 6, 7  # what it said
 _OVERHEAD_S = 8  # that first tokens took beyond what was predicted of them, in the median
-_FIGURES = 9
+_NODE = 9  # its number; 0: it has not said where it is
+_FIGURES = 10
 
 
 class _Load:
@@ -88,7 +90,7 @@ class _Load:
 
     def __init__(self) -> None:
         # A row of the table, once it is there.
-        self.row = np.array([0.0] * _REPORTED_S + [math.nan, 0.0, 0.0, 0.0, 0.0, *UNKNOWN])
+        self.row = np.array([0.0] * _REPORTED_S + [math.nan] + [0.0] * (_NODE - _REPORTED_S) + [*UNKNOWN])
         self.fresh: dict[Reservation, None] = {}
         self._late_s = deque[float](maxlen=_NUM_LATE)
         self.order = _ReportOrder()
@@ -298,6 +300,7 @@ class ReplicaChooser:
     _index: PrefixIndex = field(init=False)
     _in_tier: PrefixIndex = field(init=False)  # by node
     _named_s: dict[str, float] = field(init=False, default_factory=dict)  # when a replica last said that it is there
+    _node_numbers: dict[str, int] = field(init=False)
     _loads: dict[str, _Load] = field(init=False, default_factory=dict)
     _table: F64 = field(init=False)  # a row for each of them
     _figures: F64 | None = field(init=False)  # of the table, made alike; None: to be made when they are needed
@@ -326,8 +329,10 @@ class ReplicaChooser:
         """Replicas that may be chosen from now on; those that are gone leave no trace."""
         self._loads = {r: self._loads.get(r) or _Load() for r in replica_ids}
         self._table = np.array([load.row for load in self._loads.values()]).reshape(-1, _FIGURES + len(UNKNOWN))
+        self._node_numbers = {"": 0}
         for load, row in zip(self._loads.values(), self._table, strict=True):
             load.row = row
+            self._number_node(load)
         self._figures = None
         self._hashes = replica_hashes(list(self._loads))
         self._index.retain(self._loads)
@@ -356,6 +361,7 @@ class ReplicaChooser:
                 if each.cost is not None:
                     self._figures = None
                 load.take(each, self.clock())
+                self._number_node(load)
                 self._named_s[each.node] = self.clock()
                 self._follow(replica_id, each)
             except Exception:  # whatever a replica says, requests are routed
@@ -419,7 +425,7 @@ class ReplicaChooser:
         priced: Prices | None = None
         try:
             self._send_again(now_s)
-            asked = self._asked(len(token_ids), chains, replica_ids, is_away, now_s)
+            asked = self._asked(len(token_ids), chains, replica_ids, table[:, _NODE], is_away, now_s)
             self._add_private(session, asked, replica_ids)
             if self._figures is None:
                 self._figures = alike(self._table[:, _FIGURES:])
@@ -497,6 +503,7 @@ class ReplicaChooser:
         num_tokens: int,
         chains: Sequence[Sequence[int]],
         replica_ids: Sequence[str],
+        node_numbers: F64,
         is_away: Flags,
         now_s: float,
     ) -> Asked:
@@ -510,10 +517,9 @@ class ReplicaChooser:
         if len(self._in_tier):
             nodes = self._in_tier.match(chains[0], now_s).blocks
             if nodes:
-                own_nodes = [self._loads[r].node for r in replica_ids]
-                own = np.array([nodes.get(node, 0) for node in own_nodes]) * float(size)
-                most = max(nodes.values())
-                best = np.array([most if node else 0 for node in own_nodes]) * float(size)
+                by_node = np.array([nodes.get(node, 0) for node in self._node_numbers]) * float(size)
+                own = by_node[node_numbers.astype(int)]
+                best = (node_numbers > 0) * float(max(nodes.values()) * size)
                 in_node = np.maximum(own - matched - in_host, 0)
                 at_peers = np.maximum(best - matched - in_host - in_node, 0)
         for chain in chains[1:]:
@@ -530,6 +536,9 @@ class ReplicaChooser:
             if self._loads[replica_id] is load:
                 asked.matched[index] = max(asked.matched[index], min(num_tokens, asked.num_tokens))
                 asked.in_host[index] = asked.in_node[index] = asked.at_peers[index] = asked.reused[index] = 0
+
+    def _number_node(self, load: _Load) -> None:
+        load.row[_NODE] = self._node_numbers.setdefault(load.node, len(self._node_numbers))
 
     def _follow(self, replica_id: str, report: ReplicaReport) -> None:
         """Let the index have what a report says."""
@@ -624,7 +633,7 @@ class ReplicaChooser:
     def _chain(self, token_ids: Sequence[int], salt: str) -> list[int]:
         try:
             return block_hashes(token_ids, salt=salt, block_tokens=self.config.block_tokens)
-        except (OverflowError, TypeError):  # no ids of any vocabulary: the engine says so
+        except (struct.error, TypeError):  # no ids of any vocabulary: the engine says so
             return []
 
 

@@ -35,6 +35,9 @@ _RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
 _MAX_S = 1e6  # of any term
 # Columns of a replica's figures.
 _PREFILL, _DECODE, _HOST, _NODE, _PEER, _STEP_ROWS, _KV_BYTES, _SCALES = 0, 3, 6, 9, 12, 15, 16, 17
+# SplitMix64's last steps.
+_SPLIT_MIX = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
+_LAST_SHIFT = np.uint64(31)
 # Until a replica says what its work costs: proportional to tokens, nothing for what is loaded.
 UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 12, 2048, 1, math.nan, math.nan])
 
@@ -207,9 +210,9 @@ def load_bound(total_running: int, num_replicas: int, config: RouterConfig) -> i
 def rendezvous(key: str, replica_hashes: U64) -> U64:
     """Preferences of `key`, one for each replica: adding or removing one moves no key between the others."""
     mixed = replica_hashes ^ np.uint64(text_hash(key))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # SplitMix64's
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))
+    for shift, factor in _SPLIT_MIX:
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return mixed ^ (mixed >> _LAST_SHIFT)
 
 
 def replica_hashes(replica_ids: Sequence[str]) -> U64:
