@@ -88,17 +88,20 @@ def changes(seen: Sequence[Replicas]) -> list[tuple[float, int, int]]:
     return found
 
 
-def hit_rate(answers: Sequence[Answer], firsts: frozenset[int]) -> float | None:
-    """Return which share of the prompts was cached, of the turns that have a history."""
-    later = [answer for answer in answers if answer.error is None and id(answer) not in firsts]
-    prompt = sum(answer.prompt_tokens or 0 for answer in later)
-    return round(sum(answer.cached_tokens or 0 for answer in later) / prompt, 4) if prompt else None
+def hit_rate(answers: Sequence[Answer], history: Mapping[int, int]) -> float | None:
+    """Return which share was cached of what turns had before them.
+
+    Not of their prompts: what a turn adds cannot be cached, and is more of a session's second turn than of its eighth.
+    """
+    had = [(answer, history.get(id(answer), 0)) for answer in answers if answer.error is None]
+    found = sum(min(answer.cached_tokens or 0, tokens) for answer, tokens in had)
+    return round(found / total, 4) if (total := sum(tokens for _, tokens in had)) else None
 
 
 def follow(answers: Sequence[Answer], seen: Sequence[Replicas], window_s: float) -> dict[str, Any]:
     """Return replicas over time, and what clients saw around each change of them; times since the run began."""
     began_s = min((answer.sent_s for answer in answers), default=0.0)
-    firsts = first_turns(answers)
+    history = history_of(answers)
     events: list[dict[str, Any]] = []
     counts = [each.ready for each in seen if each.ready is not None][:1]
     for at_s, before, after in changes(seen):
@@ -109,7 +112,7 @@ def follow(answers: Sequence[Answer], seen: Sequence[Replicas], window_s: float)
             event[name] = {
                 "num_requests": len(sent),
                 "num_failed": sum(answer.error is not None for answer in sent),
-                "hit_rate": hit_rate(sent, firsts),
+                "hit_rate": hit_rate(sent, history),
                 "ttft_ms": spread_ms([answer.latencies_s()["ttft"] for answer in sent if answer.error is None]),
             }
         events.append(event)
@@ -121,25 +124,28 @@ def follow(answers: Sequence[Answer], seen: Sequence[Replicas], window_s: float)
     return {
         "replicas_least": min(counts, default=None),
         "replicas_most": max(counts, default=None),
-        "hit_rate": hit_rate(answers, firsts),
+        "hit_rate": hit_rate(answers, history),
         "hit_rate_kept_at_scale_down": round(min(kept), 4) if kept else None,
         "events": events,
         "replicas": [[round(each.at_s - began_s, 2), each.ready, each.wanted] for each in seen],
     }
 
 
-def first_turns(answers: Sequence[Answer]) -> frozenset[int]:
-    """Return the ids of the objects that answer a session's first turn: it has no history."""
-    firsts: dict[str, Answer] = {}
+def history_of(answers: Sequence[Answer]) -> dict[int, int]:
+    """Return the tokens of the turn before and its answer, but for the last, whose KV nobody has; by `id` of a turn."""
+    before: dict[str, Answer] = {}
+    history = {}
     for answer in sorted(answers, key=lambda each: each.sent_s):
-        firsts.setdefault(answer.session, answer)
-    return frozenset(id(answer) for answer in firsts.values())
+        if (last := before.get(answer.session)) is not None and last.prompt_tokens and last.output_tokens:
+            history[id(answer)] = last.prompt_tokens + last.output_tokens - 1
+        before[answer.session] = answer
+    return history
 
 
 def plots(answers: Sequence[Answer], figures: Mapping[str, Any], profile: Profile) -> list[str]:
     """Draw load, replicas and hit rate over time."""
     began_s = min((answer.sent_s for answer in answers), default=0.0)
-    firsts = first_turns(answers)
+    history = history_of(answers)
     lines: dict[str, list[tuple[float, float]]] = {"ready": [], "wanted": []}
     for at_s, *counts in figures["replicas"]:
         for line, count in zip(lines.values(), counts, strict=True):
@@ -147,10 +153,10 @@ def plots(answers: Sequence[Answer], figures: Mapping[str, Any], profile: Profil
     rates = []
     for index in range(int(max((answer.sent_s - began_s for answer in answers), default=0.0) / _AVERAGED_S) + 1):
         start_s = began_s + index * _AVERAGED_S
-        share = hit_rate([a for a in answers if start_s <= a.sent_s < start_s + _AVERAGED_S], firsts)
+        share = hit_rate([a for a in answers if start_s <= a.sent_s < start_s + _AVERAGED_S], history)
         rates += [] if share is None else [((index + 0.5) * _AVERAGED_S, 100 * share)]
     return [
         chart("Replicas: ready (green), wanted (orange)", "s", "replicas", lines),
         chart("Load", "s", "requests/s", {"offered": profile}),
-        chart("Cached of turns with a history", "s", "% of prompt tokens", {"hit rate": rates}),
+        chart("Cached of what turns had before them", "s", "% of tokens", {"hit rate": rates}),
     ]

@@ -368,7 +368,7 @@ def _rows_of_events(figures: dict[str, Any]) -> list[tuple[str, str]]:
     def shown_of(part: dict[str, Any]) -> str:
         rate = "-" if part["hit_rate"] is None else f"{part['hit_rate']:.1%}"
         ttft = "-" if part["ttft_ms"] is None else f"{part['ttft_ms']['p50']:.0f}"
-        return f"{rate} cached, TTFT p50 {ttft} ms, {part['num_failed']} of {part['num_requests']} failed"
+        return f"{rate} of history cached, TTFT p50 {ttft} ms, {part['num_failed']} of {part['num_requests']} failed"
 
     return [
         (f"{event['at_s']:.0f} s: {event['from']} -> {event['to']}",
