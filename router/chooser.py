@@ -157,6 +157,9 @@ class _ReportOrder:
         """Return what follows, in order; a snapshot comes first in it."""
         if report.epoch in self._past or (report.epoch == self.epoch and report.seq <= self._seq):
             return []
+        if report.epoch == self.epoch and report.seq == self._seq + 1 and not (self._late or report.is_snapshot):
+            self._seq += 1
+            return [report]  # as almost all
         follows: list[ReplicaReport] = []
         if report.is_snapshot:
             if self.epoch not in (None, report.epoch):
@@ -542,7 +545,8 @@ class ReplicaChooser:
 
     def _follow(self, replica_id: str, report: ReplicaReport) -> None:
         """Let the index have what a report says."""
-        if self.config.block_tokens != BLOCK_TOKENS:
+        is_of_load = not (report.device or report.host or report.gone or report.is_snapshot)
+        if is_of_load or self.config.block_tokens != BLOCK_TOKENS:
             return
         if report.is_snapshot:
             self._index.forget(replica_id)

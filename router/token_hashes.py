@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Sequence
 
 from mneme.replicas.report import BLOCK_TOKENS, first_digest, next_digest, pack, unpack
@@ -21,7 +22,9 @@ def block_hashes(token_ids: Sequence[int], *, salt: str = "", block_tokens: int 
     Raises `struct.error` for what is no int32.
     """
     num_tokens = len(token_ids) // block_tokens * block_tokens
-    packed = struct.pack(f"{num_tokens}i", *token_ids[:num_tokens])  # in half of the time that an array takes
+    some = token_ids[:num_tokens]
+    # An array takes twice as long to make, and none to give its bytes.
+    packed = some.tobytes() if isinstance(some, array) else struct.pack(f"{num_tokens}i", *some)
     stride = 4 * block_tokens
     digests, digest = [], first_digest(salt)
     for start in range(0, len(packed), stride):

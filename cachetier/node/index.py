@@ -100,7 +100,7 @@ class NodeIndex:
         self._past = Bounded[bytes, bool](_MIN_PAST_KEYS)  # see `note_gone`
 
     def __contains__(self, key: bytes) -> bool:
-        return any(key in tier for tier in self.tiers)
+        return self.get(key) is not None
 
     def get(self, key: bytes) -> Entry | None:
         for tier in self.tiers:

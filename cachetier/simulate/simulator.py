@@ -178,13 +178,16 @@ class BlockTiers:
         """One request; how many of its blocks were found in each tier, from its first on."""
         found, num_found = [0] * len(self.tiers), 0
         for key in keys:
-            index = self.engine if num_found == found[_DEVICE] and key in self.engine else self.node
-            entry = index.get(key)
-            if entry is None:
+            entry, place = self.engine.get(key) if num_found == found[_DEVICE] else None, _DEVICE
+            if entry is not None:
+                self.engine.use(entry)
+            elif (entry := self.node.get(key)) is not None:
+                self.node.use(entry)
+                place = next(place for place, tier in enumerate(self.tiers) if place > _DEVICE and key in tier)
+            else:
                 break
-            index.use(entry)
             num_found += 1
-            found[next(place for place, tier in enumerate(self.tiers) if tier.index is index and key in tier)] += 1
+            found[place] += 1
         for tier, count in zip(self.tiers, found, strict=True):
             tier.num_found += count
         chain = [*zip((b"", *keys), keys, strict=False)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -145,7 +145,8 @@ class Mneme:
         number, self._num_reports[replica] = self._num_reports[replica], self._num_reports[replica] + 1
         changes, per_node = self._changes.pop(replica, {}), self._world.replicas_per_node
         device, host, gone = (
-            _packed(each for each, place in changes.items() if place == tier) for tier in (DEVICE, HOST, None)
+            array("Q", [each for each, place in changes.items() if place == tier]).tobytes() if changes else b""
+            for tier in (DEVICE, HOST, None)
         )
         report = ReplicaReport(
             epoch=f"{self._lives[replica]}",
@@ -205,7 +206,3 @@ ROUTERS: dict[str, Callable[[random.Random, World], Router]] = {
     "polled": _by_policy(Polled),
     **{name: _by_policy(policy) for name, policy in POLICIES.items()},
 }
-
-
-def _packed(hashes: Iterable[int]) -> bytes:
-    return array("Q", hashes).tobytes()
