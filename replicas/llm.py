@@ -257,6 +257,7 @@ class LLM:
         truncation: Mapping[str, Any] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> RequestOutput: ...
@@ -271,6 +272,7 @@ class LLM:
         truncation: Mapping[str, Any] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]: ...
@@ -284,6 +286,7 @@ class LLM:
         truncation: Mapping[str, Any] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> RequestOutput | list[RequestOutput]:
@@ -292,8 +295,9 @@ class LLM:
         Without `sampling_params` answers end where the model ends them. A list is answered by a list, with one entry of
         `session_id` for each; otherwise as `generate`. `documents` (texts, or mappings with a text and perhaps a title
         and an id) stand where the template puts them, else before the last user's text; messages may have documents
-        among the parts of their content, too. `tools` (as OpenAI's) are written by the template; answers are text as it
-        was drawn, in which `Dialect(llm.get_tokenizer()).parser` finds calls.
+        among the parts of their content, too. `tools` (as OpenAI's) are written by the template, which sees
+        `chat_template_kwargs` as well; answers are text as it was drawn, in which `Dialect(llm.get_tokenizer()).parser`
+        finds calls.
         """
         conversations, is_one = _conversations(messages, documents or ())
         params = _one_per_prompt("sampling_params", sampling_params, SamplingParams, len(conversations))
@@ -305,7 +309,7 @@ class LLM:
                 session,
                 self._truncation(truncation, session),
                 self._default_blend.updated({} if blend is None else blend),
-                tools,
+                {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})},
             )
             for conversation, param, session in zip(conversations, params, sessions, strict=True)
         ]
@@ -361,10 +365,9 @@ class LLM:
         session_id: str | None,
         truncation: Truncation | None,
         blend: BlendOptions,
-        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> _Job:
-        variables = {**stand_ins.variables, **({"tools": list(tools)} if tools else {})}
-        render = partial(self.tokenizer.render_chat, template_variables=variables)
+        render = partial(self.tokenizer.render_chat, template_variables={**variables, **stand_ins.variables})
         text = stand_ins.placed(lambda some: Appended(render(some), 0), messages).text
         prompt = self._encoded_parts(stand_ins.cut(text))
         num_system = 0

@@ -156,7 +156,7 @@ def base_url(url: str) -> str:
 
     Raises `httpx.InvalidURL`, also for a port that no server can have: httpx finds that only when it connects.
     """
-    root = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    root = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
     port = httpx.URL(root).port
     if port is not None and not 1 <= port <= _MAX_PORT:
         raise httpx.InvalidURL(f"the port must be from 1 to {_MAX_PORT}")

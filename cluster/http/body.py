@@ -10,10 +10,12 @@ import contextlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 from mneme.cluster.config import HttpConfig
+from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
 
 _SKIP_S, _SKIP_IDLE_S = 3.0, 0.5
@@ -35,6 +37,7 @@ class HeldBody:
     def __init__(self, reader: BodyReader) -> None:
         self._reader = reader
         self._bytes = bytearray()
+        self.tenant = PUBLIC  # whose it is
         self.is_begun = False  # some of it was asked for
         self.is_whole = False  # nothing more will come
 
@@ -42,27 +45,33 @@ class HeldBody:
         return len(self._bytes)
 
     def add(self, part: bytes) -> None:
-        self._reader.reserve(len(part))
+        self._reader.reserve(self.tenant, len(part))
         self._bytes += part
 
     def take(self) -> bytes:
         """The bytes, once; they are the caller's then."""
         taken, self._bytes = bytes(self._bytes), bytearray()
-        self._reader.reserve(-len(taken))
+        self._reader.reserve(self.tenant, -len(taken))
         return taken
 
 
 class BodyReader:
-    """Slow senders hold what they have sent; `max_held_body_bytes` bounds all of them together."""
+    """Slow senders hold what they have sent; `max_held_body_bytes` bounds all of them together.
+
+    A tenant holds one body, or as much as is left for others: however many come, the next one finds room.
+    """
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
-        self._num_held = 0
+        self._held = Counter[str]()  # bytes by tenant
 
-    def reserve(self, num_bytes: int) -> None:
-        if num_bytes > 0 and self._num_held + num_bytes > self._config.max_held_body_bytes:
+    def reserve(self, tenant: str, num_bytes: int) -> None:
+        own, free = self._held[tenant] + num_bytes, self._config.max_held_body_bytes - self._held.total() - num_bytes
+        if num_bytes > 0 and (free < 0 or own > max(free, self._config.max_body_bytes)):
             raise Overloaded("too many large requests at once")
-        self._num_held += num_bytes
+        self._held[tenant] = own
+        if not own:
+            del self._held[tenant]
 
     async def read(self, body: HeldBody, headers: Mapping[str, str], receive: Receive) -> None:
         """Fill `body`; raises `RequestTooLarge` or `RequestTimeout`."""
@@ -128,8 +137,10 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise InvalidRequest("body", None, f"JSON may be nested {MAX_DEPTH} deep") from None
-    except ValueError as error:  # also an integer of thousands of digits
+    except json.JSONDecodeError as error:
         raise InvalidRequest(None, None, f"the body is not valid JSON: {str(error)[:200]}") from None
+    except ValueError:
+        raise InvalidRequest(None, None, "the body has a number of thousands of digits") from None
     if not isinstance(value, dict):
         raise InvalidRequest(None, None, "the body must be a JSON object")
     if _SURROGATE_ESCAPE.search(text) or text.count("[") + text.count("{") > MAX_DEPTH:
@@ -183,7 +194,7 @@ def _children(path: str, value: dict[str, Any] | list[Any]) -> Iterator[tuple[st
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(value) if isinstance(item, str | list | dict))
         return
     for key, item in value.items():
-        _check_text(f"{path} key", key)
+        _check_text(f"{path} key".strip(), key)
         if isinstance(item, str | list | dict):
             yield (f"{path}.{key}" if path else key), item
 

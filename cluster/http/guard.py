@@ -98,10 +98,12 @@ class Guard:
             state.update(known, tenant=PUBLIC, is_admin=False, meter=None)
         else:
             caller = self._keyring.authenticate(_credentials(headers))
+            body.tenant = caller.tenant
             state.update(known, tenant=caller.tenant, is_admin=caller.is_admin, meter=caller.meter)
             response.meter = caller.meter
         with self._taken_in(scope, response):
-            if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
+            is_read = scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers))
+            if is_read and scope["path"] not in OPEN_PATHS:  # these take none, and say so
                 await self._bodies.read(body, headers, receive)
             state["received_s"] = self._clock()
             await self._app(scope, receive, response.send)

@@ -360,7 +360,8 @@ class RayEngineClient:
             try:
                 return await self._submit(choices, reservation)
             except LinkLost as lost:
-                refusal = ReplicaUnavailable(str(lost))
+                logger.warning("request_id=%s not taken: %s", choices[0].attempt_id, lost)
+                refusal = ReplicaUnavailable("no replica has taken the request")
             except ReplicaUnavailable as unavailable:  # it stops, or cannot read the session's log
                 refusal = unavailable
             except Overloaded as overloaded:

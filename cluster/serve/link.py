@@ -95,7 +95,7 @@ class ReplicaLink:
 
     @property
     def is_coming(self) -> bool:
-        """Return whether it opens for the first time or drains, as its successor is there: no sign of a fault."""
+        """Return whether it opens for the first time, is late, or drains, as its successor is there: no fault."""
         return self._draining.is_set() or not self._was_lost
 
     @property
@@ -276,7 +276,7 @@ class ReplicaLink:
                     for request, _ in batch:
                         self._sinks.pop(request.request_id, None)
                     continue
-                self._restart_stream(subscriber)
+                self._restart_stream(subscriber, is_late=isinstance(error, TimeoutError))
                 return
             finally:
                 self._submitting = set()
@@ -302,10 +302,11 @@ class ReplicaLink:
                     self._aborts.pop(request_id, None)
             except Exception as error:  # what could not be aborted would run on: a new subscriber ends it
                 logger.warning("replica_id=%s abort failed: %s", self.replica_id, type(error).__name__)
-                self._restart_stream(subscriber)
+                self._restart_stream(subscriber, is_late=isinstance(error, TimeoutError))
                 return
 
-    def _restart_stream(self, subscriber: str) -> None:
+    def _restart_stream(self, subscriber: str, *, is_late: bool = False) -> None:
+        """`is_late`: the replica did not answer in time, and nothing has broken: it is expected back."""
         stream = self._tasks.get("stream")
         if stream is None or subscriber != self._subscriber:
             return  # it was opened anew meanwhile
@@ -313,6 +314,7 @@ class ReplicaLink:
         self._ending.add(stream)
         stream.add_done_callback(self._ending.discard)
         self._lose("a call failed")
+        self._was_lost = not is_late
         self._spawn("stream", self._keep_open())
 
     def _arm_watchdog(self) -> None:

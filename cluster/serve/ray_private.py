@@ -12,6 +12,7 @@ import contextvars
 import json
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_NAMESPACE = b"mneme-progress"
 _WANTED_NAMESPACE = b"mneme-wanted"
+_NODE_START_S = 180.0
 _STOP_ORDERS: dict[str, Callable[[], Sequence[str]]] = {}  # by deployment
 
 
@@ -101,8 +103,21 @@ def single_node() -> Iterator[None]:
 
     It keeps 127.0.0.1 as its address, so that all of Ray's own ports are bound to it, and does without the
     processes that serve a cluster's operator (dashboard, autoscaler, log forwarder): a quarter of Ray's memory.
+    On a busy machine its node may take longer to start than the 30 s that Ray gives it.
     """
+    get_node, begun_s = services.get_node, time.monotonic()
+
+    def patient(*args: Any) -> Any:
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:  # it is not there yet
+                if time.monotonic() - begun_s > _NODE_START_S:
+                    raise
+                time.sleep(0.1)
+
     with contextlib.ExitStack() as patches:
+        patches.enter_context(_patched(services, "get_node", patient))
         patches.enter_context(_patched(services, "resolve_ip_for_localhost", lambda host: host))
         for helper in ("start_api_server", "start_monitor", "start_log_monitor"):
             patches.enter_context(_patched(Node, helper, lambda self, **_: None))

@@ -452,6 +452,7 @@ def test_the_template_writes_tools(llm: LLM) -> None:
     asked = [{"role": "user", "content": "The weather?"}]
     output = llm.chat(asked, SamplingParams(max_tokens=60, seed=1, grammar=grammar), tools=[tool])
     assert '"name": "weather"' in (output.prompt or "")
+    assert llm.chat(asked, GREEDY, chat_template_kwargs={"tools": [tool]}).prompt == output.prompt
     parser = dialect.parser(["weather"], is_forced=True)
     assert parser is not None
     (call,) = whole_calls(parser.push(output.outputs[0].text, is_last=True).calls)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
+from fastapi import FastAPI
+from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from tests.cluster.api_fixtures import CHAT, COMPLETION, api, get
@@ -157,6 +159,10 @@ def test_every_route_is_described() -> None:
         for method, operation in operations.items():
             assert operation["summary"], path
             assert f"{method.upper()} {path}" in page
+    described = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
+    routes = [route for route in cast(FastAPI, api().app).routes if isinstance(route, Route)]
+    offered = {(method, route.path.replace(":path", "")) for route in routes for method in route.methods or ()}
+    assert described == {(method, path) for method, path in offered if method != "HEAD"}
     named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert named == {*document["components"]["schemas"]}
     assert {"ChatRequest", "ChatCompletion", "Error"} <= named

@@ -14,6 +14,8 @@ import pytest
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
+from mneme.cluster.http.body import BodyReader, HeldBody
+from mneme.cluster.http.guard import OPEN_PATHS
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.grammar import GrammarChecker
@@ -33,6 +35,17 @@ def test_without_a_key_nothing_is_read(authorization: str | None) -> None:
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert get("/health", headers=headers, **KEYS).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+def test_what_needs_no_key_reads_no_body(path: str, method: str) -> None:
+    with (
+        serving(config=HttpConfig(api_keys=("secret-a",), body_idle_timeout_s=60.0)) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=50) as connection,
+    ):
+        connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode())
+        assert connection.recv(65536).split(b" ", 2)[1] == b"405"
 
 
 def test_a_trailer_is_no_key() -> None:
@@ -217,6 +230,28 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
 
     statuses = asyncio.run(run())
     assert statuses[-2:] == [429, 200]
+
+
+def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
+    """The first may have half, and the next half of what is left; each may have one."""
+    reader = BodyReader(HttpConfig(max_body_bytes=1024, max_held_body_bytes=8 * 1024))
+
+    def filled(tenant: str) -> list[HeldBody]:
+        bodies = []
+        for _ in range(8):
+            bodies.append(HeldBody(reader))
+            bodies[-1].tenant = tenant
+            try:
+                bodies[-1].add(b" " * 1024)
+            except Overloaded:
+                break
+        return [body for body in bodies if len(body)]
+
+    held = [filled(tenant) for tenant in "abcd"]
+    assert [len(bodies) for bodies in held] == [4, 2, 1, 1]
+    for body in held[0]:
+        body.take()
+    assert len(filled("b")) == 1  # it has three then, and there are three left
 
 
 @pytest.fixture(scope="module")

@@ -255,7 +255,7 @@ def test_what_an_answer_must_match_reaches_the_engine(fields: dict[str, Any], gr
 
 def test_nul_is_a_character_like_others() -> None:
     engine = FakeEngineClient(TOKENIZER, sentence="a\0b STOP\0 c")
-    body = {"messages": [{"role": "user", "content": "x\0y"}], "stop": "STOP\0"}
+    body = {"messages": [{"role": "user", "content": "x\0y"}], "stop": "STOP\0", "documents": [{"text": "x\0y"}]}
     assert post("/v1/chat/completions", {**CHAT, **body}, engine=engine).json()["choices"][0]["message"]["content"] == (
         "a\0b "
     )

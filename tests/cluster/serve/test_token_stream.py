@@ -400,8 +400,11 @@ def test_silence_that_stats_do_not_explain_loses_the_link(monkeypatch: pytest.Mo
     run(scenario, replicas=("a",), step_s=0.02)
 
 
-def test_a_submit_that_hangs_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replicas", [("a", "b"), ("a",)], ids=["elsewhere", "to the same once it answers"])
+def test_a_submit_that_hangs_goes_on(monkeypatch: pytest.MonkeyPatch, replicas: tuple[str, ...]) -> None:
+    """One that is late is not lost: it is waited for."""
     monkeypatch.setattr(replica_link, "CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ray_engine_client, "NO_REPLICA_S", 0.0)
 
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         await until(client.num_ready)
@@ -412,7 +415,7 @@ def test_a_submit_that_hangs_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
         ids, _ = await work
         assert ids == expected(request())
 
-    run(scenario)
+    run(scenario, replicas=replicas)
 
 
 def test_a_replica_that_is_removed_while_it_is_asked_is_a_pause() -> None:
