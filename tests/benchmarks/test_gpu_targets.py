@@ -53,7 +53,8 @@ FIGURES = {
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param(each, marks=[pytest.mark.slow] if each == "check" else []) for each in FIGURES]
+    "target",
+    [pytest.param(each, marks=[pytest.mark.slow] if each in ("check", "attention") else []) for each in FIGURES],
 )
 def test_a_target_runs_dry_without_what_it_does_not_ask_for(target: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OUT"}

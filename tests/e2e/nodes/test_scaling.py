@@ -41,6 +41,7 @@ def served(cluster: CacheCluster, tmp_path_factory: pytest.TempPathFactory) -> I
         serve.shutdown()
 
 
+@pytest.mark.slow
 def test_scale_down_and_redeploys_fail_no_request(served: Served) -> None:
     """Dynamo's issue 13559: 8 requests a second, then 0.2, while replicas go; and streams longer than the grace.
 
@@ -82,6 +83,7 @@ def change_under_load(served: Served, expected: dict[str, str], short: str, **ch
     assert (problems, load.failures, failures) == ([], [], [])
 
 
+@pytest.mark.slow
 def test_replicas_follow_the_load_and_what_sessions_knew_stays(served: Served) -> None:
     """1 -> 3 -> 1: however fast a machine is, what waits behind two that run takes longer than a ms.
 
