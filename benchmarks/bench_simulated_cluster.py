@@ -27,8 +27,10 @@ from mneme.cluster.simulate.replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, Eng
 from mneme.cluster.simulate.routers import ROUTERS
 from mneme.cluster.simulate.workload import Turn, read_workload, scaled
 from mneme.router.policies import MINE
+from mneme.router.score import RouterConfig, load_bound
 
 BLOCK_TOKENS = 512
+LOADED = load_bound(1000 - 1, 1000, RouterConfig())  # requests at most where the mean is one, by the router's own bound
 TITLES = {"routers": "100 replicas", "exact": "100 replicas, every step", "thousand": "1,000 replicas"}
 PARTS = tuple(TITLES)
 Rows = list[dict[str, Any]]  # by router, ours first
@@ -65,6 +67,7 @@ def checks_of(part: str, rows: Rows) -> list[Check]:
     return [
         at_most("below_one_infinite_cache_at_1000_replicas", lost, 0.05, ""),
         at_most("most_over_mean_load_at_1000_replicas", rows[0]["load_skew"] if rows else None, 1.25),
+        at_most("most_over_mean_in_flight_p99_at_1000_replicas", rows[0]["in_flight_skew_p99"] if rows else None, LOADED),
     ]
 
 
