@@ -67,7 +67,9 @@ def checks_of(part: str, rows: Rows) -> list[Check]:
     return [
         at_most("below_one_infinite_cache_at_1000_replicas", lost, 0.05, ""),
         at_most("most_over_mean_load_at_1000_replicas", rows[0]["load_skew"] if rows else None, 1.25),
-        at_most("most_over_mean_in_flight_p99_at_1000_replicas", rows[0]["in_flight_skew_p99"] if rows else None, LOADED),
+        at_most(
+            "most_over_mean_in_flight_p99_at_1000_replicas", rows[0]["in_flight_skew_p99"] if rows else None, LOADED
+        ),
     ]
 
 
