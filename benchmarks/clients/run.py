@@ -135,6 +135,28 @@ def vllm_run(dataset: str, in_flight: int, *lengths: str) -> Run:
     return Run(f"{dataset}-{in_flight}", num, ("--base-url", "{url}", *shape, *load, *saved))
 
 
+# The tools' own load, by what they do where nothing is said: guidellm's profile (a sweep over rates), bounded for each
+# rate, and aiperf's ten requests, one after the other, that end where the model ends them.
+GUIDELLM_DEFAULTS = Run(
+    "defaults",
+    64,
+    (
+        *("run", "--backend", "kind=openai_http,target={url}", "--constraint", "kind=max_requests,count=16"),
+        *("--data", "kind=synthetic_text,prompt_tokens=128,output_tokens=32"),
+        *("--tokenizer", "kind=huggingface_auto,model={tokenizer}"),
+        *("--disable-progress", "--output", "kind=json,path={out}/result.json"),
+    ),
+)
+AIPERF_DEFAULTS = Run(
+    "defaults",
+    10,
+    (
+        *("profile", "-m", "{model}", "--url", "{url}", "--endpoint-type", "chat", "--tokenizer", "{tokenizer}"),
+        *("--artifact-dir", "{out}", "--ui-type", "none"),
+    ),
+)
+
+
 def guidellm_run(name: str, endpoint: str, *, turns: int = 1) -> Run:
     data = f"kind=synthetic_text,prompt_tokens=128,output_tokens=32,turns={turns}"
     return Run(
@@ -203,13 +225,14 @@ TOOLS = {
             guidellm_run("chat", "/v1/chat/completions"),
             guidellm_run("completions", "/v1/completions"),
             guidellm_run("chat-turns", "/v1/chat/completions", turns=4),
+            GUIDELLM_DEFAULTS,
         ),
         outcome=read_guidellm,
     ),
     "aiperf": Tool(
         requirements=("aiperf==0.13.0",),
         command=("aiperf",),
-        runs=(aiperf_run("chat"), aiperf_run("completions")),
+        runs=(aiperf_run("chat"), aiperf_run("completions"), AIPERF_DEFAULTS),
         outcome=read_aiperf,
     ),
     "inference-perf": Tool(
