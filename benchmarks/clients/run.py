@@ -135,13 +135,14 @@ def vllm_run(dataset: str, in_flight: int, *lengths: str) -> Run:
     return Run(f"{dataset}-{in_flight}", num, ("--base-url", "{url}", *shape, *load, *saved))
 
 
-# The tools' own load, by what they do where nothing is said: guidellm's profile (a sweep over rates), bounded for each
-# rate, and aiperf's ten requests, one after the other, that end where the model ends them.
-GUIDELLM_DEFAULTS = Run(
-    "defaults",
+# The tools' own load: guidellm's sweep over rates (it asks for a profile, and for its data), bounded for each rate, and
+# aiperf's default, ten requests one after the other that end where the model ends them.
+GUIDELLM_SWEEP = Run(
+    "sweep",
     64,
     (
-        *("run", "--backend", "kind=openai_http,target={url}", "--constraint", "kind=max_requests,count=16"),
+        *("run", "--backend", "kind=openai_http,target={url}", "--profile", "kind=sweep"),
+        *("--constraint", "kind=max_requests,count=16"),
         *("--data", "kind=synthetic_text,prompt_tokens=128,output_tokens=32"),
         *("--tokenizer", "kind=huggingface_auto,model={tokenizer}"),
         *("--disable-progress", "--output", "kind=json,path={out}/result.json"),
@@ -225,7 +226,7 @@ TOOLS = {
             guidellm_run("chat", "/v1/chat/completions"),
             guidellm_run("completions", "/v1/completions"),
             guidellm_run("chat-turns", "/v1/chat/completions", turns=4),
-            GUIDELLM_DEFAULTS,
+            GUIDELLM_SWEEP,
         ),
         outcome=read_guidellm,
     ),
