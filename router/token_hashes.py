@@ -24,7 +24,10 @@ def block_hashes(token_ids: Sequence[int], *, salt: str = "", block_tokens: int 
     num_tokens = len(token_ids) // block_tokens * block_tokens
     some = token_ids[:num_tokens]
     # An array takes twice as long to make, and none to give its bytes.
-    packed = some.tobytes() if isinstance(some, array) else struct.pack(f"{num_tokens}i", *some)
+    if isinstance(some, array) and some.typecode == "i":
+        packed = some.tobytes()
+    else:
+        packed = struct.pack(f"{num_tokens}i", *some)
     stride = 4 * block_tokens
     digests, digest = [], first_digest(salt)
     for start in range(0, len(packed), stride):

@@ -135,19 +135,8 @@ def vllm_run(dataset: str, in_flight: int, *lengths: str) -> Run:
     return Run(f"{dataset}-{in_flight}", num, ("--base-url", "{url}", *shape, *load, *saved))
 
 
-# The tools' own load: guidellm's sweep over rates (it asks for a profile, and for its data), bounded for each rate, and
-# aiperf's default, ten requests one after the other that end where the model ends them.
-GUIDELLM_SWEEP = Run(
-    "sweep",
-    64,
-    (
-        *("run", "--backend", "kind=openai_http,target={url}", "--profile", "kind=sweep"),
-        *("--constraint", "kind=max_requests,count=16"),
-        *("--data", "kind=synthetic_text,prompt_tokens=128,output_tokens=32"),
-        *("--tokenizer", "kind=huggingface_auto,model={tokenizer}"),
-        *("--disable-progress", "--output", "kind=json,path={out}/result.json"),
-    ),
-)
+AT_ONCE, SWEEP = "kind=concurrent,streams=8", "kind=sweep"  # guidellm's profiles; the second is of ten rates
+# aiperf's own load: ten requests, one after the other, that end where the model ends them.
 AIPERF_DEFAULTS = Run(
     "defaults",
     10,
@@ -158,14 +147,15 @@ AIPERF_DEFAULTS = Run(
 )
 
 
-def guidellm_run(name: str, endpoint: str, *, turns: int = 1) -> Run:
+def guidellm_run(name: str, endpoint: str, *, turns: int = 1, profile: str = AT_ONCE, count: int = 64) -> Run:
+    """`count`: requests of each of the profile's rates."""
     data = f"kind=synthetic_text,prompt_tokens=128,output_tokens=32,turns={turns}"
     return Run(
         name,
         64,
         (
             *("run", "--backend", f"kind=openai_http,target={{url}},request_format={endpoint}"),
-            *("--profile", "kind=concurrent,streams=8", "--constraint", "kind=max_requests,count=64"),
+            *("--profile", profile, "--constraint", f"kind=max_requests,count={count}"),
             *("--data", data, "--tokenizer", "kind=huggingface_auto,model={tokenizer}"),
             *("--disable-progress", "--output", "kind=json,path={out}/result.json"),
         ),
@@ -226,7 +216,7 @@ TOOLS = {
             guidellm_run("chat", "/v1/chat/completions"),
             guidellm_run("completions", "/v1/completions"),
             guidellm_run("chat-turns", "/v1/chat/completions", turns=4),
-            GUIDELLM_SWEEP,
+            guidellm_run("sweep", "/v1/chat/completions", profile=SWEEP, count=16),
         ),
         outcome=read_guidellm,
     ),

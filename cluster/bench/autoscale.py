@@ -95,7 +95,8 @@ def hit_rate(answers: Sequence[Answer], history: Mapping[int, int]) -> float | N
     """
     had = [(answer, history.get(id(answer), 0)) for answer in answers if answer.error is None]
     found = sum(min(answer.cached_tokens or 0, tokens) for answer, tokens in had)
-    return round(found / total, 4) if (total := sum(tokens for _, tokens in had)) else None
+    total = sum(tokens for _, tokens in had)
+    return round(found / total, 4) if total else None
 
 
 def follow(answers: Sequence[Answer], seen: Sequence[Replicas], window_s: float) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 def base_url(url: str) -> str:
-    """The server's root: what OpenAI's clients are given ends in /v1, and a scheme is often left out.
+    """The server's root: what OpenAI's clients are given ends in /v1 or in the route, and a scheme is often left out.
 
     Raises `httpx.InvalidURL`, also for a port that no server can have: httpx finds that only when it connects.
     """

@@ -94,7 +94,8 @@ class Guard:
         known = {"request_id": response.request_id, "body": body, "arrived_s": arrived_s}
         known["answer_headers"] = response.headers
         state = scope.setdefault("state", {})
-        if scope["path"] in OPEN_PATHS:
+        is_open = scope["path"] in OPEN_PATHS
+        if is_open:
             state.update(known, tenant=PUBLIC, is_admin=False, meter=None)
         else:
             caller = self._keyring.authenticate(_credentials(headers))
@@ -102,8 +103,8 @@ class Guard:
             state.update(known, tenant=caller.tenant, is_admin=caller.is_admin, meter=caller.meter)
             response.meter = caller.meter
         with self._taken_in(scope, response):
-            is_read = scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers))
-            if is_read and scope["path"] not in OPEN_PATHS:  # these take none, and say so
+            has_body = scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers))
+            if has_body and not is_open:  # these take none, and say so
                 await self._bodies.read(body, headers, receive)
             state["received_s"] = self._clock()
             await self._app(scope, receive, response.send)

@@ -236,9 +236,9 @@ class ReplicaLink:
                 del self._sinks[event.request_id]
             sink.put_nowait(event)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, is_late: bool = False) -> None:
         """Tell every generation on this link; idempotent."""
-        was_open, self.epoch, self._was_lost = self.is_open, None, True
+        was_open, self.epoch, self._was_lost = self.is_open, None, not is_late
         lost = LinkLost(f"replica {self.replica_id}: {reason}")
         submits, self._submits = self._submits, []
         for _, answer in submits:
@@ -313,8 +313,7 @@ class ReplicaLink:
         stream.cancel()
         self._ending.add(stream)
         stream.add_done_callback(self._ending.discard)
-        self._lose("a call failed")
-        self._was_lost = not is_late
+        self._lose("a call failed", is_late=is_late)
         self._spawn("stream", self._keep_open())
 
     def _arm_watchdog(self) -> None:
