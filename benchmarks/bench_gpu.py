@@ -9,8 +9,8 @@
 
 Run in this order (`make gpu` does): a figure means nothing where `check` fails. Each takes under nine minutes, needs
 no Ray and no network, and ends in one table of at most 40 lines, with what was predicted (`gpu/predictions.py`) beside
-each figure, and one archive, in $OUT where that is set. `--dry` runs all of it on a CPU at tiny shapes: the table says
-"dry" for a figure.
+each figure, and one archive, in $OUT where that is set. `--only` runs some of a target's steps, in its order. `--dry` runs
+all of it on a CPU at tiny shapes: the table says "dry" for a figure.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("target", choices=tuple(BUDGET_S))
     parser.add_argument("--dry", action="store_true", help="on a CPU, at tiny shapes, without figures")
     parser.add_argument("--budget-s", type=_seconds, help="for everything; what does not fit is 'not run'")
+    parser.add_argument("--only", metavar="STEP,...", help="these steps of the target, such as smoke,engine")
     parser.add_argument("--out", type=Path, help="folder; default: one in results/")
     args = parser.parse_args()
     _prepare(args.dry)
@@ -60,8 +61,14 @@ def main() -> int:
 
     triton_module("backend")  # imported once, before jobs fork
     targets = {"check": check.steps, "attention": attention.steps, "engine": engine.steps, "tiers": tiers.steps}
+    chosen = targets[args.target](args.dry)
+    if args.only is not None:
+        wanted, names = set(args.only.split(",")), [step.name for step in chosen]
+        if unknown := wanted.difference(names):
+            parser.error(f"{args.target} has no step {', '.join(sorted(unknown))}: it has {', '.join(names)}")
+        chosen = [step for step in chosen if step.name in wanted]
     return steps.run_steps(
-        args.target, targets[args.target](args.dry), folder / args.target, is_dry=args.dry,
+        args.target, chosen, folder / args.target, is_dry=args.dry,
         budget_s=args.budget_s or (_DRY_BUDGET_S if args.dry else BUDGET_S[args.target]),
     )  # fmt: skip
 

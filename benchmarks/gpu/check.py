@@ -20,7 +20,7 @@ from attention.scenes import layers_for
 from attention.timing import Arm, interleaved
 from cache_engines import CachedModel, RestartableStore, bare_model, cache_config, make_engine, request, wait_for_saves
 from gpu import precompile, smoke
-from gpu.predictions import DATA_SHEET
+from gpu.predictions import DATA_SHEETS
 from gpu.steps import Row, Run, Step
 from random_models import model_config
 from workloads import WORKLOADS, make_prompts
@@ -116,9 +116,10 @@ def verdict_of(report: Path, code: int) -> tuple[str, str | None]:
 
 
 def of_data_sheet(name: str, value: float, unit: str) -> Row:
-    """A ceiling and its share of what an H200's data sheet says; of other devices none is known."""
-    is_known = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
-    return Row(name, value, unit, value / DATA_SHEET[name] if is_known else None)
+    """A ceiling and its share of what the card's data sheet says, where that is known."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    sheet = next((sheet for card, sheet in DATA_SHEETS.items() if card in device), None)
+    return Row(name, value, unit, None if sheet is None else value / sheet[name])
 
 
 def _ceilings(run: Run) -> Iterator[Row]:

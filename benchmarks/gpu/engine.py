@@ -31,6 +31,7 @@ from mneme.replicas.model.decoder import StepInputs
 PRIVATE, SHARED = Prompts("private", 0, 512), Prompts("shared", 2048, 64)
 _NUM_STEPS = 24
 _TURN_TOKENS = 64  # of a prompt that joins decodes
+_MOST_KERNELS = 16  # that are named of a step
 _LENGTHS = (128, 1024, 3840)
 
 
@@ -44,6 +45,7 @@ def steps(is_dry: bool) -> list[Step]:
             130,
             {"decode, private": partial(_steady, prompts=PRIVATE), "decode, shared": partial(_steady, prompts=SHARED)},
         ),
+        Step("kernels", 30, {"kernels": _kernels}),
         Step("traffic", 100, {"decode, traffic": _traffic}),
         Step("first token", 60, {"first token": _first_tokens}),
         Step("library calls", 60, {"library calls": _library_calls}),
@@ -171,6 +173,26 @@ def _steady(run: Run, prompts: Prompts) -> Iterator[Row]:
     for batch in batches:
         key = (batch, prompts.shared)
         yield from _decodes(run, model, copy_per_s, f"decode {kind} b{batch}", batch, shape, key=key)
+
+
+def _kernels(run: Run) -> Iterator[Row]:
+    """What the device does in a decode step, by kernel: what their sum leaves of the step's GPU time are gaps."""
+    batches, num_steps = run.pick(((1, 32, 128), 8), ((2,), 1))
+    shape = _dry(run, PRIVATE)
+    model = _model(run, batches, (shape,))
+    activity = torch.profiler.ProfilerActivity.CPU if run.is_dry else torch.profiler.ProfilerActivity.CUDA
+    for batch in batches:
+        engine = model.decoding(batch, shape)
+        with torch.profiler.profile(activities=[activity]) as profile:
+            for _ in range(num_steps):
+                engine.step()
+        found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+        total_ms = sum(event.self_device_time_total for event in found) / num_steps / 1e3
+        yield Row(f"kernels of a step b{batch}", total_ms, "ms")
+        for event in found[:_MOST_KERNELS]:
+            note = f"{event.count / num_steps:.1f} calls"
+            name = f"kernel b{batch} {event.key[:100]}"
+            yield Row(name, event.self_device_time_total / num_steps, "us", note=note, is_detail=True)
 
 
 def _replayed_ms(model: Model) -> float | None:

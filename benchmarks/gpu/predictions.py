@@ -24,7 +24,10 @@ DECODE_STEP = {
 }
 LINEARS_MS = {1: 4.0, 8: 4.0, 32: 4.1, 128: 4.6, 256: 7.5, 512: 11.5, 2048: 46.0}  # of one step, by its rows
 COPY_TB_S, PRODUCTS_TFLOP_S, BUS_GB_S = 4.3, 790.0, 55.0
-DATA_SHEET = {"copy": 4.8, "product of 8192": 989.0, "bus, pinned to device": 63.0}  # of an H200 SXM, PCIe 5.0 x16
+DATA_SHEETS = {  # of the SXM cards, PCIe 5.0 x16
+    "H200": {"copy": 4.8, "product of 8192": 989.0, "bus, pinned to device": 63.0},
+    "H100": {"copy": 3.35, "product of 8192": 989.0, "bus, pinned to device": 63.0},
+}
 _OF_COPY, _OF_PRODUCTS = 0.85, 0.45  # what attention reads at and multiplies at
 _INTERCEPT_US, _SEQUENCE_FIRST_US = 6.0, 3.5  # of one layer's call, with shared parts and without
 _TOKEN_BYTES = 32 * 4096  # KV of Llama-3-8B
