@@ -9,8 +9,8 @@
 
 Run in this order (`make gpu` does): a figure means nothing where `check` fails. Each takes under nine minutes, needs
 no Ray and no network, and ends in one table of at most 40 lines, with what was predicted (`gpu/predictions.py`) beside
-each figure, and one archive, in $OUT where that is set. `--only` runs some of a target's steps, in its order. `--dry` runs
-all of it on a CPU at tiny shapes: the table says "dry" for a figure.
+each figure, and one archive, in $OUT where that is set. `--only` runs some of a target's steps. `--dry` runs all of it
+on a CPU at tiny shapes: the table says "dry" for a figure.
 """
 
 from __future__ import annotations
