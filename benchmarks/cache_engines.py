@@ -34,7 +34,7 @@ from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.load import compiled_kernels, connect
 from mneme.replicas.engine.warm_up import warm_up
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.model.graphs import decode_graphs_for
+from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import PromptUsage
 
@@ -111,13 +111,13 @@ def make_engine(
     is_warm: bool = False,
     **more: Any,
 ) -> Engine:
-    """An engine that is alike with a tier and without one (None); on a GPU, with decode graphs.
+    """An engine that is alike with a tier and without one (None); on a GPU, with graphs.
 
     `more` of `EngineConfig`.
 
     `costs`: what an earlier one has learned; None: what was calibrated. `is_warm`: as engines are that serve.
     """
-    runner = Runner(model.decoder, num_pages, PAGE_SIZE, decode_graphs_for(model.decoder, _MAX_GRAPH_ROWS))
+    runner = Runner(model.decoder, num_pages, PAGE_SIZE, step_graphs_for(model.decoder, _MAX_GRAPH_ROWS))
     more = {"max_sessions": 0, **more}
     config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, prefix_sharing=share_prefixes, **more)
     if is_warm:

@@ -56,7 +56,7 @@ class EngineConfig:
     prefix_sharing: bool = True
     eviction: PolicyName = "lookahead"  # which cached pages go first: cachetier/policy/, bench_eviction.py
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
-    cuda_graphs: bool = True  # replay decode steps as CUDA graphs; nothing on a CPU
+    cuda_graphs: bool = True  # replay steps of up to 512 rows as CUDA graphs; nothing on a CPU
     timeline: str | None = None  # file for trace events of layers and transfers; %p in it: the process id
     num_threads: int | None = None  # torch threads; None: what torch chooses
     session_ttl_s: float = 3600.0

@@ -172,7 +172,7 @@ def _ceilings(run: Run) -> Iterator[Row]:
 
 
 def _engine(run: Run) -> Iterator[Row]:
-    """Decode graphs and the cache tier together, in float32: the tokens of an engine that has neither."""
+    """Graphs and the cache tier together, in float32: the tokens of an engine that has neither."""
     context = 1024
     model = bare_model(run.pick("llama-31m", "llama-5m"), context, 0, device=str(run.device), dtype=torch.float32)
     model = model._replace(calibration=LOADS_ALL)

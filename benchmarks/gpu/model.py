@@ -11,7 +11,7 @@ from random_models import head_weights, kv_bytes_per_token, layer_weights, model
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.model.graphs import decode_graphs_for
+from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
@@ -47,7 +47,7 @@ class Model:
         tokens = max(p.shared + max_batch * (p.private + num_steps + _WARM_STEPS + 2) for p in prompts)
         num_pages = max(tokens, longest) // PAGE_SIZE + 2 * max_batch + _SPARE_PAGES
         self.decoder = Decoder(self.config, random_weights(self.config, device, dtype), max_context=4096)
-        graphs = decode_graphs_for(self.decoder, max_batch)
+        graphs = step_graphs_for(self.decoder, max_batch)
         self.runner = Runner(self.decoder, num_pages, PAGE_SIZE, graphs, num_host_pages=num_host_pages)
 
     def decoding(

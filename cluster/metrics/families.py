@@ -168,7 +168,7 @@ ENGINES = (
         outcome=("restored", "unusable", "failed"),
     ),
     family("mneme_shared_segments", "Segments that two or more sequences read at once.", "shared_segments"),
-    family("mneme_cuda_graph_replays_total", "Decode steps that were replayed.", "graphs.replays"),
+    family("mneme_cuda_graph_replays_total", "Steps that were replayed.", "graphs.replays"),
     family("mneme_cuda_graph_failures_total", "Captures that failed.", "graphs.failed"),
     family("mneme_cuda_graphs_off", "Replicas that capture no more steps.", "graphs.off"),
 )

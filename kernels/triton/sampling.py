@@ -203,57 +203,61 @@ def _crossing(
     The scaled logit there; count and weight of the candidates above it; the weight of one token that has it.
 
     Bisection between values that occur: a step moves one end to the next of them, so the number of steps is about the
-    logarithm of the number of candidates.
+    logarithm of the number of candidates. Lanes are reduced once per step: between blocks no thread waits for others.
     """
     low, high = top + 1.0625 * pivot - 1e-6 * tl.abs(top), top  # below all candidates, however they were rounded
     while low < high:
         middle = low + 0.5 * (high - low)
         middle = tl.where(middle > low, middle, high)
-        passed = tl.zeros((), tl.int64)
-        next_above, next_below = tl.full((), float("inf"), tl.float32), tl.full((), -float("inf"), tl.float32)
+        passing = tl.zeros((BLOCK,), tl.int64)
+        above, below = tl.full((BLOCK,), float("inf"), tl.float32), tl.full((BLOCK,), -float("inf"), tl.float32)
         for start in range(0, num_values, BLOCK):
             is_candidate, scaled, weights = _load(
                 values_ptr, start + tl.arange(0, BLOCK), num_values, temperature, top, pivot, UNIT
             )
             is_above = is_candidate & (scaled >= middle)
             amounts = weights if BY_WEIGHT else tl.full((BLOCK,), 1, tl.int64)
-            passed += tl.sum(tl.where(is_above, amounts, 0), axis=0)
-            next_above = tl.minimum(next_above, tl.min(tl.where(is_above, scaled, float("inf")), axis=0))
+            passing += tl.where(is_above, amounts, 0)
+            above = tl.minimum(above, tl.where(is_above, scaled, float("inf")))
             is_below = is_candidate & (scaled < middle)
-            next_below = tl.maximum(next_below, tl.max(tl.where(is_below, scaled, -float("inf")), axis=0))
-        if passed > target:
-            low = next_above
+            below = tl.maximum(below, tl.where(is_below, scaled, -float("inf")))
+        if tl.sum(passing, axis=0) > target:
+            low = tl.min(above, axis=0)
         else:
-            high = tl.maximum(next_below, low)
-    count, weight, unit = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+            high = tl.maximum(tl.max(below, axis=0), low)
+    counts, sums, units = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for start in range(0, num_values, BLOCK):
         is_candidate, scaled, weights = _load(
             values_ptr, start + tl.arange(0, BLOCK), num_values, temperature, top, pivot, UNIT
         )
         is_above = is_candidate & (scaled > low)
-        count += tl.sum(is_above.to(tl.int64), axis=0)
-        weight += tl.sum(tl.where(is_above, weights, 0), axis=0)
-        unit = tl.maximum(unit, tl.max(tl.where(is_candidate & (scaled == low), weights, 0), axis=0))
-    return low, count, weight, unit
+        counts += is_above.to(tl.int64)
+        sums += tl.where(is_above, weights, 0)
+        units = tl.maximum(units, tl.where(is_candidate & (scaled == low), weights, 0))
+    return low, tl.sum(counts, axis=0), tl.sum(sums, axis=0), tl.max(units, axis=0)
 
 
 @triton.jit
 def _weight_from(values_ptr, num_values, temperature, top, pivot, min_p, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """Weight of the candidates that are at least `min_p` times as likely as the best."""
-    total = tl.zeros((), tl.int64)
+    kept = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, num_values, BLOCK):
         index = start + tl.arange(0, BLOCK)
         is_candidate, scaled, weights = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)
-        is_kept = is_candidate & (tl.exp(scaled - top) >= min_p)
-        total += tl.sum(tl.where(is_kept, weights, 0), axis=0)
-    return total
+        kept += tl.where(is_candidate & (tl.exp(scaled - top) >= min_p), weights, 0)
+    return tl.sum(kept, axis=0)
 
 
 @triton.jit
 def _nth_of_value(values_ptr, num_values, temperature, top, pivot, value, nth, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """Index of the nth candidate that has this scaled logit."""
-    found, num_seen = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    first = tl.full((BLOCK,), _MAX_ID, tl.int32)
     for start in range(0, num_values, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        is_candidate, scaled, _ = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)
+        first = tl.minimum(first, tl.where(is_candidate & (scaled == value), index, _MAX_ID))
+    found, num_seen = tl.min(first, axis=0), tl.zeros((), tl.int32)
+    for start in range(0, tl.where(nth > 0, num_values, 0), BLOCK):  # ties are few and counted block by block
         index = start + tl.arange(0, BLOCK)
         is_candidate, scaled, _ = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)
         is_tied = (is_candidate & (scaled == value)).to(tl.int32)
@@ -354,7 +358,7 @@ def draw_kernel(
                 else:  # read the row itself: slower, but any number
                     token = _draw_truncated(
                         logits_ptr + row * stride_row, vocab, params_ptr, row, top, pivot, count, weight, total,
-                        UNIT, BLOCK,
+                        UNIT, CHUNK,
                     )  # fmt: skip
             else:
                 token = _draw_whole(

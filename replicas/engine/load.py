@@ -41,7 +41,7 @@ from mneme.replicas.engine.warm_up import warm_up
 from mneme.replicas.fuse.report import measured_on, read_gate
 from mneme.replicas.model.config import DecoderConfig, load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.model.graphs import decode_graphs_for
+from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import Progress, load_weights, shard_paths
@@ -108,7 +108,7 @@ def load_engine(
     # No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table.
     max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
     decoder = Decoder(model_config, weights, share=config.share, max_context=max_context)
-    make_graphs = decode_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
+    make_graphs = step_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
     num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages, machine_share)
     timeline = None if config.timeline is None else Timeline()
     with _fitting("engine.num_pages, kv_cache_bytes: the pool does not", device):

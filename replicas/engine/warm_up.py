@@ -132,7 +132,7 @@ def capture_graphs(
 ) -> None:
     """Capture decode steps of short contexts, by answers of one engine that end one after the other.
 
-    A capture that fails is left to traffic, as `DecodeGraphs` does.
+    A capture that fails is left to traffic, as `StepGraphs` does.
     """
     if runner.graphs is None:
         return

@@ -1,13 +1,14 @@
-"""Decode steps as CUDA graphs: hundreds of launches become one.
+"""Steps as CUDA graphs: hundreds of launches become one.
 
-A step in which every sequence has one row is padded to a bucket of rows: 1, 2, 4, 8, ... Its inputs lie in buffers
-that never move, and the plan's data in the attention backend's own. When a shape of launches is met for the second time
-it is captured, from then on replayed. A shape is the bucket and what the attention backend says its launches depend on;
-where that changes, as when a buffer had to grow, the step has another shape, so no graph outlives what it points to.
+A step is padded to a bucket of rows: 1, 2, 4, 8, ..., be they decodes or rows of prompts, and its sampled rows to a
+bucket of their own. Its inputs lie in buffers that never move, and the plan's data in the attention backend's own. When
+a shape of launches is met for the second time it is captured, from then on replayed. A shape is both buckets and what
+the attention backend says its launches depend on; where that changes, as when a buffer had to grow, the step has another
+shape, so no graph outlives what it points to.
 
 Padding rows write to the spare slot and belong to sequences without pages: they see nothing, and nobody reads them.
-Whatever cannot be captured runs as it is: prefill, more rows than the largest bucket, a backend that cannot tell, a
-step that waits for pages on their way (ask for no bucket then: padding would be for nothing), one that is observed.
+Whatever cannot be captured runs as it is: more rows than the largest bucket, a backend that cannot tell, a step that
+waits for pages on their way (ask for no bucket then: padding would be for nothing), one that is observed.
 
 A step that completes chunks for the cache tier is replayed like any other: saves read pages, not activations, so they
 begin when it has run (`ChunkSaver.end`). What is captured never tells them of a layer.
@@ -38,17 +39,17 @@ from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 logger = logging.getLogger(__name__)
 
 MAX_BUCKET = 512  # rows; larger steps are bound by computing, not by launches
-_MAX_GRAPHS = 48  # each keeps a few MB of the driver's memory; the least recently used goes
+_LEAST_SAMPLED = 32  # that sampled rows are padded to where there are as many rows: the head reads its weights as fast
+_MAX_GRAPHS = 96  # each keeps a few MB of the driver's memory; the least recently used goes
 _MAX_MET = 1024  # shapes met once that are remembered
 _MAX_FAILURES = 3  # captures in a row
 _RETRY_STEPS = 100  # that could have been captured and are not, after a failure; ten times as many after the next
-_NUM_INPUTS = 4  # token ids, positions, slots, sampled rows
 
 Run = Callable[[StepInputs], torch.Tensor]  # logits float32 [rows that sample, vocab]
 Stage = Callable[[Plan], Hashable | None]
 
 
-MakeGraphs = Callable[[Run, KvPool], "DecodeGraphs"]
+MakeGraphs = Callable[[Run, KvPool], "StepGraphs"]
 
 
 class Graph(Protocol):
@@ -61,11 +62,12 @@ class Shape(NamedTuple):
     """Holds what a captured step's launches depend on."""
 
     num_rows: int
+    num_sampled: int
     attention: Hashable
 
 
-class DecodeGraphs:
-    """Captures and replays the decode steps of one runner."""
+class StepGraphs:
+    """Captures and replays the steps of one runner."""
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class DecodeGraphs:
         capture: Callable[[Callable[[], None]], Graph],
         *,
         max_rows: int,
+        max_sampled: int,
         vocab_size: int,
         device: torch.device,
         max_graphs: int = _MAX_GRAPHS,
@@ -85,9 +88,11 @@ class DecodeGraphs:
         """
         self._run, self.stage, self._capture = run, stage, capture
         self.max_rows = min(bucket_of(max_rows), MAX_BUCKET)
+        self._max_sampled = min(bucket_of(max_sampled), self.max_rows)
         self._vocab_size = vocab_size
         self._max_graphs = max_graphs
-        self._host = torch.zeros(_NUM_INPUTS * self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Token ids, positions, slots and sampled rows.
+        self._host = torch.zeros(4 * self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros_like(self._host, device=device)
         self._logits: torch.Tensor | None = None
         self._met = Bounded[Shape, None](_MAX_MET)
@@ -110,22 +115,27 @@ class DecodeGraphs:
         """Return counters for metrics."""
         return {"replays": self.num_replays, "failed": self.num_failed, "off": int(not self.is_on)}
 
-    def bucket(self, num_rows: int) -> int | None:
-        """The rows that a decode step of so many is padded to; None if it is not to be."""
+    def bucket(self, num_rows: int, num_sampled: int) -> int | None:
+        """The rows that a step of so many is padded to; None if it is not to be."""
         has_graphs = self.is_on or bool(self._graphs)
-        return bucket_of(num_rows) if has_graphs and 0 < num_rows <= self.max_rows else None
+        fits = 0 < num_rows <= self.max_rows and num_sampled <= self._max_sampled
+        return bucket_of(num_rows) if has_graphs and fits else None
 
-    def inputs(self, arrays: Sequence[IntArray], plan: Plan, num_sampled: int) -> StepInputs:
-        """Put a padded step's inputs into the buffers of its bucket, which the next step overwrites.
+    def inputs(self, arrays: Sequence[IntArray], plan: Plan, num_rows: int) -> StepInputs:
+        """Put a step's inputs into the buffers of its bucket of `num_rows`, which the next step overwrites.
 
-        arrays  token ids, positions, slots, sampled rows; each has as many entries as the bucket has rows
+        arrays  token ids, positions, slots, of every row, and sampled rows
         """
-        num_rows = len(arrays[0])
-        host = self._host[: _NUM_INPUTS * num_rows]
-        np.concatenate(arrays, out=host.numpy())
-        device = self._device[: len(host)]
+        num_sampled = len(arrays[-1])
+        # Few buckets of sampled rows, so that fewer shapes occur; a step that only decodes has that of its rows.
+        sampled_bucket = min(num_rows, max(bucket_of(max(num_sampled, 1)), _LEAST_SAMPLED))
+        sizes = [num_rows, num_rows, num_rows, sampled_bucket]
+        host, device = self._host[: sum(sizes)], self._device[: sum(sizes)]
+        for part, array in zip(host.split(sizes), arrays, strict=True):
+            part[: len(array)] = torch.from_numpy(array)
+            part[len(array) :] = 0
         device.copy_(host, non_blocking=True)
-        token_ids, positions, slots, sampled_rows = device.view(_NUM_INPUTS, num_rows)
+        token_ids, positions, slots, sampled_rows = device.split(sizes)
         self._inputs = StepInputs(
             token_ids=token_ids,
             positions=positions,
@@ -144,13 +154,13 @@ class DecodeGraphs:
         attention = self.stage(inputs.plan) if can_replay else None
         if attention is None:
             return self._run(inputs)
-        shape = Shape(len(inputs.token_ids), attention)
+        shape = Shape(len(inputs.token_ids), len(inputs.sampled_rows), attention)
         if shape not in self._graphs and not self._try_capture(shape):
             return self._run(inputs)
         self._graphs.move_to_end(shape)
         self._graphs[shape].replay()
         self.num_replays += 1
-        return self._logits_of(shape.num_rows)
+        return self._logits_of(shape.num_sampled)
 
     def _try_capture(self, shape: Shape) -> bool:
         """Capture a shape that was met before; whether it has a graph now. One that is new is only noted."""
@@ -160,7 +170,7 @@ class DecodeGraphs:
         if not self.is_on or self._put_off:
             self._put_off = max(self._put_off - 1, 0)
             return False
-        self._logits_of(shape.num_rows)  # outside the graph's memory, which the next graph uses too
+        self._logits_of(shape.num_sampled)  # outside the graph's memory, which the next graph uses too
         try:
             self._graphs[shape] = self._capture(self._step)
         except Exception as error:  # Triton's are no RuntimeErrors; the step runs as it is, and may fail there for good
@@ -169,13 +179,13 @@ class DecodeGraphs:
             self._num_failures += 1
             what = f"tried again in {self._put_off} steps" if self.is_on else "no step is captured from now on"
             reason = triton_trouble(error) or error
-            logger.warning("a decode step of %s rows could not be captured, %s: %s", shape.num_rows, what, reason)
+            logger.warning("a step of %s rows could not be captured, %s: %s", shape.num_rows, what, reason)
             return False
         self._num_failures = 0
         if len(self._graphs) > self._max_graphs:
             evicted, _ = self._graphs.popitem(last=False)
             self._met.pop(evicted, None)
-        logger.debug("captured a decode step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
+        logger.debug("captured a step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
         return True
 
     def _step(self) -> None:
@@ -184,11 +194,11 @@ class DecodeGraphs:
         logits = self._run(replace(self._inputs, layer_done=None))  # a capture runs it twice, and computes nothing
         self._logits_of(len(logits)).copy_(logits)
 
-    def _logits_of(self, num_rows: int) -> torch.Tensor:
-        """float32 [num_rows, vocab], the same memory for all graphs."""
+    def _logits_of(self, num_sampled: int) -> torch.Tensor:
+        """float32 [num_sampled, vocab], the same memory for all graphs."""
         if self._logits is None:
-            self._logits = torch.zeros(self.max_rows, self._vocab_size, device=self._device.device)
-        return self._logits[:num_rows]
+            self._logits = torch.zeros(self._max_sampled, self._vocab_size, device=self._device.device)
+        return self._logits[:num_sampled]
 
 
 class CudaCapture:
@@ -254,8 +264,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def decode_graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs | None:
-    """Say how graphs of a decoder's steps of up to so many rows are made; None where there can be none."""
+def step_graphs_for(decoder: Decoder, max_sampled: int) -> MakeGraphs | None:
+    """Say how graphs of a decoder's steps that sample so many rows at most are made; None where there can be none."""
     if decoder.device.type != "cuda":
         return None
     try:
@@ -263,12 +273,13 @@ def decode_graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs | None:
     except ImportError:  # said by whoever needs it to attend
         return None
 
-    def make(run: Run, pool: KvPool) -> DecodeGraphs:
-        return DecodeGraphs(
+    def make(run: Run, pool: KvPool) -> StepGraphs:
+        return StepGraphs(
             run,
             lambda plan: stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions),
             CudaCapture(decoder.device),
-            max_rows=max_rows,
+            max_rows=MAX_BUCKET,
+            max_sampled=max_sampled,
             vocab_size=decoder.config.vocab_size,
             device=decoder.device,
         )

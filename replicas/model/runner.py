@@ -50,7 +50,7 @@ _SPARE_PAGES = 1
 _SPARE_SLOT = 0
 _SPARE_RUN = (0, 0, 1)
 _MAX_LOGITS = 1 << 24  # of prompts at a time: 64 MB, and as much again for their log-probabilities
-_NO_PAGES = PageTable.own([])  # of sequences that pad a decode step
+_NO_PAGES = PageTable.own([])  # of sequences that pad a step
 
 
 class _Seen(NamedTuple):
@@ -76,7 +76,7 @@ class Runner:
         num_host_pages: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        """`make_graphs` gets the forward pass that decode graphs are to capture, and the pool."""
+        """`make_graphs` gets the forward pass that graphs are to capture, and the pool."""
         config = decoder.config
         self._decoder = decoder
         self.num_pages = num_pages
@@ -342,18 +342,17 @@ class Runner:
         mark_written(self.pool.slot_position, self._tensor(slots), self._tensor(ranges(starts, counts)))
 
     def _bucket(self, ordered: list[StepRows]) -> int | None:
-        """The rows that a step in which all sequences decode is padded to; None if it is not to be."""
-        if self.graphs is None or not all(part.num_rows == 1 and part.samples for part in ordered):
+        """The rows that a step is padded to for its graph; None if it is not to be."""
+        if self.graphs is None:
             return None
-        if any(part.is_read for part in ordered):
+        if any(part.is_read or part.is_shifted or part.sequence.blend is not None for part in ordered):
             return None
-        return self.graphs.bucket(len(ordered))
+        return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))
 
     def _inputs(self, arrays: tuple[IntArray, ...], plan: Plan, bucket: int | None) -> StepInputs:
-        token_ids, positions, slots, sampled_rows = arrays
         if bucket is not None and self.graphs is not None:
-            padded = [np.pad(array, (0, bucket - len(array))) for array in arrays]
-            return self.graphs.inputs(padded, plan, len(sampled_rows))
+            return self.graphs.inputs(arrays, plan, bucket)
+        token_ids, positions, slots, sampled_rows = arrays
         return StepInputs(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
@@ -374,7 +373,7 @@ class Runner:
     def _step_plan(self, ordered: list[StepRows], positions: IntArray, bucket: int | None) -> Plan:
         """Plan the step; rows that fill it up to a bucket are at position 0 of sequences that have no pages."""
         counts = [part.num_rows for part in ordered]
-        num_padding = 0 if bucket is None else bucket - len(ordered)
+        num_padding = 0 if bucket is None else bucket - len(positions)
         sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
         rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
         paths = [_path(part) for part in ordered]

@@ -29,7 +29,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool
-from mneme.replicas.model.graphs import DecodeGraphs, Run
+from mneme.replicas.model.graphs import StepGraphs, Run
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -52,15 +52,15 @@ def runner_of(directory: Path, dtype: torch.dtype, max_rows: int) -> Runner:
     config = load_model_config(directory)
     decoder = Decoder(config, load_weights(directory, config, torch.device("cpu"), dtype), share="auto")
 
-    def make(run: Run, pool: KvPool) -> DecodeGraphs:
+    def make(run: Run, pool: KvPool) -> StepGraphs:
         def stage(plan: Any) -> Any:
             return triton_backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions)
 
         def capture(step: Any) -> Any:
             raise RuntimeError("nothing is captured here")
 
-        return DecodeGraphs(
-            run, stage, capture, max_rows=max_rows, vocab_size=config.vocab_size, device=torch.device("cpu")
+        return StepGraphs(
+            run, stage, capture, max_rows=max_rows, max_sampled=max_rows, vocab_size=config.vocab_size, device=torch.device("cpu")
         )
 
     return Runner(decoder, 128, 16, make)

@@ -23,7 +23,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import connect
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
-from mneme.replicas.model.graphs import CudaCapture, DecodeGraphs, MakeGraphs, Run, decode_graphs_for
+from mneme.replicas.model.graphs import CudaCapture, StepGraphs, MakeGraphs, Run, step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
@@ -51,10 +51,10 @@ def engine_of(decoder: Decoder, make_graphs: MakeGraphs | None) -> tuple[Engine,
 
 def with_played_device(
     decoder: Decoder, make_device: Callable[[Run, KvPool], PlayedDevice] | None = None
-) -> tuple[Engine, RecordingRunner, PlayedDevice, DecodeGraphs]:
-    made: list[tuple[PlayedDevice, DecodeGraphs]] = []
+) -> tuple[Engine, RecordingRunner, PlayedDevice, StepGraphs]:
+    made: list[tuple[PlayedDevice, StepGraphs]] = []
 
-    def make(run: Run, pool: KvPool) -> DecodeGraphs:
+    def make(run: Run, pool: KvPool) -> StepGraphs:
         device = make_device(run, pool) if make_device else PlayedDevice(run)
         made.append((device, device.graphs()))
         return made[0][1]
@@ -186,9 +186,9 @@ def test_steps_that_are_captured_and_replayed_save_each_layer_once(
 
     monkeypatch.setattr(ChunkSaver, "_hand_over", recorded)
     monkeypatch.setattr(CpuChunkPages, "by_layer", True)
-    made: list[DecodeGraphs] = []
+    made: list[StepGraphs] = []
 
-    def make(run: Run, pool: KvPool) -> DecodeGraphs:
+    def make(run: Run, pool: KvPool) -> StepGraphs:
         device = PlayedDevice(run)
 
         def capture(step: Callable[[], None]) -> Any:
@@ -237,7 +237,7 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
     write_checkpoint("llama-3", tmp_path)
     decoder = decoder_of(tmp_path, dtype, device="cuda:0", share="auto")
     eager_engine, eager = engine_of(decoder, None)
-    engine, runner = engine_of(decoder, decode_graphs_for(decoder, 8))
+    engine, runner = engine_of(decoder, step_graphs_for(decoder, 8))
     tokens, eager_tokens = serve(engine), serve(eager_engine)
     graphs = runner.graphs
     assert graphs is not None
@@ -255,7 +255,7 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
 
 
 def test_a_cpu_has_no_graphs(decoder: Decoder) -> None:
-    assert decode_graphs_for(decoder, 8) is None
+    assert step_graphs_for(decoder, 8) is None
 
 
 def test_padding_writes_to_the_spare_page_only(decoder: Decoder) -> None:

@@ -1,4 +1,4 @@
-"""When decode steps are captured, replayed and let go; the forward pass is an echo of its inputs."""
+"""When steps are captured, replayed and let go; the forward pass is an echo of its inputs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from mneme.replicas.model.decoder import StepInputs
-from mneme.replicas.model.graphs import MAX_BUCKET, DecodeGraphs, Graph, bucket_of
+from mneme.replicas.model.graphs import MAX_BUCKET, StepGraphs, Graph, bucket_of
 from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
 
 
-def make_graphs(device: PlayedDevice, **options: Any) -> DecodeGraphs:
+def make_graphs(device: PlayedDevice, **options: Any) -> StepGraphs:
     return device.graphs(vocab_size=3, max_rows=6, **options)
 
 
-def step(graphs: DecodeGraphs, num_rows: int, first: int = 0) -> torch.Tensor:
+def step(graphs: StepGraphs, num_rows: int, first: int = 0) -> torch.Tensor:
     array = np.arange(first, first + num_rows)
-    return graphs.forward(graphs.inputs([array] * 4, plan=None, num_sampled=num_rows))  # type: ignore[arg-type]
+    return graphs.forward(graphs.inputs([array] * 4, plan=None, num_rows=num_rows))  # type: ignore[arg-type]
 
 
 def echo(inputs: StepInputs) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_a_step_that_waits_for_pages_or_is_observed_is_not_replayed(attribute: s
     for _ in range(3):
         step(graphs, 2)
     for first in (7, 8):
-        inputs = graphs.inputs([np.arange(first, first + 2)] * 4, plan=None, num_sampled=2)  # type: ignore[arg-type]
+        inputs = graphs.inputs([np.arange(first, first + 2)] * 4, plan=None, num_rows=2)  # type: ignore[arg-type]
         setattr(inputs, attribute, object())  # an echo has no layers: nobody calls it
         assert graphs.forward(inputs)[:, 0].tolist() == [first, first + 1]
     assert (device.num_eager, graphs.num_replays) == (3, 2)
@@ -136,7 +136,7 @@ def test_a_capture_that_fails_is_counted_and_tried_again_later(caplog: pytest.Lo
     assert [int(step(graphs, 4, first)[0, 0]) for first in range(200)] == [*range(200)]
     assert device.num_tried == 2
     assert graphs.num_replays > 100
-    assert graphs.bucket(3) == 4
+    assert graphs.bucket(3, 3) == 4
 
 
 def test_a_kernel_that_triton_has_no_room_for_costs_the_graph_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,18 +188,19 @@ def test_a_capture_that_fails_evicts_no_graph() -> None:
 def test_a_device_on_which_nothing_can_be_captured_pads_no_step() -> None:
     device = FailingDevice()
     graphs = make_graphs(device)
-    assert graphs.bucket(3) == 4
+    assert graphs.bucket(3, 3) == 4
     for _ in range(1_500):
         step(graphs, 4)
-    assert graphs.bucket(3) is None
+    assert graphs.bucket(3, 3) is None
 
 
 def test_buckets() -> None:
     assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
     graphs = make_graphs(EchoDevice())  # of 6 rows
-    assert [graphs.bucket(rows) for rows in (0, 1, 5, 6, 8, 9)] == [None, 1, 8, 8, 8, None]
-    large = DecodeGraphs(
-        echo, lambda plan: None, lambda step: None, max_rows=10**6, vocab_size=3, device=torch.device("cpu")  # type: ignore[arg-type,return-value]
+    assert [graphs.bucket(rows, 1) for rows in (0, 1, 5, 6, 8, 9)] == [None, 1, 8, 8, 8, None]
+    large = StepGraphs(
+        echo, lambda plan: None, lambda step: None, max_rows=10**6, max_sampled=16, vocab_size=3, device=torch.device("cpu")  # type: ignore[arg-type,return-value]
     )  # fmt: skip
-    assert large.bucket(MAX_BUCKET) == MAX_BUCKET
-    assert large.bucket(MAX_BUCKET + 1) is None
+    assert large.bucket(MAX_BUCKET, 16) == MAX_BUCKET
+    assert large.bucket(MAX_BUCKET + 1, 1) is None
+    assert large.bucket(MAX_BUCKET, 17) is None
