@@ -20,11 +20,11 @@ from attention.timing import Arm, interleaved
 from gpu import precompile
 from gpu.smoke import backend_of
 from gpu.steps import Row, Run, Step
-from gpu.tune import timed, tuning_scenes
+from gpu.tune import SCENES, timed, tuning_scenes
 from harness import PartResult
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mneme.kernels.triton.configs import candidates, config_of
+from mneme.kernels.triton.configs import candidates
 
 _GQA = Heads(32, 8, 128)
 _POINT_S = 0.12
@@ -119,21 +119,15 @@ def _documents(run: Run) -> Iterator[Row]:
 
 def _tune(run: Run) -> Iterator[Row]:
     """How much faster the best configuration is than the one that the rule chooses."""
-    architecture = (
-        90 if run.is_dry else 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    )
-    sizes: dict[str, Any] = {
-        "head_dim": _GQA.dim, "element_bytes": 2, "num_groups": _GQA.group, "architecture": architecture,
-    }  # fmt: skip
     cache_bytes = 0 if run.is_dry else torch.cuda.get_device_properties(0).L2_cache_size
     scenes = tuning_scenes(_GQA.dim, cache_bytes, run.device, shrink=run.pick(1, 256))
     for index, (name, scene) in enumerate(scenes.items()):
-        rule = config_of(**sizes, phase="prefill" if name.startswith("prefill") else "decode")
+        rule, *others = candidates(head_dim=_GQA.dim, element_bytes=2, num_groups=_GQA.group, kind=SCENES[name])
         if run.is_dry and backend_of(run) != "triton":
             yield Row(f"tune {name}", None)
             continue
-        configs = list(candidates(**sizes)) if not run.is_dry else [rule]
-        times = timed(scene, configs, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
+        configs = [rule] if run.is_dry else [rule, *others]
+        times = timed(scene, SCENES[name], configs, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
         for config, ms in sorted(times.items(), key=lambda item: item[1]):
             yield Row(f"tune {name} {tuple(config)}", ms, "ms", is_detail=True)
         best = min(times, key=lambda config: times[config], default=rule)

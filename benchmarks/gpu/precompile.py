@@ -12,7 +12,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import get_args
 
 import torch
 from attention.scenes import Heads, prefix_scene
@@ -21,7 +21,7 @@ from gpu.smoke import backend_of
 from gpu.steps import Job, Row, Run
 from gpu.tune import timed
 
-from mneme.kernels.triton.configs import Config, candidates, config_of
+from mneme.kernels.triton.configs import Config, Kind, candidates
 from mneme.kernels.triton.modules import triton_trouble
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.warm_up import variants_of
@@ -65,12 +65,11 @@ def _resources(run: Run, name: str) -> Iterator[Row]:
             yield Row(f"registers of {name}", registers, note=note, is_detail=True)
 
 
-def _candidate(run: Run, config: Config, rows: int) -> Iterator[Row]:
-    """One configuration that tuning will try."""
-    scene = prefix_scene(
-        1 if rows > 1 else 4, 0, 512, rows_per_sequence=rows, heads=_GQA, dtype=torch.bfloat16, device=run.device
-    )
-    timed(scene, [config], 0.0)
+def _candidate(run: Run, kind: Kind, config: Config, rows: int) -> Iterator[Row]:
+    """One configuration that tuning will try: of a private decode, of one over a shared prefix, or of a prefill."""
+    shared, options = 512 if kind == "wide" and rows == 1 else 0, {"heads": _GQA, "dtype": torch.bfloat16}
+    scene = prefix_scene(1 if rows > 1 else 8, shared, 512, rows_per_sequence=rows, device=run.device, **options)
+    timed(scene, kind, [config], 0.0)
     return
     yield
 
@@ -125,11 +124,10 @@ def _variants(is_dry: bool) -> dict[str, Job]:
                 found[f"compile {kind}"] = partial(_attention, heads=heads, dtype=dtype, rows=rows)
     if is_dry:
         return dict(list(found.items())[2:5])
-    sizes: dict[str, Any] = {"head_dim": _GQA.dim, "element_bytes": 2, "num_groups": _GQA.group}
-    rule = {config_of(**sizes, phase="decode"): 1, config_of(**sizes, phase="prefill"): 256}
-    for config in candidates(**sizes):
-        for rows in (1, 256):
-            if rule.get(config) != rows:
-                shape = "x".join(map(str, config))
-                found[f"compile candidate {shape} rows {rows}"] = partial(_candidate, config=config, rows=rows)
+    for kind in get_args(Kind):
+        _, *others = candidates(head_dim=_GQA.dim, element_bytes=2, num_groups=_GQA.group, kind=kind)
+        for config in others:
+            for rows in (1, 256) if kind == "wide" else (1,):
+                name = f"compile candidate {kind} {'x'.join(map(str, config))} rows {rows}"
+                found[name] = partial(_candidate, kind=kind, config=config, rows=rows)
     return found

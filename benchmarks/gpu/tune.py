@@ -15,13 +15,20 @@ from attention.arms import own_buffers
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import Arm, interleaved
 
-from mneme.kernels.triton.configs import Config
+from mneme.kernels.triton.configs import Config, Kind, config_of
 
 _PAGE = 32
 
 
+# By the kind of tile that decides.
+SCENES: dict[str, Kind] = {
+    "decode b32 x 2048": "narrow", "decode b128 x 128": "narrow", "decode b1 x 16384": "narrow",
+    "decode b32, 8192 shared, 128 own": "wide", "prefill 2048 rows of 4096": "wide",
+}  # fmt: skip
+
+
 def tuning_scenes(head_dim: int, cache_bytes: int, device: torch.device, shrink: int = 1) -> dict[str, Scene]:
-    """A private decode, a decode over a shared prefix, and a prefill with a past; all lengths divided by `shrink`."""
+    """Private decodes, a decode over a shared prefix, and a prefill with a past; all lengths divided by `shrink`."""
     heads = Heads(32, 8, head_dim)
     options: dict[str, Any] = {
         "heads": heads, "dtype": torch.bfloat16, "device": device, "cache_bytes": cache_bytes,
@@ -35,18 +42,19 @@ def tuning_scenes(head_dim: int, cache_bytes: int, device: torch.device, shrink:
 
     return {
         "decode b32 x 2048": scene(32, 0, 2048),
-        "decode b32, 8192 shared, 128 own": scene(32, 8192, 128),
+        "decode b128 x 128": scene(128, 0, 128),
         "decode b1 x 16384": scene(1, 0, 16384),
+        "decode b32, 8192 shared, 128 own": scene(32, 8192, 128),
         "prefill 2048 rows of 4096": scene(1, 0, 4096, rows=2048),
     }
 
 
-def timed(scene: Scene, configs: list[Config], budget_s: float) -> dict[Config, float]:
+def timed(scene: Scene, kind: Kind, configs: list[Config], budget_s: float) -> dict[Config, float]:
     """Median milliseconds per layer of each configuration that runs; one that the GPU refuses is left out."""
     arms = []
     with ExitStack() as stack:
         for config in configs:
-            arm = _arm(scene, config, stack)
+            arm = _arm(scene, kind, config, stack)
             try:
                 arm.output()
             except (
@@ -60,13 +68,16 @@ def timed(scene: Scene, configs: list[Config], budget_s: float) -> dict[Config, 
     return {Config(*json.loads(name)): timings.ms(name) for name in names}
 
 
-def _arm(scene: Scene, config: Config, stack: ExitStack) -> Arm:
+def _arm(scene: Scene, kind: Kind, config: Config, stack: ExitStack) -> Arm:
     from mneme.kernels.triton import backend as triton_backend
+
+    def chosen(**sizes: Any) -> Config:
+        return config if sizes["kind"] == kind else config_of(**sizes)
 
     plan, buffers = scene.plan(), own_buffers(scene.q.device)  # a plan of its own: its work remembers the configuration
 
     def call(layer: int) -> torch.Tensor:
-        with buffers, patch.object(triton_backend, "config_of", lambda **_: config):
+        with buffers, patch.object(triton_backend, "config_of", chosen):
             return scene.attend(layer, plan, backend="triton")
 
     return Arm(json.dumps(config), call, len(scene.layers))

@@ -1,4 +1,4 @@
-"""The segment primitive as one Triton kernel: every piece of a step's work, shared or private, in one launch.
+"""The segment primitive as one Triton kernel, launched for a step's wide tiles and for its narrow ones.
 
 Before it, once per step, `key_position_kernel` writes where keys were rotated; behind it `merge_kernel` merges the
 partial results of rows that several tiles worked on, for any number of parts (RelayAttention 3.3).
@@ -6,12 +6,12 @@ partial results of rows that several tiles worked on, for any number of parts (R
 A program takes one tile (`mneme.kernels.triton.tiles`) for one KV head: up to BLOCK_M query rows, counted as entries
 of a piece times query heads per KV head, over a range of the piece's pages. It goes through the piece's runs with one
 online softmax, so a row leaves one partial result per tile and not one per segment. Entering a run it rotates the
-*original* queries to `position - delta`, in float32, and rounds once; keys are read as they lie. Rotation pairs the
-halves of a head, so queries are read by halves, which are joined once they are rotated; where a half is no power of two,
-each is padded by itself, and the columns of keys and values follow (`_columns`).
+*original* queries to `position - delta`, in float32, and rounds once; keys are read as they lie, as two halves of the
+head, because the halves are what rotation pairs: two products of half the depth need no swapped copy of anything.
 
-Tiles come in two heights, chosen by how many rows the tile has: NARROW_M for private decodes, which are bound by
-memory and leave most of a product empty, and WIDE_M for shared segments and prefills.
+Narrow tiles are of private decodes, which are bound by memory and leave most of a product empty; wide ones of shared
+segments and prefills. Each kind has a launch of its own: in one kernel narrow tiles would take the registers of wide
+ones, and a multiprocessor would hold too few of them to keep its loads under way.
 
 Bytes: K and V of each tile's visible pages once (2 * head_dim elements per key and KV head), 5 per key for positions
 and ids, the queries once per run, the results once. Flops: 4 * BLOCK_M * head_dim per key.
@@ -32,6 +32,7 @@ from mneme.kernels.triton import pack as triton_pack
 from mneme.kernels.triton import tiles as triton_tiles
 
 # Positions of a step's sections in the header of its packed work, and the sizes of records.
+_NUM_WIDE = tl.constexpr(int(triton_pack.Header.num_wide))
 _NUM_TILES = tl.constexpr(int(triton_pack.Header.num_tiles))
 _POSITION = tl.constexpr(int(triton_pack.Header.position))
 _NUM_PARTS = tl.constexpr(int(triton_pack.Header.num_parts))
@@ -80,7 +81,7 @@ def rotated_queries(
     q_row, rope_table, seen, effective, q_scale, num_rope_positions,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The queries [BLOCK_M, 2 * BLOCK_HALF], rotated to `effective`, times `q_scale`, rounded once.
+    """Both halves of the queries [BLOCK_M, BLOCK_HALF], rotated to `effective`, times `q_scale`, rounded once.
 
     q_row  pointers [BLOCK_M]. Effective positions outside the table belong to rows that see nothing; they are clamped.
     """
@@ -101,24 +102,8 @@ def rotated_queries(
     else:
         low = _turned_part(q_row, table, seen, 0, HALF, BLOCK_HALF, ROTARY_DIM)
         high = _turned_part(q_row, table, seen, HALF, HEAD_DIM - HALF, BLOCK_HALF, ROTARY_DIM)
-    halves = tl.permute(tl.join(low * q_scale, high * q_scale), (0, 2, 1))
-    return tl.reshape(halves, (low.shape[0], 2 * BLOCK_HALF)).to(q_row.dtype.element_ty)
-
-
-@triton.jit
-def _columns(HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Where each of 2 * BLOCK_HALF columns lies in a head, and which there are: both halves, each padded by itself."""
-    column = tl.arange(0, 2 * BLOCK_HALF)
-    if HALF == BLOCK_HALF:
-        dim, present = column, column < HEAD_DIM
-    else:
-        in_half = tl.where(column < BLOCK_HALF, column, column - BLOCK_HALF)
-        dim = tl.where(column < BLOCK_HALF, column, in_half + HALF)
-        present = in_half < tl.where(column < BLOCK_HALF, HALF, HEAD_DIM - HALF)
-        if HALF % 8 == 0:  # or its loads would be of single numbers
-            dim = tl.max_contiguous(tl.multiple_of(dim, 8), 8)
-            present = tl.max_constancy(present, 8)
-    return dim, present
+    kind = q_row.dtype.element_ty
+    return (low * q_scale).to(kind), (high * q_scale).to(kind)
 
 
 @triton.jit
@@ -193,18 +178,20 @@ def _attend_runs(
     HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, TRIM: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over a tile's runs: the sum of values [BLOCK_M, 2 * BLOCK_HALF], the top score (as a power of 2)
-    and the sum of weights [BLOCK_M]."""
+    """Online softmax over a tile's runs: both halves of the sum of values [BLOCK_M, BLOCK_HALF], the top score (as a
+    power of 2) and the sum of weights [BLOCK_M]."""
     runs, page_id, mask = _section(work, _RUN), _section(work, _PAGE_ID), _section(work, _MASK)
     deltas, mask_numbers = _section(work, _DELTA), _section(work, _MASK_NUMBER)
     first_run, end_run = tl.load(tile + 3), tl.load(tile + 4)
-    dim, in_head = _columns(HEAD_DIM, HALF, BLOCK_HALF)
+    column = tl.arange(0, BLOCK_HALF)
+    in_low, in_high = (column < HALF)[None, :], (column < HEAD_DIM - HALF)[None, :]
     kind = keys.dtype.element_ty
-    queries = tl.zeros([BLOCK_M, 2 * BLOCK_HALF], kind)
+    low, high = tl.zeros([BLOCK_M, BLOCK_HALF], kind), tl.zeros([BLOCK_M, BLOCK_HALF], kind)
     last_delta = tl.full([BLOCK_M], _FREE, tl.int32)  # no delta is that large
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, 2 * BLOCK_HALF], tl.float32)
+    sum_low = tl.zeros([BLOCK_M, BLOCK_HALF], tl.float32)
+    sum_high = tl.zeros([BLOCK_M, BLOCK_HALF], tl.float32)
     for run_number in tl.range(first_run, end_run, num_stages=1):
         run = runs + run_number * _RUN_WORDS
         run_begin, end, entries, mask_stride = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 4)
@@ -215,8 +202,8 @@ def _attend_runs(
         mask_number = tl.load(mask_numbers + entries + entry, mask=row_seen, other=0)
         row_words = mask + tl.load(run + 3) + mask_number * mask_stride
         if tl.max((delta != last_delta).to(tl.int32), 0) > 0:
-            queries = rotated_queries(q_row, rope_table, row_seen, effective, q_scale, num_rope_positions,
-                                      HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM)  # fmt: skip
+            low, high = rotated_queries(q_row, rope_table, row_seen, effective, q_scale, num_rope_positions,
+                                        HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM)  # fmt: skip
         last_delta = delta
         if TRIM:
             begin, end = visible_pages(key_position, begin, end, effective, row_seen, window, PAGE_SIZE, HAS_WINDOW)
@@ -227,12 +214,15 @@ def _attend_runs(
         for start in tl.range(begin * PAGE_SIZE, end_key, BLOCK_N, num_stages=STAGES):
             key = start + tl.arange(0, BLOCK_N)
             inside = key < end_key
-            at = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE)[:, None] * HEAD_DIM + dim[None, :]
-            k = tl.load(keys + at, mask=inside[:, None] & in_head[None, :], other=0.0)
-            v = tl.load(values + at, mask=inside[:, None] & in_head[None, :], other=0.0)
+            at = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE)[:, None] * HEAD_DIM + column[None, :]
+            k_low = tl.load(keys + at, mask=inside[:, None] & in_low, other=0.0)
+            k_high = tl.load(keys + HALF + at, mask=inside[:, None] & in_high, other=0.0)
+            v_low = tl.load(values + at, mask=inside[:, None] & in_low, other=0.0)
+            v_high = tl.load(values + HALF + at, mask=inside[:, None] & in_high, other=0.0)
             seen_from = tl.load(key_position + key, mask=inside, other=_FREE)
             page = tl.load(page_id + (key + BLOCK_N) // PAGE_SIZE, mask=key + BLOCK_N < end_key, other=0)
-            scores = _product(queries, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, INTERPRET)
+            scores = _product(low, tl.trans(k_low), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, INTERPRET)
+            scores = _product(high, tl.trans(k_high), scores, PRECISION, INTERPRET)
             if HAS_CAP:
                 scores = cap * _LOG2_E * _tanh(scores)
             if HAS_SLOPES:
@@ -249,13 +239,17 @@ def _attend_runs(
             fade = tl.exp2(top - shift)
             total = total * fade + tl.sum(weights, 1)
             top = new_top
-            sums *= fade[:, None]
+            sum_low, sum_high = sum_low * fade[:, None], sum_high * fade[:, None]
             if CAREFUL:
-                v, broken = _mended(v)
-                is_broken = (broken != 0)[None, :] & (scores != -float("inf"))
-                sums += tl.where(tl.max(is_broken.to(tl.int32), 1) != 0, float("nan"), 0.0)[:, None]
-            sums = _product(weights.to(kind), v, sums, PRECISION, INTERPRET)
-    return sums, top, total
+                v_low, broken_low = _mended(v_low)
+                v_high, broken_high = _mended(v_high)
+                is_broken = (tl.maximum(broken_low, broken_high) != 0)[None, :] & (scores != -float("inf"))
+                poison = tl.where(tl.max(is_broken.to(tl.int32), 1) != 0, float("nan"), 0.0)
+                sum_low, sum_high = sum_low + poison[:, None], sum_high + poison[:, None]
+            weights = weights.to(kind)
+            sum_low = _product(weights, v_low, sum_low, PRECISION, INTERPRET)
+            sum_high = _product(weights, v_high, sum_high, PRECISION, INTERPRET)
+    return sum_low, sum_high, top, total
 
 
 @triton.jit
@@ -280,13 +274,14 @@ def _attend_tile(
         slope = tl.load(alibi_slopes + head, mask=row_seen, other=0.0) * _LOG2_E
     num_q_heads: tl.constexpr = NUM_KV_HEADS * GROUPS
     target = row.to(tl.int64) * num_q_heads + head
-    sums, top, total = _attend_runs(
+    sum_low, sum_high, top, total = _attend_runs(
         q + target * HEAD_DIM, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
         q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N,
         HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM, PRECISION, INTERPRET, STAGES, False,
     )  # fmt: skip
-    if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
-        sums, top, total = _attend_runs(
+    is_broken = (sum_low != sum_low) | (sum_high != sum_high)
+    if tl.max(tl.max(is_broken.to(tl.int32), 1), 0) > 0:
+        sum_low, sum_high, top, total = _attend_runs(
             q + target * HEAD_DIM, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
             q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M,
             _CAREFUL_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM, PRECISION, INTERPRET, 1, True,
@@ -298,12 +293,14 @@ def _attend_tile(
     slot = (tl.load(tile + 7) + index).to(tl.int64) * num_q_heads + head
     tl.store(lse + target, logsum, mask=is_final)
     tl.store(partial_lse + slot, logsum, mask=is_partial)
-    dim, in_head = _columns(HEAD_DIM, HALF, BLOCK_HALF)
-    result = sums / divisor[:, None]
-    tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty),
-             mask=is_final[:, None] & in_head[None, :])  # fmt: skip
-    tl.store(partial_out + slot[:, None] * HEAD_DIM + dim[None, :], result,
-             mask=is_partial[:, None] & in_head[None, :])  # fmt: skip
+    column = tl.arange(0, BLOCK_HALF)
+    for half in tl.static_range(2):
+        result = (sum_high if half else sum_low) / divisor[:, None]
+        present = (column < HEAD_DIM - HALF if half else column < HALF)[None, :]
+        first = half * HALF + column[None, :]
+        tl.store(out + target[:, None] * HEAD_DIM + first, result.to(out.dtype.element_ty),
+                 mask=is_final[:, None] & present)  # fmt: skip
+        tl.store(partial_out + slot[:, None] * HEAD_DIM + first, result, mask=is_partial[:, None] & present)
 
 
 @triton.jit(do_not_specialize=["num_pages", "num_rope_positions", "window"])
@@ -311,11 +308,12 @@ def attention_kernel(
     q, k_pages, v_pages, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
     num_pages, num_rope_positions, window, q_scale, cap,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, NARROW_M: tl.constexpr, WIDE_M: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_CAP: tl.constexpr, TRIM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program `tile * NUM_KV_HEADS + kv_head`; those behind the work's last tile end at once.
+    """Program `tile * NUM_KV_HEADS + kv_head`, of wide tiles or of the narrow ones behind them; programs without a tile
+    end at once.
 
     q                       [T, num_q_heads, HEAD_DIM]
     k_pages, v_pages        [NUM_KV_HEADS, num_pages, PAGE_SIZE, HEAD_DIM]
@@ -329,25 +327,20 @@ def attention_kernel(
     """
     program = tl.program_id(0)
     tile_number, kv_head = program // NUM_KV_HEADS, program % NUM_KV_HEADS
+    end = tl.load(work + _NUM_WIDE)
+    if not IS_WIDE:
+        tile_number += end
+        end = tl.load(work + _NUM_TILES)
     half: tl.constexpr = (HEAD_DIM + 1) // 2
-    if tile_number < tl.load(work + _NUM_TILES):
+    if tile_number < end:
         tile = _section(work, _TILE) + tile_number * _TILE_WORDS
         pool = kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
-        keys, values = k_pages + pool, v_pages + pool
-        if tl.load(tile + 1) * GROUPS <= NARROW_M:
-            _attend_tile(
-                q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
-                tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
-                BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM,
-                PRECISION, INTERPRET, STAGES,
-            )  # fmt: skip
-        else:
-            _attend_tile(
-                q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
-                tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
-                BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM,
-                PRECISION, INTERPRET, STAGES,
-            )  # fmt: skip
+        _attend_tile(
+            q, k_pages + pool, v_pages + pool, key_position, rope_table, alibi_slopes, out, lse, partial_out,
+            partial_lse, work, tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM,
+            half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM, PRECISION,
+            INTERPRET, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_listed"])

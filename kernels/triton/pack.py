@@ -1,6 +1,6 @@
 """A step's work as one int32 buffer, of which each step uploads what changed; numpy only.
 
-The buffer begins with a header: two counts, then where each section begins. Sections have room to grow and keep their
+The buffer begins with a header: counts, then where each section begins. Sections have room to grow and keep their
 places until one outgrows its room, so that a captured graph finds everything where it was.
 """
 
@@ -28,7 +28,8 @@ _GAP_WORDS = 256
 class Header(IntEnum):
     """Words of the header: counts, then the beginnings of sections, those that change most often first."""
 
-    num_tiles = 0
+    num_wide = 0  # tiles; narrow ones follow
+    num_tiles = auto()
     num_merged = auto()
     position = auto()
     run = auto()
@@ -45,7 +46,7 @@ class Header(IntEnum):
     part = auto()
 
 
-_SECTIONS = tuple(Header)[2:]
+_SECTIONS = tuple(Header)[Header.position :]
 Span = tuple[int, int]  # [first word, end)
 
 
@@ -91,6 +92,7 @@ class PackedWork:
         arrays = _arrays(work, tiles, position, self._page_size)
         if any(arrays[section].size > self._room[section] for section in _SECTIONS):
             self._make_room(arrays)
+        self.words[Header.num_wide] = tiles.num_wide
         self.words[Header.num_tiles] = len(tiles.tile)
         self.words[Header.num_merged] = len(tiles.merged_row)
         return [(0, _HEADER_WORDS), *(self._write(section, arrays[section]) for section in _SECTIONS)]

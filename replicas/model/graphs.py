@@ -3,8 +3,8 @@
 A step is padded to a bucket of rows: 1, 2, 4, 8, ..., be they decodes or rows of prompts, and its sampled rows to a
 bucket of their own. Its inputs lie in buffers that never move, and the plan's data in the attention backend's own. When
 a shape of launches is met for the second time it is captured, from then on replayed. A shape is both buckets and what
-the attention backend says its launches depend on; where that changes, as when a buffer had to grow, the step has another
-shape, so no graph outlives what it points to.
+the attention backend says its launches depend on; where that changes, as when a buffer had to grow, the step has
+another shape, so no graph outlives what it points to.
 
 Padding rows write to the spare slot and belong to sequences without pages: they see nothing, and nobody reads them.
 Whatever cannot be captured runs as it is: more rows than the largest bucket, a backend that cannot tell, a step that
@@ -27,7 +27,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from mneme.kernels.attention import Plan
@@ -88,7 +87,7 @@ class StepGraphs:
         """
         self._run, self.stage, self._capture = run, stage, capture
         self.max_rows = min(bucket_of(max_rows), MAX_BUCKET)
-        self._max_sampled = min(bucket_of(max_sampled), self.max_rows)
+        self._max_sampled = min(max(bucket_of(max_sampled), _LEAST_SAMPLED), self.max_rows)
         self._vocab_size = vocab_size
         self._max_graphs = max_graphs
         # Token ids, positions, slots and sampled rows.
@@ -131,11 +130,11 @@ class StepGraphs:
         sampled_bucket = min(num_rows, max(bucket_of(max(num_sampled, 1)), _LEAST_SAMPLED))
         sizes = [num_rows, num_rows, num_rows, sampled_bucket]
         host, device = self._host[: sum(sizes)], self._device[: sum(sizes)]
-        for part, array in zip(host.split(sizes), arrays, strict=True):
+        for part, array in zip(torch.split(host, sizes), arrays, strict=True):
             part[: len(array)] = torch.from_numpy(array)
             part[len(array) :] = 0
         device.copy_(host, non_blocking=True)
-        token_ids, positions, slots, sampled_rows = device.split(sizes)
+        token_ids, positions, slots, sampled_rows = torch.split(device, sizes)
         self._inputs = StepInputs(
             token_ids=token_ids,
             positions=positions,

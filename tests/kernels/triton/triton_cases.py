@@ -10,8 +10,8 @@ import torch
 
 from mneme.kernels.triton import sampling as triton_sampling
 from mneme.kernels.triton.attention import attention_kernel, key_position_kernel, merge_kernel
-from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, merge_constants
-from mneme.kernels.triton.configs import HEAD_DIMS, Config, Phase, candidates, config_of
+from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, launch_options, merge_constants
+from mneme.kernels.triton.configs import HEAD_DIMS, Config, Kind, candidates, config_of
 from mneme.kernels.triton.kv import write_constants, write_kv_kernel
 from mneme.kernels.triton.ops import add_rms_norm_kernel, gated_kernel, num_warps_of, rms_norm_kernel, rows_per_tile
 from mneme.kernels.triton.sampling import best_kernel, draw_kernel, gather_kernel, weigh_kernel
@@ -22,6 +22,7 @@ _POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 
 def attention_case(
+    kind: Kind,
     config: Config,
     *,
     dtype: str = "bf16",
@@ -29,11 +30,11 @@ def attention_case(
     page_size: int = 32,
     **switches: Any,
 ) -> Case:
-    """One launch; `switches` are constexprs that differ from the plain full-rotary decode of four groups."""
+    """One launch; `switches` are constexprs that differ from plain full-rotary heads in groups of four."""
     element = _POINTERS[dtype]
     constexprs: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False, "TRIM": False,
-        "INTERPRET": False, **launch_constants(config, head_dim, head_dim, page_size, _DTYPES[dtype]),
+        "INTERPRET": False, **launch_constants(kind, config, head_dim, head_dim, page_size, _DTYPES[dtype]),
     }  # fmt: skip
     signature = {
         "q": element, "k_pages": element, "v_pages": element, "key_position": "*i32", "rope_table": "*fp32",
@@ -43,13 +44,14 @@ def attention_case(
     }  # fmt: skip
     sizes = "x".join(map(str, config))
     return Case(
-        name=f"attention-{dtype}-d{head_dim}-p{page_size}-{sizes}"
+        name=f"attention-{kind}-{dtype}-d{head_dim}-p{page_size}-{sizes}"
         + "".join(f"-{key}={v}" for key, v in switches.items()),
         kernel=attention_kernel,
         signature=signature,
         constexprs=constexprs | switches,
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
-        tensor_cores=None if dtype == "fp32" else "wgmma",
+        options=launch_options(config),
+        tensor_cores=None if dtype == "fp32" else "wgmma" if config.block_m >= 64 else "mma",
+        programs=config.programs,
     )
 
 
@@ -68,19 +70,20 @@ def _key_position_case(page_size: int) -> Case:
 
 
 def _attention_cases() -> Iterator[Case]:
-    """What serving launches: the rule's configuration for every head dimension and phase, other types where registers
+    """What serving launches: the rule's configuration for every head dimension and kind, other types where registers
     differ, and every switch and page size once."""
-    for architecture, head_dim, phase in product(ARCHITECTURES, HEAD_DIMS, get_args(Phase)):
-        is_sample = head_dim == 128 or (head_dim, phase, architecture) == (80, "decode", 90)
+    for architecture, head_dim, kind in product(ARCHITECTURES, HEAD_DIMS, get_args(Kind)):
+        is_sample = head_dim == 128 or (head_dim, kind, architecture) == (80, "narrow", 90)
         for dtype, element_bytes in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
-            if dtype == "bf16" or (phase == "decode" and head_dim in (64, 128, 256)):
+            if dtype == "bf16" or head_dim in (64, 128, 256):
                 sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": 4}
-                config = config_of(**sizes, phase=phase, architecture=architecture)
-                case = attention_case(config, dtype=dtype, head_dim=head_dim, TRIM=phase == "prefill")
+                config = config_of(**sizes, kind=kind, architecture=architecture)
+                case = attention_case(kind, config, dtype=dtype, head_dim=head_dim, TRIM=kind == "wide")
                 yield case._replace(architectures=(architecture,), is_sample=is_sample and dtype == "bf16")
-    decode = config_of(head_dim=128, element_bytes=2, num_groups=4, phase="decode")
-    for page_size in (16, 64):
-        yield attention_case(decode, page_size=page_size)._replace(architectures=(90,))
+    rule = {kind: config_of(head_dim=128, element_bytes=2, num_groups=4, kind=kind) for kind in get_args(Kind)}
+    for kind, page_size in product(rule, (16, 64)):
+        yield attention_case(kind, rule[kind], page_size=page_size)._replace(architectures=(90,))
+    yield attention_case("wide", rule["wide"], TRIM=False)._replace(architectures=(90,))
     for switches in (
         {"HAS_WINDOW": True, "TRIM": True},
         {"HAS_CAP": True},
@@ -90,17 +93,16 @@ def _attention_cases() -> Iterator[Case]:
         {"GROUPS": 1, "NUM_KV_HEADS": 32},
         {"GROUPS": 7},
     ):
-        yield attention_case(decode, **switches)._replace(architectures=(90,))
+        for kind in rule:
+            yield attention_case(kind, rule[kind], **switches)._replace(architectures=(90,))
 
 
 def _tuning_cases() -> Iterator[Case]:
     """Every candidate that a GPU would be tuned with, for the two commonest head dimensions, beside the rule's."""
-    for architecture, head_dim in product(ARCHITECTURES, (64, 128)):
-        sizes = {"head_dim": head_dim, "element_bytes": 2, "num_groups": 4, "architecture": architecture}
-        rule = [config_of(**sizes, phase=phase) for phase in get_args(Phase)]
-        for config in candidates(**sizes):
-            if config not in rule:
-                yield attention_case(config, head_dim=head_dim)._replace(architectures=(architecture,))
+    for head_dim, kind in product((64, 128), get_args(Kind)):
+        _, *others = candidates(head_dim=head_dim, element_bytes=2, num_groups=4, kind=kind)
+        for config in others:
+            yield attention_case(kind, config, head_dim=head_dim)._replace(architectures=(90,))
 
 
 _INTEGERS = (

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     constexprs: dict[str, Any]
     options: dict[str, int]  # num_warps, num_stages
     tensor_cores: str | None = None  # "wgmma" (on sm_90, else mma.sync), "mma" (mma.sync anywhere) or none
+    programs: int = 1  # that one multiprocessor is to hold
     aligned: tuple[str, ...] = ()  # arguments that are multiples of 16, beside all pointers
     architectures: tuple[int, ...] = ARCHITECTURES
     is_sample: bool = False  # compiled in `make test` too
@@ -89,6 +90,10 @@ def faults_of(case: Case, architecture: int, report: Report) -> list[str]:
         faults.append(f"{report.loop_spills} spills in inner loops")
     if report.shared_bytes > SHARED_BYTES[architecture]:
         faults.append(f"{report.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[architecture]}")
+    if report.registers * 32 * case.options["num_warps"] * case.programs > 65536:
+        faults.append(f"{report.registers} registers, too many for {case.programs} programs")
+    if report.shared_bytes * case.programs > SHARED_BYTES[architecture]:
+        faults.append(f"{report.shared_bytes} bytes of shared memory, too many for {case.programs} programs")
     if case.tensor_cores == "wgmma" and architecture >= 90 and not report.wgmma:
         faults.append("no wgmma")
     if case.tensor_cores and not (report.wgmma or report.mma_sync):

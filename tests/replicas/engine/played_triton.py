@@ -29,7 +29,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool
-from mneme.replicas.model.graphs import StepGraphs, Run
+from mneme.replicas.model.graphs import Run, StepGraphs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -60,7 +60,13 @@ def runner_of(directory: Path, dtype: torch.dtype, max_rows: int) -> Runner:
             raise RuntimeError("nothing is captured here")
 
         return StepGraphs(
-            run, stage, capture, max_rows=max_rows, max_sampled=max_rows, vocab_size=config.vocab_size, device=torch.device("cpu")
+            run,
+            stage,
+            capture,
+            max_rows=max_rows,
+            max_sampled=max_rows,
+            vocab_size=config.vocab_size,
+            device=torch.device("cpu"),
         )
 
     return Runner(decoder, 128, 16, make)

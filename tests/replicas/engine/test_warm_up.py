@@ -22,7 +22,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine, load_engine_loop
 from mneme.replicas.engine.warm_up import warm_up
 from mneme.replicas.model.decoder import Decoder, KvPool
-from mneme.replicas.model.graphs import StepGraphs, Graph, MakeGraphs, Run
+from mneme.replicas.model.graphs import Graph, MakeGraphs, Run, StepGraphs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import decoder_of, write_checkpoint

@@ -10,7 +10,7 @@ import torch
 
 from mneme.kernels.attention import Plan
 from mneme.replicas.model.decoder import StepInputs
-from mneme.replicas.model.graphs import StepGraphs, Graph, Run
+from mneme.replicas.model.graphs import Graph, Run, StepGraphs
 
 
 class PlayedDevice:
@@ -52,9 +52,11 @@ class PlayedDevice:
 
         return Played()
 
-    def graphs(self, *, vocab_size: int = 320, max_rows: int = 64, **options: Any) -> StepGraphs:
+    def graphs(
+        self, *, vocab_size: int = 320, max_rows: int = 64, max_sampled: int | None = None, **options: Any
+    ) -> StepGraphs:
         """Graphs of steps that this device captures."""
         return StepGraphs(
-            self.run, self.stage, self.capture,
-            max_rows=max_rows, max_sampled=max_rows, vocab_size=vocab_size, device=torch.device("cpu"), **options,
+            self.run, self.stage, self.capture, max_rows=max_rows, max_sampled=max_sampled or max_rows,
+            vocab_size=vocab_size, device=torch.device("cpu"), **options,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import connect
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
-from mneme.replicas.model.graphs import CudaCapture, StepGraphs, MakeGraphs, Run, step_graphs_for
+from mneme.replicas.model.graphs import CudaCapture, MakeGraphs, Run, StepGraphs, step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint

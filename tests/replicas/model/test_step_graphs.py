@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mneme.replicas.model.decoder import StepInputs
-from mneme.replicas.model.graphs import MAX_BUCKET, StepGraphs, Graph, bucket_of
+from mneme.replicas.model.graphs import MAX_BUCKET, Graph, Run, StepGraphs, bucket_of
 from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
 
@@ -31,14 +31,14 @@ def echo(inputs: StepInputs) -> torch.Tensor:
 
 
 class EchoDevice(PlayedDevice):
-    def __init__(self) -> None:
+    def __init__(self, echo: Run = echo) -> None:
         super().__init__(echo)
         self._plan = None
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         if self._frozen is None:
             return super().run(inputs)
-        return echo(self._frozen)
+        return self._forward(self._frozen)
 
 
 def test_a_shape_is_captured_when_it_is_met_again() -> None:
@@ -198,9 +198,18 @@ def test_buckets() -> None:
     assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
     graphs = make_graphs(EchoDevice())  # of 6 rows
     assert [graphs.bucket(rows, 1) for rows in (0, 1, 5, 6, 8, 9)] == [None, 1, 8, 8, 8, None]
-    large = StepGraphs(
-        echo, lambda plan: None, lambda step: None, max_rows=10**6, max_sampled=16, vocab_size=3, device=torch.device("cpu")  # type: ignore[arg-type,return-value]
-    )  # fmt: skip
-    assert large.bucket(MAX_BUCKET, 16) == MAX_BUCKET
+    large = EchoDevice().graphs(max_rows=10**6, max_sampled=40)
+    assert large.bucket(MAX_BUCKET, 64) == MAX_BUCKET
     assert large.bucket(MAX_BUCKET + 1, 1) is None
-    assert large.bucket(MAX_BUCKET, 17) is None
+    assert large.bucket(MAX_BUCKET, 65) is None
+
+
+def test_a_long_prompt_alone_is_captured_where_one_request_runs_at_a_time() -> None:
+    """Its one sampled row is padded, too."""
+    device = EchoDevice(lambda inputs: inputs.token_ids[inputs.sampled_rows][:, None].repeat(1, 3).float())
+    graphs = device.graphs(vocab_size=3, max_rows=128, max_sampled=1)
+    rows = np.arange(100)
+    for last in (5, 6, 99):
+        inputs = graphs.inputs([rows, rows, rows, np.array([last])], plan=None, num_rows=128)  # type: ignore[arg-type]
+        assert graphs.forward(inputs)[0, 0] == last
+    assert (device.shapes, graphs.num_failed, graphs.num_replays) == ([128], 0, 2)
