@@ -31,6 +31,7 @@ _SPLIT_SCRATCH_BYTES = 64 << 20
 _LOG2_E = 1.4426950408889634
 _PREFILL_ROWS = 128  # query rows times heads per KV head of a piece from which large tiles pay
 MERGE_WARPS = 2  # few threads with few registers each, so that a multiprocessor holds many rows and heads
+_SATURATING = 2  # programs of a multiprocessor that use up its bandwidth; more of them hide what one begins with
 # Under the interpreter: few programs, but more than one per piece.
 _INTERPRETED_PROGRAMS = 8
 
@@ -217,7 +218,8 @@ def _grid(device: torch.device, plan: Plan, wide: Config, narrow: Config) -> Gri
     wide_at_once = narrow_at_once = _INTERPRETED_PROGRAMS
     if device.type == "cuda":
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        wide_at_once, narrow_at_once = num_processors * wide.programs, num_processors * narrow.programs
+        wide_at_once = num_processors * wide.programs
+        narrow_at_once = num_processors * min(narrow.programs, _SATURATING)
     slot_bytes = 4 * plan.num_q_heads * (plan.head_dim + 1)
     return Grid(
         page_size=plan.page_size,

@@ -34,7 +34,7 @@ class Grid(NamedTuple):
     num_kv_heads: int
     narrow_m: int  # rows of a tile, for pieces that fit into one such
     wide_m: int  # for all others
-    narrow_at_once: int  # programs of narrow tiles that run at the same time on the whole device
+    narrow_at_once: int  # programs of narrow tiles that the whole device runs as fast as one
     wide_at_once: int
     max_split_slots: int  # cutting for parallelism must not leave more partial results than this
 
