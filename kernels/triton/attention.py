@@ -34,6 +34,7 @@ from mneme.kernels.triton import tiles as triton_tiles
 # Positions of a step's sections in the header of its packed work, and the sizes of records.
 _NUM_WIDE = tl.constexpr(int(triton_pack.Header.num_wide))
 _NUM_TILES = tl.constexpr(int(triton_pack.Header.num_tiles))
+_IS_PREFILL = tl.constexpr(int(triton_pack.Header.is_prefill))
 _POSITION = tl.constexpr(int(triton_pack.Header.position))
 _NUM_PARTS = tl.constexpr(int(triton_pack.Header.num_parts))
 _TILE = tl.constexpr(int(triton_pack.Header.tile))
@@ -175,7 +176,7 @@ def _attend_runs(
     q_scale, cap, window, num_rope_positions,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, TRIM: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over a tile's runs: both halves of the sum of values [BLOCK_M, BLOCK_HALF], the top score (as a
@@ -205,7 +206,10 @@ def _attend_runs(
             low, high = rotated_queries(q_row, rope_table, row_seen, effective, q_scale, num_rope_positions,
                                         HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM)  # fmt: skip
         last_delta = delta
-        if TRIM:
+        trims = HAS_WINDOW
+        if IS_WIDE and not HAS_WINDOW:
+            trims = tl.load(work + _IS_PREFILL) != 0
+        if trims:
             begin, end = visible_pages(key_position, begin, end, effective, row_seen, window, PAGE_SIZE, HAS_WINDOW)
         # A block's page ids are loaded one block ahead, so that its keys and values are not a load behind a load.
         end_key = end * PAGE_SIZE
@@ -259,7 +263,7 @@ def _attend_tile(
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
-    TRIM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, STAGES: tl.constexpr,
+    IS_WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile for one KV head: rows that have no other part are final, the others leave a partial result."""
     lane = tl.arange(0, BLOCK_M)
@@ -277,14 +281,14 @@ def _attend_tile(
     sum_low, sum_high, top, total = _attend_runs(
         q + target * HEAD_DIM, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
         q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM, PRECISION, INTERPRET, STAGES, False,
+        HAS_WINDOW, HAS_SLOPES, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, STAGES, False,
     )  # fmt: skip
     is_broken = (sum_low != sum_low) | (sum_high != sum_high)
     if tl.max(tl.max(is_broken.to(tl.int32), 1), 0) > 0:
         sum_low, sum_high, top, total = _attend_runs(
             q + target * HEAD_DIM, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
             q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M,
-            _CAREFUL_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM, PRECISION, INTERPRET, 1, True,
+            _CAREFUL_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, 1, True,
         )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)
     logsum = tl.where(total == 0.0, -float("inf"), (top + tl.log2(divisor)) * _LN_2)
@@ -310,7 +314,7 @@ def attention_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_CAP: tl.constexpr, TRIM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program `tile * NUM_KV_HEADS + kv_head`, of wide tiles or of the narrow ones behind them; programs without a tile
     end at once.
@@ -338,8 +342,8 @@ def attention_kernel(
         _attend_tile(
             q, k_pages + pool, v_pages + pool, key_position, rope_table, alibi_slopes, out, lse, partial_out,
             partial_lse, work, tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM,
-            half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM, PRECISION,
-            INTERPRET, STAGES,
+            half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, IS_WIDE,
+            PRECISION, INTERPRET, STAGES,
         )  # fmt: skip
 
 

@@ -29,7 +29,6 @@ MAX_HEAD_DIM = 256
 # Cutting long pieces apart stops at this many bytes of partial results.
 _SPLIT_SCRATCH_BYTES = 64 << 20
 _LOG2_E = 1.4426950408889634
-_PREFILL_ROWS = 128  # query rows times heads per KV head of a piece from which large tiles pay
 MERGE_WARPS = 2  # few threads with few registers each, so that a multiprocessor holds many rows and heads
 _SATURATING = 2  # programs of a multiprocessor that use up its bandwidth; more of them hide what one begins with
 # Under the interpreter: few programs, but more than one per piece.
@@ -66,17 +65,17 @@ def attend_triton(
     slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
     switches = {"HAS_WINDOW": window is not None, "HAS_SLOPES": alibi_slopes is not None}
     switches |= {"HAS_CAP": soft_cap is not None}
-    launches: tuple[tuple[Kind, Config, int, bool], ...] = (
-        ("wide", choice.wide, step.num_wide, choice.trims or window is not None),
-        ("narrow", choice.narrow, step.num_narrow, window is not None),
+    launches: tuple[tuple[Kind, Config, int], ...] = (
+        ("wide", choice.wide, step.num_wide),
+        ("narrow", choice.narrow, step.num_narrow),
     )
     with step.active():
-        for kind, config, num_tiles, trims in launches:
+        for kind, config, num_tiles in launches:
             if num_tiles:
                 attention_kernel[(num_tiles * plan.num_kv_heads,)](
                     q.contiguous(), k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials,
                     step.words, k_pages.shape[1], num_positions, window or 0, *_scales(softmax_scale, soft_cap),
-                    **_plan_constants(plan, kind, config, rotary_dim, q.dtype), **switches, TRIM=trims,
+                    **_plan_constants(plan, kind, config, rotary_dim, q.dtype), **switches,
                 )  # fmt: skip
         if step.num_merged:
             _merge(out, lse, step, plan)
@@ -130,7 +129,7 @@ def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positi
     step.prepare(plan, slot_position, choice.grid)
     step.round_up()
     step.staged = plan
-    return choice.wide, choice.narrow, choice.trims, step.num_wide, step.num_narrow, step.num_merged, step.addresses
+    return choice.wide, choice.narrow, step.num_wide, step.num_narrow, step.num_merged, step.addresses
 
 
 def is_interpreted() -> bool:
@@ -175,20 +174,9 @@ def launch_constants(
     }
 
 
-def is_prefill(work: WorkList, num_groups: int) -> bool:
-    """Tell whether pieces with many rows have more keys to read than the others."""
-    rows = np.diff(work.row_begin).astype(np.int64) * num_groups
-    pages = np.concatenate(([0], np.cumsum(work.page_end - work.page_begin)))
-    keys = pages[work.run_begin[1:]] - pages[work.run_begin[:-1]]
-    is_large = rows >= _PREFILL_ROWS
-    large = (keys * -(-rows // _PREFILL_ROWS))[is_large].sum()
-    return bool(large > keys[~is_large].sum())
-
-
 class _Choice(NamedTuple):
     wide: Config
     narrow: Config
-    trims: bool  # whether to look for pages that no row of a wide tile sees
     grid: Grid
 
 
@@ -201,7 +189,7 @@ def _choice(device: torch.device, dtype: torch.dtype, plan: Plan) -> _Choice:
         sizes: dict[str, int] = {"head_dim": plan.head_dim, "element_bytes": dtype.itemsize, "num_groups": num_groups}
         sizes["architecture"] = _architecture(device)
         wide, narrow = config_of(**sizes, kind="wide"), config_of(**sizes, kind="narrow")
-        choice = _Choice(wide, narrow, is_prefill(plan.work, num_groups), _grid(device, plan, wide, narrow))
+        choice = _Choice(wide, narrow, _grid(device, plan, wide, narrow))
         plan.work.derived[key] = choice
     return choice
 

@@ -19,18 +19,19 @@ _RUN_FIELDS = ("page_begin", "page_end", "delta_begin")
 # Behind each mask, for blocks that reach over the end of their run.
 _MASK_PADDING_WORDS = 8
 _PAGE_END = _RUN_FIELDS.index("page_end")
-_HEADER_WORDS = 16
+_HEADER_WORDS = 32
 _ALIGNMENT = 32  # words of a cache line
 # Changed words closer together than this travel in one copy, with what lies between them.
 _GAP_WORDS = 256
 
 
 class Header(IntEnum):
-    """Words of the header: counts, then the beginnings of sections, those that change most often first."""
+    """Words of the header: counts and a flag, then the beginnings of sections, those that change most often first."""
 
     num_wide = 0  # tiles; narrow ones follow
     num_tiles = auto()
     num_merged = auto()
+    is_prefill = auto()
     position = auto()
     run = auto()
     page_id = auto()
@@ -95,6 +96,7 @@ class PackedWork:
         self.words[Header.num_wide] = tiles.num_wide
         self.words[Header.num_tiles] = len(tiles.tile)
         self.words[Header.num_merged] = len(tiles.merged_row)
+        self.words[Header.is_prefill] = tiles.is_prefill
         return [(0, _HEADER_WORDS), *(self._write(section, arrays[section]) for section in _SECTIONS)]
 
     def _make_room(self, arrays: dict[Header, Int32Array]) -> None:

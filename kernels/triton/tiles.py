@@ -21,6 +21,7 @@ OPEN_END = 2**31 - 1  # of a range that goes on to wherever its run ends
 _TOKENS_PER_NARROW, _TOKENS_PER_WIDE = 64, 512  # a wide one reads keys faster, and has more queries to rotate
 _TOKENS_PER_MERGE = 96
 _SHORTEST_RANGE_TOKENS = 256
+_PREFILL_ROWS = 128  # query rows times heads per KV head of a piece that has many
 _LONGEST_RANGE_TOKENS = 1 << 17
 
 _IntArray = npt.NDArray[np.int64]
@@ -54,6 +55,7 @@ class Tiles(NamedTuple):
     part: Int32Array
     num_slots: int
     num_wide: int  # of the tiles
+    is_prefill: bool  # pieces with many rows have more keys to read than the others: look for those that rows can see
 
 
 class _Pieces(NamedTuple):
@@ -95,7 +97,14 @@ def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
     tile[:, 1] = num_entries
     tile[:, 2] = first_entry
     tile[:, 3:7] = _page_ranges(work, page_counts, page_ends, piece, pieces.first_page[piece], start, stop, is_last)
-    return _with_parts(tile, work.row, num_rows, num_wide=int(pieces.is_wide[piece].sum()))
+    num_wide = int(pieces.is_wide[piece].sum())
+    return _with_parts(tile, work.row, num_rows)._replace(num_wide=num_wide, is_prefill=_is_prefill(pieces, grid))
+
+
+def _is_prefill(pieces: _Pieces, grid: Grid) -> bool:
+    num_blocks = -(-pieces.num_rows * grid.num_groups // _PREFILL_ROWS)
+    is_large = pieces.num_rows * grid.num_groups >= _PREFILL_ROWS
+    return bool((pieces.num_pages * num_blocks)[is_large].sum() > pieces.num_pages[~is_large].sum())
 
 
 def _pieces(work: WorkList, page_counts: _IntArray, page_ends: _IntArray, grid: Grid) -> _Pieces:
@@ -184,7 +193,7 @@ def _page_ranges(
     return np.stack((first_run, run_end, from_page, np.where(is_open, OPEN_END, to_page)), 1)
 
 
-def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int, num_wide: int) -> Tiles:
+def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int) -> Tiles:
     """Number the partial results of rows that have several."""
     num_entries = tile[:, 1].astype(np.int64)
     tile_of_entry = np.repeat(np.arange(len(tile)), num_entries)
@@ -206,5 +215,6 @@ def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int, num_wide: int)
         part_begin=part_begin.astype(np.int32),
         part=parts.astype(np.int32),
         num_slots=int(num_slots.sum()),
-        num_wide=num_wide,
+        num_wide=0,
+        is_prefill=False,
     )

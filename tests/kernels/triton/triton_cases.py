@@ -33,7 +33,7 @@ def attention_case(
     """One launch; `switches` are constexprs that differ from plain full-rotary heads in groups of four."""
     element = _POINTERS[dtype]
     constexprs: dict[str, Any] = {
-        "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False, "TRIM": False,
+        "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False,
         "INTERPRET": False, **launch_constants(kind, config, head_dim, head_dim, page_size, _DTYPES[dtype]),
     }  # fmt: skip
     signature = {
@@ -78,14 +78,13 @@ def _attention_cases() -> Iterator[Case]:
             if dtype == "bf16" or head_dim in (64, 128, 256):
                 sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": 4}
                 config = config_of(**sizes, kind=kind, architecture=architecture)
-                case = attention_case(kind, config, dtype=dtype, head_dim=head_dim, TRIM=kind == "wide")
+                case = attention_case(kind, config, dtype=dtype, head_dim=head_dim)
                 yield case._replace(architectures=(architecture,), is_sample=is_sample and dtype == "bf16")
     rule = {kind: config_of(head_dim=128, element_bytes=2, num_groups=4, kind=kind) for kind in get_args(Kind)}
     for kind, page_size in product(rule, (16, 64)):
         yield attention_case(kind, rule[kind], page_size=page_size)._replace(architectures=(90,))
-    yield attention_case("wide", rule["wide"], TRIM=False)._replace(architectures=(90,))
     for switches in (
-        {"HAS_WINDOW": True, "TRIM": True},
+        {"HAS_WINDOW": True},
         {"HAS_CAP": True},
         {"HAS_SLOPES": True},
         {"ROTARY_DIM": 32},
