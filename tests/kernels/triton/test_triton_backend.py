@@ -80,7 +80,7 @@ def test_many_parts_and_large_tiles_equal_the_reference(
     wanted = scene.attend(scene.plan(), backend="reference")
     with pytest.MonkeyPatch.context() as patch:
         if prefill:  # with a search for the pages that a tile's rows see
-            patch.setattr(triton_backend, "_PREFILL_ROWS", 1)
+            patch.setattr(triton_tiles, "_PREFILL_ROWS", 1)
         assert_close(attend_triton(on(triton_device, scene), scene.plan(share=share)), wanted)
 
 
