@@ -68,5 +68,5 @@ TORCH = ShareCost(
 )
 # From an H200's data sheet, not measured: 16-bit keys at 4.3 TB/s, tiles of 16 heads, the launch of a merge.
 TRITON = ShareCost(
-    many_heads=1, key_few=0.0, head_few=0.0, reread=0.0, key_many=0.93, head_many=0.005, piece=2.5e5, merge=2.0
+    many_heads=1, key_few=0.0, head_few=0.0, reread=0.0, key_many=0.227, head_many=0.059, piece=0.0, merge=9.01
 )

@@ -59,7 +59,9 @@ def config_of(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind,
     block_n = (64 if architecture >= 90 else 32) * 128 // max(64, dim)
     if kind == "wide":
         return Config(max(64, rows), block_n, 4, 3, 2)
-    return Config(narrow_m, block_n, 4, 3, 3 if narrow_m == 16 else 2)
+    if narrow_m > 16:
+        return Config(narrow_m, block_n, 4, 3, 2)
+    return Config(16, block_n // 2, 2, 3, 4)
 
 
 def candidates(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind) -> Iterator[Config]:
