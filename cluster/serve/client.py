@@ -44,6 +44,7 @@ from mneme.router.score import RouterConfig
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_REPLICA_S = 30.0  # how long a request waits for a replica that is on its way, and one that has begun for any
+COLD_START_S = 300.0  # where replicas are started by requests: that one loads its model, compiles and captures
 NO_REPLICA_S = 0.5  # for none to come back where all are lost; who asks then is told to come again
 MAX_LOSSES = 5  # replicas a generation may lose before it gives up
 QUERY_TIMEOUT_S = 15.0  # an engine answers between two steps, which may take seconds; logs may be slow too
@@ -374,8 +375,9 @@ class RayEngineClient:
     def _patience_s(self, *, is_resumed: bool) -> float:
         """Return how long to wait for a replica, after one was asked for where there is none."""
         self._wake_one()
-        is_coming = any(link.is_coming for link in self._links.values())
-        is_expected = is_coming or not self._was_ready or (self._starts_from_zero and not self._links)
+        if self._starts_from_zero and not self.num_ready():
+            return COLD_START_S
+        is_expected = not self._was_ready or any(link.is_coming for link in self._links.values())
         return WAIT_FOR_REPLICA_S if is_resumed or is_expected else NO_REPLICA_S
 
     def _wake_one(self) -> None:
@@ -385,7 +387,7 @@ class RayEngineClient:
 
     async def _wake(self) -> None:
         with contextlib.suppress(Exception):  # whoever comes refuses this call
-            async with asyncio.timeout(WAIT_FOR_REPLICA_S):
+            async with asyncio.timeout(COLD_START_S):
                 await self._calls.wake()
 
     def _reserve(self, request: GenerationRequest, num_choices: int, *, exclude: Collection[str]) -> Reservation | None:

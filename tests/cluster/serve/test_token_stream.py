@@ -307,13 +307,17 @@ def test_a_request_waits_for_a_replica_that_is_on_its_way(monkeypatch: pytest.Mo
     run(scenario, replicas=())
 
 
-def test_where_there_is_none_one_is_asked_for_once() -> None:
+def test_where_there_is_none_one_is_asked_for_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to load, and not as long as a lost replica is waited for."""
+    monkeypatch.setattr(ray_engine_client, "WAIT_FOR_REPLICA_S", 0.0)
+
     async def main() -> None:
         calls = DirectCalls()
         client = RayEngineClient(calls, name="ingress", router=RouterConfig(), starts_from_zero=True)
         asked = [request(f"r{i}.0") for i in range(4)]
         work = asyncio.gather(*(tokens(client, each) for each in asked))
         await until(lambda: calls.num_wakes > 0)
+        await asyncio.sleep(0.1)
         calls.add("a")
         client.set_replicas(("a",))
         assert [ids for ids, _ in await work] == [expected(each) for each in asked]
