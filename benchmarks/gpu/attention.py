@@ -127,7 +127,7 @@ def _tune(run: Run) -> Iterator[Row]:
             yield Row(f"tune {name}", None)
             continue
         configs = [rule] if run.is_dry else [rule, *others]
-        times = timed(scene, SCENES[name], configs, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
+        times = timed(scene, configs, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
         for config, ms in sorted(times.items(), key=lambda item: item[1]):
             yield Row(f"tune {name} {tuple(config)}", ms, "ms", is_detail=True)
         best = min(times, key=lambda config: times[config], default=rule)

@@ -67,9 +67,9 @@ def _resources(run: Run, name: str) -> Iterator[Row]:
 
 def _candidate(run: Run, kind: Kind, config: Config, rows: int) -> Iterator[Row]:
     """One configuration that tuning will try: of a private decode, of one over a shared prefix, or of a prefill."""
-    shared, options = 512 if kind == "wide" and rows == 1 else 0, {"heads": _GQA, "dtype": torch.bfloat16}
+    shared, options = 512 if kind == "mixed" and rows == 1 else 0, {"heads": _GQA, "dtype": torch.bfloat16}
     scene = prefix_scene(1 if rows > 1 else 8, shared, 512, rows_per_sequence=rows, device=run.device, **options)
-    timed(scene, kind, [config], 0.0)
+    timed(scene, [config], 0.0)
     return
     yield
 
@@ -127,7 +127,7 @@ def _variants(is_dry: bool) -> dict[str, Job]:
     for kind in get_args(Kind):
         _, *others = candidates(head_dim=_GQA.dim, element_bytes=2, num_groups=_GQA.group, kind=kind)
         for config in others:
-            for rows in (1, 256) if kind == "wide" else (1,):
+            for rows in (1, 256) if kind == "mixed" else (1,):
                 name = f"compile candidate {kind} {'x'.join(map(str, config))} rows {rows}"
                 found[name] = partial(_candidate, kind=kind, config=config, rows=rows)
     return found

@@ -15,15 +15,14 @@ from attention.arms import own_buffers
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import Arm, interleaved
 
-from mneme.kernels.triton.configs import Config, Kind, config_of
+from mneme.kernels.triton.configs import Config, Kind
 
 _PAGE = 32
 
 
-# By the kind of tile that decides.
 SCENES: dict[str, Kind] = {
     "decode b32 x 2048": "narrow", "decode b128 x 128": "narrow", "decode b1 x 16384": "narrow",
-    "decode b32, 8192 shared, 128 own": "wide", "prefill 2048 rows of 4096": "wide",
+    "decode b32, 8192 shared, 128 own": "mixed", "prefill 2048 rows of 4096": "mixed",
 }  # fmt: skip
 
 
@@ -49,12 +48,12 @@ def tuning_scenes(head_dim: int, cache_bytes: int, device: torch.device, shrink:
     }
 
 
-def timed(scene: Scene, kind: Kind, configs: list[Config], budget_s: float) -> dict[Config, float]:
+def timed(scene: Scene, configs: list[Config], budget_s: float) -> dict[Config, float]:
     """Median milliseconds per layer of each configuration that runs; one that the GPU refuses is left out."""
     arms = []
     with ExitStack() as stack:
         for config in configs:
-            arm = _arm(scene, kind, config, stack)
+            arm = _arm(scene, config, stack)
             try:
                 arm.output()
             except (
@@ -68,16 +67,13 @@ def timed(scene: Scene, kind: Kind, configs: list[Config], budget_s: float) -> d
     return {Config(*json.loads(name)): timings.ms(name) for name in names}
 
 
-def _arm(scene: Scene, kind: Kind, config: Config, stack: ExitStack) -> Arm:
+def _arm(scene: Scene, config: Config, stack: ExitStack) -> Arm:
     from mneme.kernels.triton import backend as triton_backend
-
-    def chosen(**sizes: Any) -> Config:
-        return config if sizes["kind"] == kind else config_of(**sizes)
 
     plan, buffers = scene.plan(), own_buffers(scene.q.device)  # a plan of its own: its work remembers the configuration
 
     def call(layer: int) -> torch.Tensor:
-        with buffers, patch.object(triton_backend, "config_of", chosen):
+        with buffers, patch.object(triton_backend, "config_of", lambda **_: config):
             return scene.attend(layer, plan, backend="triton")
 
     return Arm(json.dumps(config), call, len(scene.layers))

@@ -1,4 +1,4 @@
-"""The segment primitive as one Triton kernel, launched for a step's wide tiles and for its narrow ones.
+"""The segment primitive as one Triton kernel: every piece of a step's work, shared or private, in one launch.
 
 Before it, once per step, `key_position_kernel` writes where keys were rotated; behind it `merge_kernel` merges the
 partial results of rows that several tiles worked on, for any number of parts (RelayAttention 3.3).
@@ -9,9 +9,11 @@ online softmax, so a row leaves one partial result per tile and not one per segm
 *original* queries to `position - delta`, in float32, and rounds once; keys are read as they lie, as two halves of the
 head, because the halves are what rotation pairs: two products of half the depth need no swapped copy of anything.
 
-Narrow tiles are of private decodes, which are bound by memory and leave most of a product empty; wide ones of shared
-segments and prefills. Each kind has a launch of its own: in one kernel narrow tiles would take the registers of wide
-ones, and a multiprocessor would hold too few of them to keep its loads under way.
+Tiles come in two heights, chosen by how many rows the tile has: NARROW_M for private decodes, which are bound by
+memory and leave most of a product empty, and WIDE_M for shared segments and prefills. Steps that have none of these
+launch a kernel without the wide half, of which a multiprocessor holds twice as many programs. Wide tiles are not
+launched apart from the narrow ones of their step: most of a short step's time is what programs begin with, and in one
+launch they begin together.
 
 Bytes: K and V of each tile's visible pages once (2 * head_dim elements per key and KV head), 5 per key for positions
 and ids, the queries once per run, the results once. Flops: 4 * BLOCK_M * head_dim per key.
@@ -32,7 +34,6 @@ from mneme.kernels.triton import pack as triton_pack
 from mneme.kernels.triton import tiles as triton_tiles
 
 # Positions of a step's sections in the header of its packed work, and the sizes of records.
-_NUM_WIDE = tl.constexpr(int(triton_pack.Header.num_wide))
 _NUM_TILES = tl.constexpr(int(triton_pack.Header.num_tiles))
 _IS_PREFILL = tl.constexpr(int(triton_pack.Header.is_prefill))
 _POSITION = tl.constexpr(int(triton_pack.Header.position))
@@ -312,12 +313,11 @@ def attention_kernel(
     q, k_pages, v_pages, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
     num_pages, num_rope_positions, window, q_scale, cap,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, NARROW_M: tl.constexpr, WIDE_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program `tile * NUM_KV_HEADS + kv_head`, of wide tiles or of the narrow ones behind them; programs without a tile
-    end at once.
+    """Program `tile * NUM_KV_HEADS + kv_head`; those behind the work's last tile end at once.
 
     q                       [T, num_q_heads, HEAD_DIM]
     k_pages, v_pages        [NUM_KV_HEADS, num_pages, PAGE_SIZE, HEAD_DIM]
@@ -327,24 +327,33 @@ def attention_kernel(
     out, lse                like q, and float32 [T, num_q_heads]: rows with one part
     partial_out, _lse       float32 [num_slots, num_q_heads, HEAD_DIM], [num_slots, num_q_heads]: rows with more
     work                    int32, see `mneme.kernels.triton.pack`
+    WIDE_M                  0 where the work has no wide tile
     q_scale                 makes scores powers of 2; with a cap, makes them multiples of it
     """
     program = tl.program_id(0)
     tile_number, kv_head = program // NUM_KV_HEADS, program % NUM_KV_HEADS
-    end = tl.load(work + _NUM_WIDE)
-    if not IS_WIDE:
-        tile_number += end
-        end = tl.load(work + _NUM_TILES)
     half: tl.constexpr = (HEAD_DIM + 1) // 2
-    if tile_number < end:
+    if tile_number < tl.load(work + _NUM_TILES):
         tile = _section(work, _TILE) + tile_number * _TILE_WORDS
         pool = kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
-        _attend_tile(
-            q, k_pages + pool, v_pages + pool, key_position, rope_table, alibi_slopes, out, lse, partial_out,
-            partial_lse, work, tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM,
-            half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, IS_WIDE,
-            PRECISION, INTERPRET, STAGES,
-        )  # fmt: skip
+        keys, values = k_pages + pool, v_pages + pool
+        is_wide = False
+        if WIDE_M > 0:
+            is_wide = tl.load(tile + 1) * GROUPS > NARROW_M
+        if is_wide:
+            _attend_tile(
+                q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
+                tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
+                BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, True, PRECISION,
+                INTERPRET, STAGES,
+            )  # fmt: skip
+        else:
+            _attend_tile(
+                q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
+                tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
+                BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, False,
+                PRECISION, INTERPRET, STAGES,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_listed"])

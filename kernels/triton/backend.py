@@ -1,4 +1,4 @@
-"""`attend` on CUDA: a launch for each kind of a layer's tiles, and one to merge rows that have several parts.
+"""`attend` on CUDA: one launch for all of a layer's attention, and one to merge rows that have several parts.
 
 Once per step the work is cut into tiles and what changed is uploaded; every layer of the step then launches with the
 same buffers, which keep their addresses from step to step unless they must grow.
@@ -20,7 +20,7 @@ from mneme.kernels.page_table import IntArray
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.triton.attention import attention_kernel, merge_kernel
-from mneme.kernels.triton.configs import MAX_GROUPS, Config, Kind, config_of, next_power_of_2
+from mneme.kernels.triton.configs import MAX_GROUPS, Config, config_of, next_power_of_2
 from mneme.kernels.triton.step import DeviceStep, step_of
 from mneme.kernels.triton.tiles import Grid
 from mneme.kernels.work import Int32Array, WorkList
@@ -58,25 +58,20 @@ def attend_triton(
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not plan.num_rows:
         return out, lse
-    choice = _choice(q.device, q.dtype, plan)
+    config, grid = _choice(q.device, q.dtype, plan)
     window = None if window is None else min(window, 2**30)
-    step = _prepared_step(plan, slot_position, rope, window, choice.grid)
+    step = _prepared_step(plan, slot_position, rope, window, grid)
     table, num_positions, rotary_dim = (lse, 1, 0) if rope is None else _rope_arguments(rope)
     slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
     switches = {"HAS_WINDOW": window is not None, "HAS_SLOPES": alibi_slopes is not None}
     switches |= {"HAS_CAP": soft_cap is not None}
-    launches: tuple[tuple[Kind, Config, int], ...] = (
-        ("wide", choice.wide, step.num_wide),
-        ("narrow", choice.narrow, step.num_narrow),
-    )
     with step.active():
-        for kind, config, num_tiles in launches:
-            if num_tiles:
-                attention_kernel[(num_tiles * plan.num_kv_heads,)](
-                    q.contiguous(), k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials,
-                    step.words, k_pages.shape[1], num_positions, window or 0, *_scales(softmax_scale, soft_cap),
-                    **_plan_constants(plan, kind, config, rotary_dim, q.dtype), **switches,
-                )  # fmt: skip
+        if step.num_tiles:
+            attention_kernel[(step.num_tiles * plan.num_kv_heads,)](
+                q.contiguous(), k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials,
+                step.words, k_pages.shape[1], num_positions, window or 0, *_scales(softmax_scale, soft_cap),
+                **_plan_constants(plan, config, rotary_dim, q.dtype), **switches,
+            )  # fmt: skip
         if step.num_merged:
             _merge(out, lse, step, plan)
     return out, lse
@@ -102,13 +97,14 @@ def _scales(softmax_scale: float, soft_cap: float | None) -> tuple[float, float]
     return softmax_scale * (1.0 / float(soft_cap)), float(soft_cap)
 
 
-def _plan_constants(plan: Plan, kind: Kind, config: Config, rotary_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+def _plan_constants(plan: Plan, config: Config, rotary_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "NUM_KV_HEADS": plan.num_kv_heads,
         "GROUPS": plan.num_q_heads // plan.num_kv_heads,
         "INTERPRET": is_interpreted(),
-        **launch_options(config),
-        **launch_constants(kind, config, plan.head_dim, rotary_dim, plan.page_size, dtype),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **launch_constants(config, plan.head_dim, rotary_dim, plan.page_size, dtype),
     }
 
 
@@ -124,12 +120,12 @@ def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positi
     deltas = plan.work.delta
     if num_rope_positions is not None and len(deltas) and plan.position.max() - deltas.min() >= num_rope_positions:
         return None  # `_check_reach` would read positions back
-    choice = _choice(device, dtype, plan)
+    config, grid = _choice(device, dtype, plan)
     step = step_of(device)
-    step.prepare(plan, slot_position, choice.grid)
+    step.prepare(plan, slot_position, grid)
     step.round_up()
     step.staged = plan
-    return choice.wide, choice.narrow, step.num_wide, step.num_narrow, step.num_merged, step.addresses
+    return config, step.num_tiles, step.num_merged, step.addresses
 
 
 def is_interpreted() -> bool:
@@ -151,14 +147,8 @@ def reason_against(device: torch.device, plan: Plan) -> str | None:
     return None
 
 
-def launch_options(config: Config) -> dict[str, Any]:
-    """Return what a launch of a configuration tells the compiler."""
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return options if config.max_registers is None else {**options, "maxnreg": config.max_registers}
-
-
 def launch_constants(
-    kind: Kind, config: Config, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
+    config: Config, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return the kernel's constants that follow from a configuration and a model."""
     return {
@@ -166,8 +156,8 @@ def launch_constants(
         "ROTARY_DIM": rotary_dim,
         "PAGE_SIZE": page_size,
         "BLOCK_HALF": max(16, next_power_of_2((head_dim + 1) // 2)),
-        "IS_WIDE": kind == "wide",
-        "BLOCK_M": config.block_m,
+        "NARROW_M": config.narrow_m,
+        "WIDE_M": config.wide_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # 16-bit products have one precision
@@ -175,8 +165,7 @@ def launch_constants(
 
 
 class _Choice(NamedTuple):
-    wide: Config
-    narrow: Config
+    config: Config
     grid: Grid
 
 
@@ -186,11 +175,12 @@ def _choice(device: torch.device, dtype: torch.dtype, plan: Plan) -> _Choice:
     choice: _Choice | None = plan.work.derived.get(key)
     if choice is None:
         num_groups = plan.num_q_heads // plan.num_kv_heads
-        sizes: dict[str, int] = {"head_dim": plan.head_dim, "element_bytes": dtype.itemsize, "num_groups": num_groups}
+        sizes = {"head_dim": plan.head_dim, "element_bytes": dtype.itemsize, "num_groups": num_groups}
         sizes["architecture"] = _architecture(device)
-        wide, narrow = config_of(**sizes, kind="wide"), config_of(**sizes, kind="narrow")
-        choice = _Choice(wide, narrow, _grid(device, plan, wide, narrow))
-        plan.work.derived[key] = choice
+        config = config_of(**sizes, kind="narrow")
+        if np.diff(plan.work.row_begin).max(initial=0) * num_groups > config.narrow_m:
+            config = config_of(**sizes, kind="mixed")
+        choice = plan.work.derived[key] = _Choice(config, _grid(device, plan, config))
     return choice
 
 
@@ -202,21 +192,19 @@ def _architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _grid(device: torch.device, plan: Plan, wide: Config, narrow: Config) -> Grid:
-    wide_at_once = narrow_at_once = _INTERPRETED_PROGRAMS
+def _grid(device: torch.device, plan: Plan, config: Config) -> Grid:
+    at_once = _INTERPRETED_PROGRAMS
     if device.type == "cuda":
-        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        wide_at_once = num_processors * wide.programs
-        narrow_at_once = num_processors * min(narrow.programs, _SATURATING)
+        at_once = torch.cuda.get_device_properties(device).multi_processor_count
+        at_once *= min(config.programs_per_processor, _SATURATING)
     slot_bytes = 4 * plan.num_q_heads * (plan.head_dim + 1)
     return Grid(
         page_size=plan.page_size,
         num_groups=plan.num_q_heads // plan.num_kv_heads,
         num_kv_heads=plan.num_kv_heads,
-        narrow_m=narrow.block_m,
-        wide_m=wide.block_m,
-        narrow_at_once=narrow_at_once,
-        wide_at_once=wide_at_once,
+        narrow_m=config.narrow_m,
+        wide_m=config.wide_m,
+        num_at_once=at_once,
         max_split_slots=_SPLIT_SCRATCH_BYTES // slot_bytes,
     )
 

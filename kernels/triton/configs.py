@@ -1,9 +1,10 @@
 """Chooses the block sizes of a Triton attention launch, by a table and a rule, so that serving never tunes.
 
 Registers and shared memory decide. A stage of the pipeline holds one block of keys and one of values, 2 * block_n *
-head_dim elements: 32 KB on sm_90, half of it on sm_80, which multiplies out of registers. Narrow tiles, bound by memory
-and by the loads that a program begins with, want many programs on a multiprocessor: three of 170 registers per thread,
-the most that spill nothing. Wide ones, bound by products, want registers for their sums: two of 255.
+head_dim elements. Where all tiles are narrow, bound by memory and by the loads that a program begins with, a
+multiprocessor of sm_90 holds four programs of two warps, with 16 KB per stage; where some are wide, which want
+registers for their sums, two of four warps, with 32 KB. Both were the fastest on an H100, or within 2% of it
+(benchmarks/results/2026-11-26-h100.md). sm_80 multiplies out of registers, and gets half the keys.
 """
 
 from __future__ import annotations
@@ -11,31 +12,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-Kind = Literal["narrow", "wide"]  # of tiles
+Kind = Literal["narrow", "mixed"]  # whether a step has wide tiles, too
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 # Query heads per KV head that one tile can hold.
 MAX_GROUPS = 128
 MIN_CAPABILITY = (8, 0)  # of the GPUs that Triton compiles for
 
-_REGISTERS = 1 << 16  # of a multiprocessor
 _SHARED_BYTES = 220 << 10  # of one of sm_90, less what programs need beside keys and values
 
 
 class Config(NamedTuple):
     """Block sizes of one launch."""
 
-    block_m: int  # rows; 16 is the least that tensor cores take, from 64 on sm_90 uses wgmma
+    narrow_m: int  # rows of tiles with few rows; 16 is the least that tensor cores take
+    wide_m: int  # of the others; from 64 on sm_90 uses wgmma; 0 where there are none
     block_n: int  # keys
     num_warps: int
     num_stages: int
-    programs: int  # that one multiprocessor holds
 
     @property
-    def max_registers(self) -> int | None:
-        """Registers per thread that let a multiprocessor hold them; None: as many as a thread may have."""
-        registers = _REGISTERS // (32 * self.num_warps * self.programs)
-        return None if registers >= 256 else registers
+    def programs_per_processor(self) -> int:
+        """Count the programs that one multiprocessor holds, by registers (up to 255 for each thread)."""
+        return max(1, 8 // self.num_warps)
 
 
 def next_power_of_2(number: int) -> int:
@@ -49,19 +48,17 @@ def config_of(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind,
         raise ValueError(f"num_q_heads: at most {MAX_GROUPS} per KV head (got {num_groups})")
     dim = max(32, next_power_of_2(head_dim))
     rows = next_power_of_2(num_groups)
-    narrow_m = max(16, rows)
+    narrow_m, is_mixed = max(16, rows), kind == "mixed"
     if element_bytes == 4:  # exact products of float32 have no tensor cores and need registers
         wide_m = max(32 if dim <= 128 else 16, rows)
-        return Config(narrow_m if kind == "narrow" else wide_m, 32 if dim <= 128 else 16, 8, 2, 1)
+        return Config(narrow_m, wide_m if is_mixed else 0, 32 if dim <= 128 else 16, 8, 2)
     if dim == 256:
         wide_m = max(64 if architecture >= 90 else 32, rows)
-        return Config(narrow_m if kind == "narrow" else wide_m, 32, 8, 3 if architecture >= 90 else 2, 1)
+        return Config(narrow_m, wide_m if is_mixed else 0, 32, 8, 3 if architecture >= 90 else 2)
     block_n = (64 if architecture >= 90 else 32) * 128 // max(64, dim)
-    if kind == "wide":
-        return Config(max(64, rows), block_n, 4, 3, 2)
-    if narrow_m > 16:
-        return Config(narrow_m, block_n, 4, 3, 2)
-    return Config(16, block_n // 2, 2, 3, 4)
+    if is_mixed or narrow_m > 16:
+        return Config(narrow_m, max(64, rows) if is_mixed else 0, block_n, 4, 3)
+    return Config(16, 0, block_n // 2, 2, 3)
 
 
 def candidates(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind) -> Iterator[Config]:
@@ -69,13 +66,12 @@ def candidates(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind
     rule = config_of(head_dim=head_dim, element_bytes=element_bytes, num_groups=num_groups, kind=kind)
     others = []
     if element_bytes == 2 and head_dim <= 128:
-        shapes = ((64, 4, 2), (128, 8, 1)) if kind == "wide" else ((16, 4, 2), (16, 4, 3), (16, 2, 4))
+        shapes = ((64, 4), (128, 8)) if kind == "mixed" else ((0, 2), (0, 4))
         others = [
-            Config(max(block_m, rule.block_m), block_n, num_warps, num_stages, programs)
-            for block_m, num_warps, programs in shapes
+            Config(rule.narrow_m, max(wide_m, rule.wide_m), block_n, num_warps, num_stages)
+            for wide_m, num_warps in shapes
             for block_n in (32, 64, 128)
             for num_stages in (2, 3, 4)
-            # Without wgmma the block that is multiplied has left its stage.
-            if 4 * block_n * next_power_of_2(head_dim) * (num_stages - (kind == "narrow")) * programs <= _SHARED_BYTES
+            if 4 * block_n * next_power_of_2(head_dim) * num_stages * 8 // num_warps <= _SHARED_BYTES
         ]
     yield from dict.fromkeys([rule, *others])

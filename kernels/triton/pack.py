@@ -1,7 +1,7 @@
 """A step's work as one int32 buffer, of which each step uploads what changed; numpy only.
 
-The buffer begins with a header: counts, then where each section begins. Sections have room to grow and keep their
-places until one outgrows its room, so that a captured graph finds everything where it was.
+The buffer begins with a header: counts and a flag, then where each section begins. Sections have room to grow and keep
+their places until one outgrows its room, so that a captured graph finds everything where it was.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _GAP_WORDS = 256
 class Header(IntEnum):
     """Words of the header: counts and a flag, then the beginnings of sections, those that change most often first."""
 
-    num_wide = 0  # tiles; narrow ones follow
-    num_tiles = auto()
+    num_tiles = 0
     num_merged = auto()
     is_prefill = auto()
     position = auto()
@@ -93,7 +92,6 @@ class PackedWork:
         arrays = _arrays(work, tiles, position, self._page_size)
         if any(arrays[section].size > self._room[section] for section in _SECTIONS):
             self._make_room(arrays)
-        self.words[Header.num_wide] = tiles.num_wide
         self.words[Header.num_tiles] = len(tiles.tile)
         self.words[Header.num_merged] = len(tiles.merged_row)
         self.words[Header.is_prefill] = tiles.is_prefill

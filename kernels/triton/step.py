@@ -34,8 +34,7 @@ class DeviceStep:
         self.words = torch.zeros(0, dtype=torch.int32, device=device)
         self.key_position = torch.zeros(0, dtype=torch.int32, device=device)
         self.partials = (torch.zeros(0, device=device), torch.zeros(0, device=device))
-        self.num_wide = 0  # tiles
-        self.num_narrow = 0
+        self.num_tiles = 0
         self.num_merged = 0
         self.uploaded_bytes = 0  # since the start, for tests and metrics
         self._packed: PackedWork | None = None
@@ -74,8 +73,8 @@ class DeviceStep:
 
         Programs without work end at once. Holds until another plan is prepared.
         """
-        counts = (self.num_wide, self.num_narrow, self.num_merged)
-        self.num_wide, self.num_narrow, self.num_merged = (1 << (n - 1).bit_length() if n else 0 for n in counts)
+        counts = (self.num_tiles, self.num_merged)
+        self.num_tiles, self.num_merged = (1 << (count - 1).bit_length() if count else 0 for count in counts)
 
     def check_capture(self, plan: Plan) -> None:
         """Refuse to capture launches that would find another plan's work here when they are replayed."""
@@ -99,8 +98,7 @@ class DeviceStep:
         self._copy(self._packed.words, spans)
         self._reserve(plan, tiles)
         self._last = (plan.work, grid, tiles)
-        self.num_wide, self.num_narrow = tiles.num_wide, len(tiles.tile) - tiles.num_wide
-        self.num_merged = len(tiles.merged_row)
+        self.num_tiles, self.num_merged = len(tiles.tile), len(tiles.merged_row)
 
     def _tiles_of(self, plan: Plan, grid: Grid) -> Tiles:
         """Tiles are cut once per work; those of the work that this one was appended to are still right."""

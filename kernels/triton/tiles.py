@@ -18,7 +18,7 @@ from mneme.kernels.work import Int32Array, WorkList
 TILE_WORDS = 8
 OPEN_END = 2**31 - 1  # of a range that goes on to wherever its run ends
 # What a program costs besides its keys (start, queries, results), and a merge, as keys that could be read instead.
-_TOKENS_PER_NARROW, _TOKENS_PER_WIDE = 64, 512  # a wide one reads keys faster, and has more queries to rotate
+_TOKENS_PER_PROGRAM = 64
 _TOKENS_PER_MERGE = 96
 _SHORTEST_RANGE_TOKENS = 256
 _PREFILL_ROWS = 128  # query rows times heads per KV head of a piece that has many
@@ -35,13 +35,12 @@ class Grid(NamedTuple):
     num_kv_heads: int
     narrow_m: int  # rows of a tile, for pieces that fit into one such
     wide_m: int  # for all others
-    narrow_at_once: int  # programs of narrow tiles that the whole device runs as fast as one
-    wide_at_once: int
+    num_at_once: int  # programs that run at the same time on the whole device
     max_split_slots: int  # cutting for parallelism must not leave more partial results than this
 
 
 class Tiles(NamedTuple):
-    """Tiles in the order in which they should start, wide ones first, and where rows with several parts find them.
+    """Tiles in the order in which they should start, and where rows with several parts find them.
 
     tile        int32 [n, TILE_WORDS]  first entry (index into `row`), number of entries, first entry's number in its
     piece, first run, end of runs, first page in the first run, end of pages in the last run, slot of the first
@@ -54,7 +53,6 @@ class Tiles(NamedTuple):
     part_begin: Int32Array  # [len(merged_row) + 1] row i has the slots part[part_begin[i]:part_begin[i + 1]]
     part: Int32Array
     num_slots: int
-    num_wide: int  # of the tiles
     is_prefill: bool  # pieces with many rows have more keys to read than the others: look for those that rows can see
 
 
@@ -66,10 +64,6 @@ class _Pieces(NamedTuple):
     num_blocks: _IntArray
     num_pages: _IntArray
     first_page: _IntArray  # counted over the pages of all runs
-    is_wide: npt.NDArray[np.bool_]
-
-    def only(self, chosen: npt.NDArray[np.bool_]) -> _Pieces:
-        return _Pieces(**{name: part[chosen] for name, part in self._asdict().items()})
 
 
 def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
@@ -77,7 +71,7 @@ def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
     page_counts = (work.page_end - work.page_begin).astype(np.int64)
     page_ends = np.cumsum(page_counts)
     pieces = _pieces(work, page_counts, page_ends, grid)
-    range_pages = _range_pages_of_each(pieces, grid)
+    range_pages = _range_pages(pieces, grid)
     num_ranges = _num_ranges(pieces.num_pages, range_pages)
     counts = num_ranges * pieces.num_blocks
     piece = np.repeat(np.arange(len(counts)), counts)
@@ -85,10 +79,10 @@ def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
     number = within // np.maximum(pieces.num_blocks, 1)[piece]
     # Later rows of a prefill see more keys and start first.
     block = pieces.num_blocks[piece] - 1 - within % np.maximum(pieces.num_blocks, 1)[piece]
-    start = number * range_pages[piece]
+    start = number * range_pages
     is_last: npt.NDArray[np.bool_] = number == num_ranges[piece] - 1
-    stop = np.where(is_last, pieces.num_pages[piece], start + range_pages[piece])
-    order = _wide_and_longest_first(pieces.is_wide[piece], stop - start, range_pages[piece])
+    stop = np.where(is_last, pieces.num_pages[piece], start + range_pages)
+    order = _longest_first(stop - start, range_pages)
     piece, block, start, stop, is_last = piece[order], block[order], start[order], stop[order], is_last[order]
     first_entry = block * pieces.rows_per_tile[piece]
     num_entries = np.minimum(pieces.rows_per_tile[piece], pieces.num_rows[piece] - first_entry)
@@ -97,8 +91,7 @@ def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
     tile[:, 1] = num_entries
     tile[:, 2] = first_entry
     tile[:, 3:7] = _page_ranges(work, page_counts, page_ends, piece, pieces.first_page[piece], start, stop, is_last)
-    num_wide = int(pieces.is_wide[piece].sum())
-    return _with_parts(tile, work.row, num_rows)._replace(num_wide=num_wide, is_prefill=_is_prefill(pieces, grid))
+    return _with_parts(tile, work.row, num_rows)._replace(is_prefill=_is_prefill(pieces, grid))
 
 
 def _is_prefill(pieces: _Pieces, grid: Grid) -> bool:
@@ -115,24 +108,15 @@ def _pieces(work: WorkList, page_counts: _IntArray, page_ends: _IntArray, grid: 
     is_wide = num_rows * grid.num_groups > grid.narrow_m
     rows_per_tile = np.where(is_wide, grid.wide_m // grid.num_groups, grid.narrow_m // grid.num_groups)
     num_blocks = -(-num_rows // rows_per_tile) * (num_pages > 0)
-    return _Pieces(num_rows, rows_per_tile, num_blocks, num_pages, first_page, is_wide)
+    return _Pieces(num_rows, rows_per_tile, num_blocks, num_pages, first_page)
 
 
-def _num_ranges(num_pages: _IntArray, range_pages: _IntArray | int) -> _IntArray:
+def _num_ranges(num_pages: _IntArray, range_pages: int) -> _IntArray:
     """The last range takes from half to one and a half of the others' length."""
-    num_ranges: _IntArray = np.maximum(1, (num_pages + range_pages // 2) // range_pages)
-    return num_ranges
+    return np.maximum(1, (num_pages + range_pages // 2) // range_pages)
 
 
-def _range_pages_of_each(pieces: _Pieces, grid: Grid) -> _IntArray:
-    """The length of each piece's ranges; wide and narrow ones, which are launched apart, each have one."""
-    wide = _range_pages(pieces.only(pieces.is_wide), grid, grid.wide_at_once, _TOKENS_PER_WIDE)
-    narrow = _range_pages(pieces.only(~pieces.is_wide), grid, grid.narrow_at_once, _TOKENS_PER_NARROW)
-    lengths: _IntArray = np.where(pieces.is_wide, wide, narrow)
-    return lengths
-
-
-def _range_pages(pieces: _Pieces, grid: Grid, num_at_once: int, tokens_per_program: int) -> int:
+def _range_pages(pieces: _Pieces, grid: Grid) -> int:
     """Choose the length of ranges with the least estimated time.
 
     Programs are dealt out longest first, `num_at_once` at a time, and a round takes as long as its longest. Only
@@ -146,29 +130,27 @@ def _range_pages(pieces: _Pieces, grid: Grid, num_at_once: int, tokens_per_progr
         if candidate < 2 * longest:
             num_ranges = _num_ranges(pieces.num_pages, candidate)
             num_slots = int((pieces.num_rows * num_ranges * (num_ranges > 1)).sum())
-            cost = _cost(pieces, num_ranges, candidate, grid, num_at_once, tokens_per_program)
-            if cost < best_cost and num_slots <= grid.max_split_slots // 2:
+            cost = _cost(pieces, num_ranges, candidate, grid)
+            if cost < best_cost and num_slots <= grid.max_split_slots:
                 best, best_cost = candidate, cost
         candidate //= 2
     return best
 
 
-def _cost(
-    pieces: _Pieces, num_ranges: _IntArray, range_pages: int, grid: Grid, num_at_once: int, tokens_per_program: int
-) -> float:
+def _cost(pieces: _Pieces, num_ranges: _IntArray, range_pages: int, grid: Grid) -> float:
     """Estimate the time, in keys read by one program."""
     whole = np.repeat(range_pages, int((pieces.num_blocks * (num_ranges - 1)).sum()))
     last = np.repeat(pieces.num_pages - (num_ranges - 1) * range_pages, pieces.num_blocks)
     loads = np.sort(np.concatenate((whole, last)))[::-1]
-    firsts = np.arange(0, len(loads) * grid.num_kv_heads, num_at_once) // grid.num_kv_heads
+    firsts = np.arange(0, len(loads) * grid.num_kv_heads, grid.num_at_once) // grid.num_kv_heads
     merge = _TOKENS_PER_MERGE if (num_ranges > 1).any() else 0
-    return float((loads[firsts] * grid.page_size + tokens_per_program).sum() + merge)
+    return float((loads[firsts] * grid.page_size + _TOKENS_PER_PROGRAM).sum() + merge)
 
 
-def _wide_and_longest_first(is_wide: npt.NDArray[np.bool_], lengths: _IntArray, range_pages: _IntArray) -> _IntArray:
+def _longest_first(lengths: _IntArray, range_pages: int) -> _IntArray:
     """Order tiles by falling length in quarters of a range; tiles of one length keep their order, for the L2 cache."""
     quarters = -(-4 * lengths // range_pages)
-    order: _IntArray = np.lexsort((-quarters, ~is_wide))
+    order: _IntArray = np.argsort(-quarters, kind="stable")
     return order
 
 
@@ -215,6 +197,5 @@ def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int) -> Tiles:
         part_begin=part_begin.astype(np.int32),
         part=parts.astype(np.int32),
         num_slots=int(num_slots.sum()),
-        num_wide=0,
         is_prefill=False,
     )

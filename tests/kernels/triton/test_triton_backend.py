@@ -53,8 +53,7 @@ def attend_triton(scene: Scene, plan: attention.Plan, **changes: Any) -> tuple[t
 def ranges_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece is cut into ranges of one page or a few."""
     monkeypatch.setattr(triton_tiles, "_SHORTEST_RANGE_TOKENS", 1)
-    monkeypatch.setattr(triton_tiles, "_TOKENS_PER_NARROW", 0)
-    monkeypatch.setattr(triton_tiles, "_TOKENS_PER_WIDE", 0)
+    monkeypatch.setattr(triton_tiles, "_TOKENS_PER_PROGRAM", 0)
     monkeypatch.setattr(triton_tiles, "_TOKENS_PER_MERGE", 0)
     monkeypatch.setattr(triton_backend, "_INTERPRETED_PROGRAMS", 64)
 

@@ -46,20 +46,12 @@ GOOD = Report(registers=255, stack_bytes=0, loop_spills=0, shared_bytes=100_000,
     ],
 )
 def test_faults_are_named(architecture: int, change: dict[str, int], fault: str | None) -> None:
-    case = Case("any", None, {}, {}, {"num_warps": 4}, tensor_cores="wgmma")
+    case = Case("any", None, {}, {}, {}, tensor_cores="wgmma")
     assert faults_of(case, architecture, GOOD._replace(**change)) == ([] if fault is None else [fault])
 
 
-def test_programs_that_one_multiprocessor_does_not_hold_are_faults() -> None:
-    case = Case("any", None, {}, {}, {"num_warps": 4}, programs=3)
-    assert faults_of(case, 90, GOOD) == [
-        "3 times 100000 bytes of shared memory, more than 232448",
-        "255 registers for 384 threads, more than 65536",
-    ]
-
-
 def test_float32_may_spill_but_within_the_bound_of_the_stack() -> None:
-    case = Case("exact", None, {}, {}, {"num_warps": 8})
+    case = Case("exact", None, {}, {}, {})
     report = GOOD._replace(wgmma=0, mma_sync=0, loop_spills=9)
     assert faults_of(case, 90, report) == []
     assert faults_of(case, 90, report._replace(stack_bytes=513)) == ["513 bytes of stack, more than 512"]

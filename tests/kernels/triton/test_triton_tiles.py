@@ -19,14 +19,7 @@ from mneme.kernels.work import WorkList
 from tests.kernels.cases import Scene, scenes
 
 SMALL_GRID = Grid(
-    page_size=1,
-    num_groups=2,
-    num_kv_heads=2,
-    narrow_m=4,
-    wide_m=8,
-    narrow_at_once=16,
-    wide_at_once=16,
-    max_split_slots=1 << 20,
+    page_size=1, num_groups=2, num_kv_heads=2, narrow_m=4, wide_m=8, num_at_once=16, max_split_slots=1 << 20
 )
 
 
@@ -65,8 +58,7 @@ def wanted_reads(work: WorkList) -> Counter[tuple[int, int, int]]:
 def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few pages are cut too."""
     monkeypatch.setattr(triton_tiles, "_SHORTEST_RANGE_TOKENS", 1)
-    monkeypatch.setattr(triton_tiles, "_TOKENS_PER_NARROW", 0)
-    monkeypatch.setattr(triton_tiles, "_TOKENS_PER_WIDE", 0)
+    monkeypatch.setattr(triton_tiles, "_TOKENS_PER_PROGRAM", 0)
     monkeypatch.setattr(triton_tiles, "_TOKENS_PER_MERGE", 0)
 
 
@@ -106,10 +98,7 @@ def decode_plan(num_sequences: int, num_pages: int, page_size: int = 32) -> Plan
     return build_plan(tables, rows, page_size=page_size, num_q_heads=32, num_kv_heads=8, head_dim=128)
 
 
-H200 = Grid(
-    page_size=32, num_groups=4, num_kv_heads=8, narrow_m=16, wide_m=64, narrow_at_once=264, wide_at_once=264,
-    max_split_slots=4000,
-)  # fmt: skip
+H200 = Grid(page_size=32, num_groups=4, num_kv_heads=8, narrow_m=16, wide_m=64, num_at_once=264, max_split_slots=4000)
 
 
 def test_one_long_context_fills_the_device_and_many_are_left_whole() -> None:
@@ -131,7 +120,7 @@ def test_long_tiles_start_first_and_late_rows_of_a_prefill_before_early_ones() -
     tables = [PageTable.own(range(4)), PageTable.own(range(4, 68))]
     rows = QueryRows(np.repeat((0, 1), 64), np.concatenate((np.arange(64), np.arange(1984, 2048))))
     plan = build_plan(tables, rows, page_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128)
-    first_rows = cut(plan.work, 128, H200._replace(wide_at_once=8)).tile[:, 0].tolist()
+    first_rows = cut(plan.work, 128, H200._replace(num_at_once=8)).tile[:, 0].tolist()
     assert first_rows == [112, 96, 80, 64, 48, 32, 16, 0]
 
 
@@ -188,14 +177,14 @@ def test_sections_keep_their_places_until_one_outgrows_its_room() -> None:
 def test_configurations_hold_every_number_of_groups(head_dim: int, element_bytes: int) -> None:
     for num_groups in range(1, MAX_GROUPS + 1):
         sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": num_groups}
-        narrow, wide = (list(candidates(**sizes, kind=kind)) for kind in get_args(Kind))
-        assert all(config.block_m >= max(16, num_groups) for config in (*narrow, *wide))
-        assert narrow[0].block_m <= wide[0].block_m
-        for config in (*narrow, *wide) if element_bytes == 2 else ():
-            stage_bytes = 4 * config.block_n * max(32, next_power_of_2(head_dim))  # a block of keys, one of values
-            assert stage_bytes * config.num_stages <= 220 * 1024
+        for kind, config in ((k, config) for k in get_args(Kind) for config in candidates(**sizes, kind=k)):
+            assert config.narrow_m >= max(16, num_groups)
+            assert config.wide_m >= config.narrow_m or (kind, config.wide_m) == ("narrow", 0)
+            if element_bytes == 2:
+                stage_bytes = 4 * config.block_n * max(32, next_power_of_2(head_dim))  # a block of keys, one of values
+                assert stage_bytes * config.num_stages <= 220 * 1024
     with pytest.raises(ValueError, match=r"^num_q_heads: at most 128 per KV head \(got 129\)"):
-        config_of(head_dim=head_dim, element_bytes=element_bytes, num_groups=MAX_GROUPS + 1, kind="wide")
+        config_of(head_dim=head_dim, element_bytes=element_bytes, num_groups=MAX_GROUPS + 1, kind="mixed")
 
 
 def test_an_open_range_is_bounded_by_its_run_only() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from mneme.kernels.triton import sampling as triton_sampling
 from mneme.kernels.triton.attention import attention_kernel, key_position_kernel, merge_kernel
-from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, launch_options, merge_constants
+from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, merge_constants
 from mneme.kernels.triton.configs import HEAD_DIMS, Config, Kind, candidates, config_of
 from mneme.kernels.triton.kv import write_constants, write_kv_kernel
 from mneme.kernels.triton.ops import add_rms_norm_kernel, gated_kernel, num_warps_of, rms_norm_kernel, rows_per_tile
@@ -22,7 +22,6 @@ _POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 
 def attention_case(
-    kind: Kind,
     config: Config,
     *,
     dtype: str = "bf16",
@@ -34,7 +33,7 @@ def attention_case(
     element = _POINTERS[dtype]
     constexprs: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False,
-        "INTERPRET": False, **launch_constants(kind, config, head_dim, head_dim, page_size, _DTYPES[dtype]),
+        "INTERPRET": False, **launch_constants(config, head_dim, head_dim, page_size, _DTYPES[dtype]),
     }  # fmt: skip
     signature = {
         "q": element, "k_pages": element, "v_pages": element, "key_position": "*i32", "rope_table": "*fp32",
@@ -44,14 +43,13 @@ def attention_case(
     }  # fmt: skip
     sizes = "x".join(map(str, config))
     return Case(
-        name=f"attention-{kind}-{dtype}-d{head_dim}-p{page_size}-{sizes}"
+        name=f"attention-{dtype}-d{head_dim}-p{page_size}-{sizes}"
         + "".join(f"-{key}={v}" for key, v in switches.items()),
         kernel=attention_kernel,
         signature=signature,
         constexprs=constexprs | switches,
-        options=launch_options(config),
-        tensor_cores=None if dtype == "fp32" else "wgmma" if config.block_m >= 64 else "mma",
-        programs=config.programs,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        tensor_cores=None if dtype == "fp32" else "wgmma" if config.wide_m >= 64 else "mma",
     )
 
 
@@ -70,19 +68,19 @@ def _key_position_case(page_size: int) -> Case:
 
 
 def _attention_cases() -> Iterator[Case]:
-    """What serving launches: the rule's configuration for every head dimension and kind, other types where registers
-    differ, and every switch and page size once."""
+    """What serving launches: the rule's configuration for every head dimension and kind of step, other types where
+    registers differ, and every switch and page size once."""
     for architecture, head_dim, kind in product(ARCHITECTURES, HEAD_DIMS, get_args(Kind)):
-        is_sample = head_dim == 128 or (head_dim, kind, architecture) == (80, "narrow", 90)
+        is_sample = head_dim == 128 or (head_dim, kind, architecture) == (80, "mixed", 90)
         for dtype, element_bytes in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
             if dtype == "bf16" or head_dim in (64, 128, 256):
                 sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": 4}
                 config = config_of(**sizes, kind=kind, architecture=architecture)
-                case = attention_case(kind, config, dtype=dtype, head_dim=head_dim)
+                case = attention_case(config, dtype=dtype, head_dim=head_dim)
                 yield case._replace(architectures=(architecture,), is_sample=is_sample and dtype == "bf16")
-    rule = {kind: config_of(head_dim=128, element_bytes=2, num_groups=4, kind=kind) for kind in get_args(Kind)}
-    for kind, page_size in product(rule, (16, 64)):
-        yield attention_case(kind, rule[kind], page_size=page_size)._replace(architectures=(90,))
+    rules = [config_of(head_dim=128, element_bytes=2, num_groups=4, kind=kind) for kind in get_args(Kind)]
+    for rule, page_size in product(rules, (16, 64)):
+        yield attention_case(rule, page_size=page_size)._replace(architectures=(90,))
     for switches in (
         {"HAS_WINDOW": True},
         {"HAS_CAP": True},
@@ -92,8 +90,8 @@ def _attention_cases() -> Iterator[Case]:
         {"GROUPS": 1, "NUM_KV_HEADS": 32},
         {"GROUPS": 7},
     ):
-        for kind in rule:
-            yield attention_case(kind, rule[kind], **switches)._replace(architectures=(90,))
+        for rule in rules:
+            yield attention_case(rule, **switches)._replace(architectures=(90,))
 
 
 def _tuning_cases() -> Iterator[Case]:
@@ -101,7 +99,7 @@ def _tuning_cases() -> Iterator[Case]:
     for head_dim, kind in product((64, 128), get_args(Kind)):
         _, *others = candidates(head_dim=head_dim, element_bytes=2, num_groups=4, kind=kind)
         for config in others:
-            yield attention_case(kind, config, head_dim=head_dim)._replace(architectures=(90,))
+            yield attention_case(config, head_dim=head_dim)._replace(architectures=(90,))
 
 
 _INTEGERS = (

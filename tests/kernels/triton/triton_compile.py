@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 # Shared memory that one program may have on each architecture, in bytes.
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 ARCHITECTURES = tuple(SHARED_BYTES)
-REGISTERS = 1 << 16  # of a multiprocessor
 # Registers that do not fit spill to the stack. Around a tile's or a run's beginning some may, once per 64 KB or more of
 # keys and values; inside the innermost loops that multiply none may.
 STACK_BYTES = 512
@@ -38,7 +37,6 @@ class Case(NamedTuple):
     constexprs: dict[str, Any]
     options: dict[str, int]  # num_warps, num_stages
     tensor_cores: str | None = None  # "wgmma" (on sm_90, else mma.sync), "mma" (mma.sync anywhere) or none
-    programs: int = 1  # that one multiprocessor is to hold
     aligned: tuple[str, ...] = ()  # arguments that are multiples of 16, beside all pointers
     architectures: tuple[int, ...] = ARCHITECTURES
     is_sample: bool = False  # compiled in `make test` too
@@ -89,12 +87,8 @@ def faults_of(case: Case, architecture: int, report: Report) -> list[str]:
         faults.append(f"{report.stack_bytes} bytes of stack, more than {STACK_BYTES}")
     if report.loop_spills and case.tensor_cores:  # exact float32 has none; it is for checking, not for speed
         faults.append(f"{report.loop_spills} spills in inner loops")
-    if report.shared_bytes * case.programs > SHARED_BYTES[architecture]:
-        times = f"{case.programs} times " if case.programs > 1 else ""
-        faults.append(f"{times}{report.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[architecture]}")
-    num_threads = 32 * case.options["num_warps"] * case.programs
-    if report.registers * num_threads > REGISTERS:
-        faults.append(f"{report.registers} registers for {num_threads} threads, more than {REGISTERS}")
+    if report.shared_bytes > SHARED_BYTES[architecture]:
+        faults.append(f"{report.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[architecture]}")
     if case.tensor_cores == "wgmma" and architecture >= 90 and not report.wgmma:
         faults.append("no wgmma")
     if case.tensor_cores and not (report.wgmma or report.mma_sync):
