@@ -337,17 +337,16 @@ def attention_kernel(
         tile = _section(work, _TILE) + tile_number * _TILE_WORDS
         pool = kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
         keys, values = k_pages + pool, v_pages + pool
-        is_wide = False
-        if WIDE_M > 0:
-            is_wide = tl.load(tile + 1) * GROUPS > NARROW_M
-        if is_wide:
-            _attend_tile(
-                q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
-                tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
-                BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, True, PRECISION,
-                INTERPRET, STAGES,
-            )  # fmt: skip
-        else:
+        is_narrow = tl.load(tile + 1) * GROUPS <= NARROW_M
+        if WIDE_M > 0:  # noqa: SIM102  # known when it is compiled
+            if not is_narrow:
+                _attend_tile(
+                    q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
+                    tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
+                    BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, True,
+                    PRECISION, INTERPRET, STAGES,
+                )  # fmt: skip
+        if is_narrow:
             _attend_tile(
                 q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
                 tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
