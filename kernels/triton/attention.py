@@ -260,7 +260,7 @@ def _attend_runs(
 @triton.jit
 def _attend_tile(
     q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work, tile, kv_head,
-    q_scale, cap, window, num_rope_positions,
+    stride_q, q_scale, cap, window, num_rope_positions,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -279,15 +279,16 @@ def _attend_tile(
         slope = tl.load(alibi_slopes + head, mask=row_seen, other=0.0) * _LOG2_E
     num_q_heads: tl.constexpr = NUM_KV_HEADS * GROUPS
     target = row.to(tl.int64) * num_q_heads + head
+    q_row = q + row.to(tl.int64) * stride_q + head * HEAD_DIM
     sum_low, sum_high, top, total = _attend_runs(
-        q + target * HEAD_DIM, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
+        q_row, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
         q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N,
         HAS_WINDOW, HAS_SLOPES, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, STAGES, False,
     )  # fmt: skip
     is_broken = (sum_low != sum_low) | (sum_high != sum_high)
     if tl.max(tl.max(is_broken.to(tl.int32), 1), 0) > 0:
         sum_low, sum_high, top, total = _attend_runs(
-            q + target * HEAD_DIM, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
+            q_row, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
             q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M,
             _CAREFUL_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, 1, True,
         )  # fmt: skip
@@ -311,7 +312,7 @@ def _attend_tile(
 @triton.jit(do_not_specialize=["num_pages", "num_rope_positions", "window"])
 def attention_kernel(
     q, k_pages, v_pages, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
-    num_pages, num_rope_positions, window, q_scale, cap,
+    num_pages, stride_q, num_rope_positions, window, q_scale, cap,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, NARROW_M: tl.constexpr, WIDE_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr,
@@ -319,12 +320,12 @@ def attention_kernel(
 ):  # fmt: skip
     """Program `tile * NUM_KV_HEADS + kv_head`; those behind the work's last tile end at once.
 
-    q                       [T, num_q_heads, HEAD_DIM]
+    q                       [T, num_q_heads, HEAD_DIM], rows `stride_q` elements apart
     k_pages, v_pages        [NUM_KV_HEADS, num_pages, PAGE_SIZE, HEAD_DIM]
     key_position            int32, of every key of every listed page; see `key_position_kernel`
     rope_table              float32 [num_rope_positions, 3, ROTARY_DIM / 2]; not read where ROTARY_DIM is 0
     alibi_slopes            float32 [num_q_heads]; not read without HAS_SLOPES
-    out, lse                like q, and float32 [T, num_q_heads]: rows with one part
+    out, lse                as q, contiguous, and float32 [T, num_q_heads]: rows with one part
     partial_out, _lse       float32 [num_slots, num_q_heads, HEAD_DIM], [num_slots, num_q_heads]: rows with more
     work                    int32, see `mneme.kernels.triton.pack`
     WIDE_M                  0 where the work has no wide tile
@@ -342,14 +343,14 @@ def attention_kernel(
             if not is_narrow:
                 _attend_tile(
                     q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
-                    tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
+                    tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
                     BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, True,
                     PRECISION, INTERPRET, STAGES,
                 )  # fmt: skip
         if is_narrow:
             _attend_tile(
                 q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
-                tile, kv_head, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
+                tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
                 BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, False,
                 PRECISION, INTERPRET, STAGES,
             )  # fmt: skip

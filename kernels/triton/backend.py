@@ -61,6 +61,8 @@ def attend_triton(
     config, grid = _choice(q.device, q.dtype, plan)
     window = None if window is None else min(window, 2**30)
     step = _prepared_step(plan, slot_position, rope, window, grid)
+    if q.stride()[1:] != (plan.head_dim, 1):  # queries that are columns of one product are read where they lie
+        q = q.contiguous()
     table, num_positions, rotary_dim = (lse, 1, 0) if rope is None else _rope_arguments(rope)
     slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
     switches = {"HAS_WINDOW": window is not None, "HAS_SLOPES": alibi_slopes is not None}
@@ -68,8 +70,8 @@ def attend_triton(
     with step.active():
         if step.num_tiles:
             attention_kernel[(step.num_tiles * plan.num_kv_heads,)](
-                q.contiguous(), k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials,
-                step.words, k_pages.shape[1], num_positions, window or 0, *_scales(softmax_scale, soft_cap),
+                q, k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials, step.words,
+                k_pages.shape[1], q.stride(0), num_positions, window or 0, *_scales(softmax_scale, soft_cap),
                 **_plan_constants(plan, config, rotary_dim, q.dtype), **switches,
             )  # fmt: skip
         if step.num_merged:

@@ -115,6 +115,20 @@ def test_every_head_dimension(triton_device: torch.device, dtype: torch.dtype, h
         assert_close(attend_triton(on(triton_device, scene), scene.plan(share=share)), wanted)
 
 
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_queries_are_read_where_they_lie(triton_device: torch.device, is_dense: bool) -> None:
+    """As the first columns of a product that has keys and values in the others; and where nothing is dense."""
+    scene = forest_scene(torch.float32, 64, 32, num_groups=4)
+    wanted = scene.attend(scene.plan(), backend="reference")
+    q = torch.cat((scene.q, torch.full_like(scene.q, torch.nan)), 1 if is_dense else 2)[:, : scene.q.shape[1], :64]
+    assert q.is_contiguous() is False
+    strided = on(triton_device, scene)
+    strided = replace(strided, q=q.to(triton_device))
+    assert strided.q.stride() == q.stride()
+    for share in SHARES:
+        assert_close(attend_triton(strided, scene.plan(share=share)), wanted)
+
+
 @pytest.mark.parametrize("num_groups", [1, 7, 16, 32])
 def test_every_number_of_query_heads(triton_device: torch.device, num_groups: int) -> None:
     scene = forest_scene(torch.float32, 64, 32, num_groups)

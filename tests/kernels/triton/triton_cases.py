@@ -38,8 +38,8 @@ def attention_case(
     signature = {
         "q": element, "k_pages": element, "v_pages": element, "key_position": "*i32", "rope_table": "*fp32",
         "alibi_slopes": "*fp32", "out": element, "lse": "*fp32", "partial_out": "*fp32", "partial_lse": "*fp32",
-        "work": "*i32", "num_pages": "i32", "num_rope_positions": "i32", "window": "i32", "q_scale": "fp32",
-        "cap": "fp32",
+        "work": "*i32", "num_pages": "i32", "stride_q": "i32", "num_rope_positions": "i32", "window": "i32",
+        "q_scale": "fp32", "cap": "fp32",
     }  # fmt: skip
     sizes = "x".join(map(str, config))
     return Case(
@@ -50,6 +50,7 @@ def attention_case(
         constexprs=constexprs | switches,
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
         tensor_cores=None if dtype == "fp32" else "wgmma" if config.wide_m >= 64 else "mma",
+        aligned=("stride_q",),
     )
 
 
