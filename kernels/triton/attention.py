@@ -343,8 +343,8 @@ def attention_kernel(
             if not is_narrow:
                 _attend_tile(
                     q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
-                    tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
-                    BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, True,
+                    tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM,
+                    half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, True,
                     PRECISION, INTERPRET, STAGES,
                 )  # fmt: skip
         if is_narrow:
