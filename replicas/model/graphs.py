@@ -93,6 +93,7 @@ class StepGraphs:
         # Token ids, positions, slots and sampled rows.
         self._host = torch.zeros(4 * self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros_like(self._host, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._logits: torch.Tensor | None = None
         self._met = Bounded[Shape, None](_MAX_MET)
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
@@ -130,10 +131,14 @@ class StepGraphs:
         sampled_bucket = min(num_rows, max(bucket_of(max(num_sampled, 1)), _LEAST_SAMPLED))
         sizes = [num_rows, num_rows, num_rows, sampled_bucket]
         host, device = self._host[: sum(sizes)], self._device[: sum(sizes)]
+        if self._copied is not None:  # the last step's inputs are on their way if nobody waited for its tokens
+            self._copied.synchronize()
         for part, array in zip(torch.split(host, sizes), arrays, strict=True):
             part[: len(array)] = torch.from_numpy(array)
             part[len(array) :] = 0
         device.copy_(host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(device.device))
         token_ids, positions, slots, sampled_rows = torch.split(device, sizes)
         self._inputs = StepInputs(
             token_ids=token_ids,

@@ -194,6 +194,25 @@ def test_a_device_on_which_nothing_can_be_captured_pads_no_step() -> None:
     assert graphs.bucket(3, 3) is None
 
 
+def test_inputs_that_are_on_their_way_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a step that samples nothing: the next one finds its inputs still in pinned memory."""
+    graphs = make_graphs(EchoDevice())
+    found: list[list[int]] = []
+
+    class Event:
+        def record(self, _stream: object) -> None:
+            found.append([])
+
+        def synchronize(self) -> None:
+            found[-1:] = [graphs._host[:2].tolist()] if found else []
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    monkeypatch.setattr(graphs, "_copied", Event())
+    for first in (5, 7, 9):
+        step(graphs, 2, first)
+    assert found == [[5, 6], [7, 8], []]
+
+
 def test_buckets() -> None:
     assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
     graphs = make_graphs(EchoDevice())  # of 6 rows
