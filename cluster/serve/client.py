@@ -375,10 +375,10 @@ class RayEngineClient:
     def _patience_s(self, *, is_resumed: bool) -> float:
         """Return how long to wait for a replica, after one was asked for where there is none."""
         self._wake_one()
-        if self._starts_from_zero and not self.num_ready():
+        is_coming = any(link.is_coming for link in self._links.values())
+        if self._starts_from_zero and not self.num_ready() and (is_coming or not self._links):
             return COLD_START_S
-        is_expected = not self._was_ready or any(link.is_coming for link in self._links.values())
-        return WAIT_FOR_REPLICA_S if is_resumed or is_expected else NO_REPLICA_S
+        return WAIT_FOR_REPLICA_S if is_resumed or is_coming or not self._was_ready else NO_REPLICA_S
 
     def _wake_one(self) -> None:
         is_waking = self._waking is not None and not self._waking.done()

@@ -11,7 +11,7 @@ head, because the halves are what rotation pairs: two products of half the depth
 
 Tiles come in two heights, chosen by how many rows the tile has: NARROW_M for private decodes, which are bound by
 memory and leave most of a product empty, and WIDE_M for shared segments and prefills. Steps that have none of these
-launch a kernel without the wide half, of which a multiprocessor holds twice as many programs. Wide tiles are not
+launch a kernel without the wide half, of which a multiprocessor may hold more programs. Wide tiles are not
 launched apart from the narrow ones of their step: most of a short step's time is what programs begin with, and in one
 launch they begin together.
 

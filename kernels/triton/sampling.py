@@ -256,7 +256,7 @@ def _nth_of_value(values_ptr, num_values, temperature, top, pivot, value, nth, U
         index = start + tl.arange(0, BLOCK)
         is_candidate, scaled, _ = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)
         first = tl.minimum(first, tl.where(is_candidate & (scaled == value), index, _MAX_ID))
-    found, num_seen = tl.min(first, axis=0), tl.zeros((), tl.int32)
+    found, num_seen = tl.minimum(tl.min(first, axis=0), num_values - 1), tl.zeros((), tl.int32)
     for start in range(0, tl.where(nth > 0, num_values, 0), BLOCK):  # ties are few and counted block by block
         index = start + tl.arange(0, BLOCK)
         is_candidate, scaled, _ = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)

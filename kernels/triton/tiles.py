@@ -91,7 +91,7 @@ def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
     tile[:, 1] = num_entries
     tile[:, 2] = first_entry
     tile[:, 3:7] = _page_ranges(work, page_counts, page_ends, piece, pieces.first_page[piece], start, stop, is_last)
-    return _with_parts(tile, work.row, num_rows)._replace(is_prefill=_is_prefill(pieces, grid))
+    return _with_parts(tile, work.row, num_rows, is_prefill=_is_prefill(pieces, grid))
 
 
 def _is_prefill(pieces: _Pieces, grid: Grid) -> bool:
@@ -175,7 +175,7 @@ def _page_ranges(
     return np.stack((first_run, run_end, from_page, np.where(is_open, OPEN_END, to_page)), 1)
 
 
-def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int) -> Tiles:
+def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int, *, is_prefill: bool) -> Tiles:
     """Number the partial results of rows that have several."""
     num_entries = tile[:, 1].astype(np.int64)
     tile_of_entry = np.repeat(np.arange(len(tile)), num_entries)
@@ -197,5 +197,5 @@ def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int) -> Tiles:
         part_begin=part_begin.astype(np.int32),
         part=parts.astype(np.int32),
         num_slots=int(num_slots.sum()),
-        is_prefill=False,
+        is_prefill=is_prefill,
     )

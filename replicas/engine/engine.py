@@ -335,7 +335,7 @@ class Engine:
             outcomes = zip(sampling, sampled, strict=True)
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
             has_loaded = self.connector.end_step(unsound, self.scheduler.retract)
-        if not has_loaded:  # else it may have waited
+        if not (has_loaded or self.runner.has_captured):  # else it may have waited
             self._learn(batch, took_s)
         for part, scores in self.runner.take_scores():
             sequence = part.sequence

@@ -44,7 +44,8 @@ class StepInputs:
     sampled_rows: torch.Tensor  # int64 [S] rows whose logits are wanted
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
-    key_positions: torch.Tensor | None = None  # int32 [T] where each row's key is rotated; None: at its position
+    # int32 [T] where each row's key is rotated; None: at its position. Such a step is not captured.
+    key_positions: torch.Tensor | None = None
     load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
     layer_done: Callable[[int], None] | None = None  # of a step that completes chunks; not called in a replay
     # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32

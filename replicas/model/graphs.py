@@ -8,7 +8,8 @@ another shape, so no graph outlives what it points to.
 
 Padding rows write to the spare slot and belong to sequences without pages: they see nothing, and nobody reads them.
 Whatever cannot be captured runs as it is: more rows than the largest bucket, a backend that cannot tell, a step that
-waits for pages on their way (ask for no bucket then: padding would be for nothing), one that is observed.
+waits for pages on their way, writes keys at other positions, recomputes documents or is read or observed (ask for no
+bucket then: padding would be for nothing).
 
 A step that completes chunks for the cache tier is replayed like any other: saves read pages, not activations, so they
 begin when it has run (`ChunkSaver.end`). What is captured never tells them of a layer.
@@ -101,6 +102,7 @@ class StepGraphs:
         self._num_failures = 0  # since the last capture that succeeded
         self._put_off = 0  # steps without a capture
         self.num_replays = self.num_failed = 0
+        self.has_captured = False  # in the last step
 
     @property
     def num_graphs(self) -> int:
@@ -152,8 +154,10 @@ class StepGraphs:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of a step, with those of padding rows; the next step may overwrite them."""
-        # A replay waits for no load, and nobody sees what it computes on the way.
-        is_plain = inputs.load is None and inputs.observe is None and inputs.fusor is None
+        self.has_captured = False
+        # A replay waits for no load, reads what lies in the buffers alone, and nobody sees what it computes on the way.
+        special = (inputs.load, inputs.key_positions, inputs.observe, inputs.fusor, inputs.read)
+        is_plain = all(each is None for each in special)
         can_replay = inputs is self._inputs and is_plain
         attention = self.stage(inputs.plan) if can_replay else None
         if attention is None:
@@ -174,6 +178,7 @@ class StepGraphs:
         if not self.is_on or self._put_off:
             self._put_off = max(self._put_off - 1, 0)
             return False
+        self.has_captured = True
         self._logits_of(shape.num_sampled)  # outside the graph's memory, which the next graph uses too
         try:
             self._graphs[shape] = self._capture(self._step)

@@ -172,6 +172,11 @@ class Runner:
         logits = self.launch(inputs) if self.graphs is None else self.graphs.forward(inputs)
         return logits[: inputs.num_sampled]
 
+    @property
+    def has_captured(self) -> bool:
+        """Return whether the last step was captured, which takes many times as long as the step."""
+        return self.graphs is not None and self.graphs.has_captured
+
     def take_scores(self) -> list[tuple[StepRows, FloatArray]]:
         """Take what rows of the last step found of documents: see `Blend.note_scores`."""
         observers, compared = self._observers, self._compared
@@ -345,7 +350,7 @@ class Runner:
         """The rows that a step is padded to for its graph; None if it is not to be."""
         if self.graphs is None:
             return None
-        if any(part.is_read or part.is_shifted or part.sequence.blend is not None for part in ordered):
+        if any(p.is_read or p.is_shifted or p.probes or p.num_compared or len(p.narrowed) for p in ordered):
             return None
         return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))
 

@@ -317,7 +317,8 @@ def test_where_there_is_none_one_is_asked_for_once_and_waited_for(monkeypatch: p
         asked = [request(f"r{i}.0") for i in range(4)]
         work = asyncio.gather(*(tokens(client, each) for each in asked))
         await until(lambda: calls.num_wakes > 0)
-        await asyncio.sleep(0.1)
+        await until(lambda: client._num_waiting == len(asked))
+        await asyncio.sleep(0.05)  # longer than a lost replica would be waited for
         calls.add("a")
         client.set_replicas(("a",))
         assert [ids for ids, _ in await work] == [expected(each) for each in asked]

@@ -187,6 +187,18 @@ def test_configurations_hold_every_number_of_groups(head_dim: int, element_bytes
         config_of(head_dim=head_dim, element_bytes=element_bytes, num_groups=MAX_GROUPS + 1, kind="mixed")
 
 
+def test_prefills_look_for_what_they_see_and_decodes_over_a_shared_prefix_do_not() -> None:
+    prompt = build_plan(
+        [PageTable.own(range(64))], QueryRows(np.zeros(256, int), np.arange(1792, 2048)),
+        page_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128,
+    )  # fmt: skip
+    packed = PackedWork(32)
+    for plan, is_prefill in ((prompt, True), (decode_plan(33, 64), False)):
+        tiles = cut(plan.work, plan.num_rows, H200)
+        packed.update(plan.work, tiles, plan.position.astype(np.int32))
+        assert (tiles.is_prefill, packed.words[Header.is_prefill]) == (is_prefill, is_prefill)
+
+
 def test_an_open_range_is_bounded_by_its_run_only() -> None:
     tiles = cut(decode_plan(1, 512).work, 1, H200)
     by_start = tiles.tile[np.argsort(tiles.tile[:, 5])]

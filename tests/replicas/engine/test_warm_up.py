@@ -67,7 +67,7 @@ def with_played_device(
     capture: Callable[[Callable[[], None]], Graph] | None,
     make_key: Callable[[Decoder, KvPool], Callable[[Plan], Hashable]] | None = None,
 ) -> Runner:
-    """A runner whose decode steps are captured by a device that is played, or by `capture`."""
+    """A runner whose steps are captured by a device that is played, or by `capture`."""
     decoder = decoder_of(directory, share="auto")
 
     def make(run: Callable[..., torch.Tensor], pool: KvPool) -> StepGraphs:
@@ -98,6 +98,7 @@ def test_each_decode_bucket_is_captured_before_an_engine_is_ready_and_no_trace_i
         engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
     run(engine)
     assert runner.graphs.num_replays >= 3  # from the first decode step on
+    assert sum(shape.num_rows <= 8 for shape in runner.graphs._graphs) == 4  # prompts have been captured, no decode
 
 
 def test_traffic_over_the_whole_pool_keeps_the_buffers_that_captured_graphs_point_to(checkpoint: Path) -> None:

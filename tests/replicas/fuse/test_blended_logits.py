@@ -19,10 +19,13 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.fuse.report import Gate
 from mneme.replicas.fuse.selectors import Wanted, choose, count, filter_counts, first_share
 from mneme.replicas.model.attention_mass import NUM_ASKING
+from mneme.replicas.model.decoder import KvPool
+from mneme.replicas.model.graphs import MakeGraphs, Run, StepGraphs
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, make_cached_engine
 from tests.replicas.dense_blend import DenseBlend
+from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.tiered_engine import PAGE_SIZE, answers, draw, full_prefill, logits_of, run, submit, usages
 
 TOLERANCE = 1e-4
@@ -36,8 +39,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory, write_checkpoint(request.param, directory)
 
 
-def engine_of(directory: Path, num_pages: int = 64, device: str = "cpu", **options: Any) -> Engine:
-    runner = RecordingRunner(decoder_of(directory, device=device), num_pages, PAGE_SIZE, num_host_pages=64)
+def engine_of(
+    directory: Path, num_pages: int = 64, device: str = "cpu", make_graphs: MakeGraphs | None = None, **options: Any
+) -> Engine:
+    runner = RecordingRunner(decoder_of(directory, device=device), num_pages, PAGE_SIZE, make_graphs, num_host_pages=64)
     tokenizer: Any = SimpleNamespace(sink_ids=SINK, decode=None)
     return Engine(runner, tokenizer, EngineConfig(page_size=PAGE_SIZE, **options))
 
@@ -133,6 +138,25 @@ def test_where_all_is_computed_anew_it_equals_a_full_prefill(
     expected, logits = full_prefill(decoder_of(directory), prompt[0], 4)
     assert output == expected
     assert error_of(logits_of(engine, "a"), logits.double()) <= TOLERANCE
+
+
+def test_answers_over_documents_are_replayed_as_any_others(checkpoint: tuple[Path, Any]) -> None:
+    """What recomputes documents is launched, the answer's decodes are not."""
+    made: list[StepGraphs] = []
+
+    def make(run: Run, _pool: KvPool) -> StepGraphs:
+        made.append(PlayedDevice(run).graphs())
+        return made[0]
+
+    found = {}
+    for graphs in (None, make):
+        engine = engine_of(checkpoint[0], make_graphs=graphs)
+        for name, order, blend in (("a", [0, 1, 2], {"selector": "none"}), ("b", [2, 0, 1], {"selector": "first-k"})):
+            ask(engine, name, prompt_of(order), 20, **blend)
+            found[name, graphs] = answers(run(engine))[name]
+    assert found["a", None] == found["a", make]
+    assert found["b", None] == found["b", make]
+    assert made[0].num_replays > 30
 
 
 @pytest.mark.parametrize(("selector", "max_batch_tokens"), [("random", 48), ("query", 48), ("hkvd", 400)])

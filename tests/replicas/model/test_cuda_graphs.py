@@ -1,4 +1,4 @@
-"""Engines whose decode steps are replayed give the logits of engines that launch every step."""
+"""Engines whose steps are replayed give the logits of engines that launch every step."""
 
 from __future__ import annotations
 
@@ -98,6 +98,62 @@ def test_replayed_steps_give_the_logits_of_eager_ones(decoder: Decoder) -> None:
     assert set(device.shapes) >= {1, 2, 4, 8}
     assert len(device.shapes) == graphs.num_graphs == len(set(device.shapes))  # each bucket once
     assert len(expected) == 8
+    for name, rows in eager.logits_by_request.items():
+        assert (runner.logits_of(name) - torch.stack(rows)).abs().max() <= TOLERANCE, name
+
+
+def serve_prompts(engine: Engine) -> dict[str, list[int]]:
+    """Prompts of 18 to 32 tokens, which nobody shares, and a long one, each beside the answers of those before."""
+    generator = np.random.default_rng(1)
+    output: dict[str, list[int]] = {}
+    for step, length in enumerate([20, 24, 27, 19, 22, 70, 25, 18, 28, 21]):
+        ids = generator.integers(0, VOCAB_SIZE, length).tolist()
+        engine.submit(request(f"r{step}", ids, 5))
+        for event in [*engine.step(), *engine.step()]:
+            assert event.error is None
+            output.setdefault(event.request_id, []).extend(event.token_ids)
+    while engine.has_work:
+        for event in engine.step():
+            output[event.request_id].extend(event.token_ids)
+    return output
+
+
+def replayed_prompt_steps(runner: RecordingRunner, graphs: StepGraphs) -> list[int]:
+    """Fills with the rows of each step with a prompt that is replayed from now on."""
+    found: list[int] = []
+    forward = runner.forward
+
+    def noted(inputs: StepInputs | None) -> torch.Tensor:
+        before = graphs.num_replays
+        logits = forward(inputs)
+        if (
+            inputs is not None
+            and graphs.num_replays > before
+            and len(np.unique(inputs.plan.sequence)) < inputs.plan.num_rows
+        ):
+            found.append(inputs.plan.num_rows)
+        return logits
+
+    runner.forward = noted  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_replayed_prompts_give_the_logits_of_eager_ones(
+    decoder: Decoder, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager_engine, eager = engine_of(decoder, None)
+    expected = serve_prompts(eager_engine)
+    make_device = None
+    if backend == "triton":
+        triton_step()
+        monkeypatch.setattr(model, "attend", partial(attend, backend="triton"))
+        make_device = partial(TritonDevice, decoder=decoder, monkeypatch=monkeypatch)
+    engine, runner, _, graphs = with_played_device(decoder, make_device)
+    replayed = replayed_prompt_steps(runner, graphs)
+    assert serve_prompts(engine) == expected
+    assert replayed
+    assert set(replayed) <= {32}
     for name, rows in eager.logits_by_request.items():
         assert (runner.logits_of(name) - torch.stack(rows)).abs().max() <= TOLERANCE, name
 
@@ -244,6 +300,9 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
     assert graphs.num_replays > 20
     if dtype == torch.float32:
         assert tokens == eager_tokens
+        replayed = replayed_prompt_steps(runner, graphs)
+        assert serve_prompts(engine) == serve_prompts(eager_engine)
+        assert replayed
     for name, rows in eager.logits_by_request.items():
         # A padded step and one that is not differ by rounding, in bfloat16 by whole tokens now and then: what is
         # compared is what was computed for the same tokens.

@@ -95,8 +95,8 @@ def test_the_least_recently_used_graph_goes_first() -> None:
     assert device.shapes == [1, 2, 4, 2]
 
 
-@pytest.mark.parametrize("attribute", ["load", "observe"])
-def test_a_step_that_waits_for_pages_or_is_observed_is_not_replayed(attribute: str) -> None:
+@pytest.mark.parametrize("attribute", ["load", "key_positions", "observe", "fusor", "read"])
+def test_a_step_with_more_than_its_inputs_is_not_replayed(attribute: str) -> None:
     device = EchoDevice()
     graphs = make_graphs(device)
     for _ in range(3):
