@@ -159,7 +159,7 @@ def launch_constants(
         "PAGE_SIZE": page_size,
         "BLOCK_HALF": max(16, next_power_of_2((head_dim + 1) // 2)),
         "NARROW_M": config.narrow_m,
-        "WIDE_M": config.wide_m,
+        "WIDE_M": config.wide_m if config.wide_m > config.narrow_m else 0,  # else no tile has more rows
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # 16-bit products have one precision
