@@ -19,7 +19,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUPS = 128
 MIN_CAPABILITY = (8, 0)  # of the GPUs that Triton compiles for
 
-_SHARED_BYTES = 220 << 10  # of one of sm_90, less what programs need beside keys and values
+# Keys of a block times head dimensions from which registers spill in the loop over keys, on sm_90.
+_MOST_BLOCK_ELEMENTS = 8192
 
 
 class Config(NamedTuple):
@@ -72,6 +73,6 @@ def candidates(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind
             for wide_m, num_warps in shapes
             for block_n in (32, 64, 128)
             for num_stages in (2, 3, 4)
-            if 4 * block_n * next_power_of_2(head_dim) * num_stages * 8 // num_warps <= _SHARED_BYTES
+            if block_n * max(32, next_power_of_2(head_dim)) <= _MOST_BLOCK_ELEMENTS
         ]
     yield from dict.fromkeys([rule, *others])
