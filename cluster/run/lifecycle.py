@@ -314,7 +314,10 @@ class LocalCluster:
         threading.Thread(target=watch, name="stop-signals", daemon=True).start()
 
     def _stop_now(self) -> None:
-        """End the rest and this process, from any thread."""
+        """End this process, from any thread; the janitor ends the rest once it is gone.
+
+        Not before: Ray in this process ends it, with a status of its own, as soon as it misses its raylet.
+        """
         try:
             self._end_progress()
             terminal = os.dup(2)
@@ -326,10 +329,8 @@ class LocalCluster:
                 ending = threading.Thread(target=lambda: serve.delete(APPLICATION, _blocking=False), daemon=True)
                 ending.start()
                 ending.join(_LEAVE_S)
-            if self._janitor is not None:
-                self._janitor.clean()
             os.write(terminal, b"mneme serve: stopped\n")
-        finally:  # the terminal may be gone; the janitor ends the rest once this process has ended
+        finally:  # the terminal may be gone
             os._exit(130)
 
 
