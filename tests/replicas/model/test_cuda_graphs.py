@@ -108,7 +108,7 @@ def serve_prompts(engine: Engine) -> dict[str, list[int]]:
     output: dict[str, list[int]] = {}
     for step, length in enumerate([20, 24, 27, 19, 22, 70, 25, 18, 28, 21]):
         ids = generator.integers(0, VOCAB_SIZE, length).tolist()
-        engine.submit(request(f"r{step}", ids, 5))
+        engine.submit(request(f"p{step}", ids, 5))
         for event in [*engine.step(), *engine.step()]:
             assert event.error is None
             output.setdefault(event.request_id, []).extend(event.token_ids)
@@ -300,9 +300,6 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
     assert graphs.num_replays > 20
     if dtype == torch.float32:
         assert tokens == eager_tokens
-        replayed = replayed_prompt_steps(runner, graphs)
-        assert serve_prompts(engine) == serve_prompts(eager_engine)
-        assert replayed
     for name, rows in eager.logits_by_request.items():
         # A padded step and one that is not differ by rounding, in bfloat16 by whole tokens now and then: what is
         # compared is what was computed for the same tokens.
@@ -311,6 +308,10 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
         seen = slice(num_equal + 1)  # and the logits at which they part
         difference = (torch.stack(runner.logits_by_request[name][seen]) - torch.stack(rows[seen])).abs().max()
         assert difference <= TOLERANCE_BY_DTYPE[dtype], name
+    if dtype == torch.float32:  # behind the comparison: its logits are of other requests
+        replayed = replayed_prompt_steps(runner, graphs)
+        assert serve_prompts(engine) == serve_prompts(eager_engine)
+        assert replayed
 
 
 def test_a_cpu_has_no_graphs(decoder: Decoder) -> None:
