@@ -40,7 +40,7 @@ from mneme.replicas.request import PromptUsage
 
 CHUNK_TOKENS = 256
 HOST_BYTES, DISK_BYTES = 1 << 30, 4 << 30
-_MAX_GRAPH_ROWS = 32
+_MAX_SAMPLED = 32  # by a step that is replayed
 FLUSH_S = 30.0  # for what waits to be saved
 NUM_NEW = 64  # tokens that a turn adds
 NUM_ANSWER = 64  # of a history, those that were sampled
@@ -117,7 +117,7 @@ def make_engine(
 
     `costs`: what an earlier one has learned; None: what was calibrated. `is_warm`: as engines are that serve.
     """
-    runner = Runner(model.decoder, num_pages, PAGE_SIZE, step_graphs_for(model.decoder, _MAX_GRAPH_ROWS))
+    runner = Runner(model.decoder, num_pages, PAGE_SIZE, step_graphs_for(model.decoder, _MAX_SAMPLED))
     more = {"max_sessions": 0, **more}
     config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, prefix_sharing=share_prefixes, **more)
     if is_warm:

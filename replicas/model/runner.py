@@ -350,7 +350,10 @@ class Runner:
         """The rows that a step is padded to for its graph; None if it is not to be."""
         if self.graphs is None:
             return None
-        if any(p.is_read or p.is_shifted or p.probes or p.num_compared or len(p.narrowed) for p in ordered):
+        if any(part.is_read or part.is_shifted for part in ordered):
+            return None
+        blended = [part for part in ordered if part.sequence.blend is not None]
+        if any(part.probes or part.num_compared or len(part.narrowed) for part in blended):
             return None
         return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))
 
