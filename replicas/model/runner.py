@@ -133,17 +133,18 @@ class Runner:
         slots = self._slots(ordered)
         token_ids = [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]]
         arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(batch, ordered))
-        bucket = None if load is not None else self._bucket(ordered)
+        is_shifted, is_read = any(part.is_shifted for part in ordered), any(part.is_read for part in ordered)
+        bucket = None if load is not None or is_shifted or is_read else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         inputs.load = load
         rotated = positions
-        if any(part.is_shifted for part in ordered):
+        if is_shifted:
             rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
         self._observers, self._compared, self._fusor = [], [], None
         if any(part.sequence.blend is not None for part in ordered):
             self._follow_blends(inputs, ordered, slots)
-        if any(part.is_read for part in ordered):
+        if is_read:
             self._read_prompts(inputs, ordered)
         if saves and self._saver is not None:
             self._saver.begin(saves)
@@ -347,10 +348,8 @@ class Runner:
         mark_written(self.pool.slot_position, self._tensor(slots), self._tensor(ranges(starts, counts)))
 
     def _bucket(self, ordered: list[StepRows]) -> int | None:
-        """The rows that a step is padded to for its graph; None if it is not to be."""
+        """The rows that a step is padded to for its graph; None: too many, or a blend looks into it."""
         if self.graphs is None:
-            return None
-        if any(part.is_read or part.is_shifted for part in ordered):
             return None
         blended = [part for part in ordered if part.sequence.blend is not None]
         if any(part.probes or part.num_compared or len(part.narrowed) for part in blended):
