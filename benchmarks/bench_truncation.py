@@ -115,9 +115,9 @@ class TaughtRunner(Runner):
         self.thoughts_by_request: dict[str, list[Thought]] = {}
         self._sampling: list[EngineSequence] = []
 
-    def prepare(self, batch: list[StepRows], moves: Moves, saves: Any = ()) -> StepInputs | None:
+    def prepare(self, batch: list[StepRows], moves: Moves, saves: Any = (), expected: Any = None) -> StepInputs | None:
         self._sampling = [part.sequence for part in batch if part.samples]
-        return super().prepare(batch, moves, saves)
+        return super().prepare(batch, moves, saves, expected)
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
         """One-hot rows of the texts' next tokens."""

@@ -115,20 +115,20 @@ def draw_tokens(
     top_p: Sequence[float],
     min_p: Sequence[float],
     uniform: Sequence[float],
-) -> list[int | None] | None:
-    """Return a token of each row, None of rows whose best logit is not finite; None altogether without a kernel.
+) -> Tensor | None:
+    """Draw a token of each row: int32 [rows], -1 of rows whose best logit is not finite; None without a kernel.
 
     logits   float32 [rows, vocab]
     uniform  in [0, 1): where the cumulative distribution is inverted
 
-    See `mneme.kernels.triton.sampling.pack_params` for the others. Waits for the device.
+    See `mneme.kernels.triton.sampling.pack_params` for the others. Does not wait for the device.
     """
     kernels = triton_module("sampling")
     if kernels is None:
         return None
     params = kernels.pack_params(temperature, top_k, top_p, min_p, uniform)
-    tokens: list[int] = kernels.draw(logits, params).tolist()
-    return [token_id if token_id >= 0 else None for token_id in tokens]
+    tokens: Tensor = kernels.draw(logits, params)
+    return tokens
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:

@@ -228,6 +228,7 @@ class Sequence:
     num_pooled: int = 0
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of its prompt's tokens behind the first
     num_scored: int = 0  # of these
+    is_ending: bool = False  # with the token that is on its way
 
     def __post_init__(self) -> None:
         self.context = self.context or self.ids
@@ -489,6 +490,12 @@ class StepRows:
     def probes(self) -> bool:
         """Return whether its rows tell what they look at of the sequence's documents."""
         return self.sequence.is_probing and not self.sequence.is_comparing
+
+    @property
+    def is_special(self) -> bool:
+        """Return whether its outcome is more than a token: what documents are chosen by, or what a prompt says."""
+        sequence = self.sequence
+        return sequence.blend is not None or sequence.parent is not None or sequence.request.reads_prompt
 
     @property
     def narrowed(self) -> IntArray:

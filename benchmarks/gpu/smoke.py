@@ -194,7 +194,7 @@ def _check_draws(logits: torch.Tensor, run: Run) -> None:
             logits, temperature=[temperature] * 8, top_k=[top_k] * 8, top_p=[1.0] * 8, min_p=[0.0] * 8, uniform=uniform
         )
         best = logits.topk(max(top_k, 1)).indices.tolist()
-        if drawn is None or any(token not in among for token, among in zip(drawn, best, strict=True)):
+        if drawn is None or any(token not in among for token, among in zip(drawn.tolist(), best, strict=True)):
             raise SystemExit(f"drawn {drawn} are not among the {max(top_k, 1)} best of their rows")
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from mneme.kernels.upload import upload
 
 CHUNK = 4096  # logits of one program
 CAPACITY = 8192  # candidates of a row that are gathered; a row with more is searched where it is
@@ -410,7 +411,7 @@ def draw(logits: Tensor, params: npt.NDArray[np.float64]) -> Tensor:
     is_drawn = params[:, TEMPERATURE.value] > 0
     is_cut = (params[:, TOP_K.value] > 0) | (params[:, TOP_P.value] < 1) | (params[:, MIN_P.value] > 0)
     any_cut = bool((is_drawn & is_cut).any())
-    on_device = torch.from_numpy(params).to(logits.device, non_blocking=True)
+    on_device = upload(params, logits.device)
     best, best_id, *weights = _chunk_scratch(num_rows, num_chunks, any_cut, logits.device)
     candidates = _candidate_scratch(num_rows, any_cut, logits.device)
     grid, stride = (num_rows, num_chunks), logits.stride(0)

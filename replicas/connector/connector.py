@@ -120,23 +120,31 @@ class KvConnector:
         """Return the chunks that a step completes for the store."""
         return self._saves.of_step(batch)
 
+    def save_launched(self, batch: Sequence[StepRows]) -> None:
+        """Save the chunks that a step completes which was launched before its last tokens were known.
+
+        They are copied behind what was launched so far, and confirmed by `end_step`.
+        """
+        self.saver.begin(self._saves.of_step(batch))
+        self.saver.all_launched()
+
     def end_step(
         self,
         unsound: Collection[RunningSequence],
         retract: Callable[[Collection[Page]], None],
-    ) -> bool:
+        *,
+        has_loads: bool,
+    ) -> None:
         """Take back what a step that was computed should have loaded and did not, and save what is sound.
 
-        Returns whether it loaded, and so may have waited.
-
-        unsound  sequences whose logits are not finite
-        retract  `Scheduler.retract`
+        unsound    sequences whose logits are not finite
+        retract    `Scheduler.retract`
+        has_loads  False: it loaded nothing, and what is being loaded is the next step's
         """
-        lost = self.loader.end()
+        lost = self.loader.end() if has_loads else None
         if lost:
             retract(lost)
         self.saver.end(unsound)
-        return lost is not None
 
     def end(self, sequence: RunningSequence, *, is_sound: bool) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""

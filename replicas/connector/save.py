@@ -111,10 +111,11 @@ class SavePolicy:
         chain, path = self._chain_of(sequence), sequence.path
         if chain is None or path is None:
             return []
-        jobs = self._full(sequence, chain, path)
-        start = path.num_tokens - path.num_tokens % self._chunk_tokens
-        if path.num_tokens - start >= MIN_TAIL_TOKENS:
-            jobs += self._job(sequence, chain, path, start, path.num_tokens)
+        end = min(path.num_tokens, len(sequence.context) - 1)  # its last row may be under way: nobody knows it is sound
+        jobs = self._full(sequence, chain, path, end=end)
+        start = end - end % self._chunk_tokens
+        if end - start >= MIN_TAIL_TOKENS:
+            jobs += self._job(sequence, chain, path, start, end)
         return jobs
 
     def _chain_of(self, sequence: RunningSequence) -> ChunkChain | None:
@@ -129,11 +130,17 @@ class SavePolicy:
         return chain
 
     def _full(
-        self, sequence: RunningSequence, chain: ChunkChain, path: Path, limit: int | None = None
+        self,
+        sequence: RunningSequence,
+        chain: ChunkChain,
+        path: Path,
+        limit: int | None = None,
+        end: int | None = None,
     ) -> list[SaveJob]:
         jobs: list[SaveJob] = []
         size = self._chunk_tokens
-        while chain.num_saved < path.num_tokens // size and len(jobs) != limit:
+        num_full = (path.num_tokens if end is None else end) // size
+        while chain.num_saved < num_full and len(jobs) != limit:
             start = chain.num_saved * size
             chain.num_saved += 1
             jobs += self._job(sequence, chain, path, start, start + size)
@@ -288,13 +295,17 @@ class ChunkSaver:
             return sum(copy.layers.nbytes for copy in self._shared.under_way)
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
-        """Save chunks that are complete, between steps."""
+        """Save chunks that are complete, beside those of a step that may be under way."""
+        of_step = self._copies, self._num_handed_over
         try:
+            self._copies = []
             self.begin(jobs)
             self.end()
         except BaseException:
             self.abandon()
             raise
+        finally:
+            self._copies, self._num_handed_over = of_step
 
     def begin(self, jobs: Sequence[SaveJob]) -> None:
         """Prepare to copy the chunks that the next step completes, as far as the write buffer has room.
@@ -314,6 +325,10 @@ class ChunkSaver:
         """
         if self._shared.pages.by_layer:
             self._hand_over(layer + 1)
+
+    def all_launched(self) -> None:
+        """Copy all layers, behind what was launched so far."""
+        self._hand_over(self._num_layers)
 
     def end(self, unsound: Collection[object] = ()) -> None:
         """Confirm the step's chunks, now that its outcome is known; nothing of the sequences `unsound` is kept."""

@@ -238,7 +238,7 @@ class _Bench:
         inputs = self._runner.prepare(batch, self._forest.drain_moves(can_copy=False))
         logits = self._runner.forward(inputs)
         sampling = [part.sequence for part in batch if part.samples]
-        sampled = sample(logits, [SampleRow(_GREEDY, 0, 0, sequence.num_output) for sequence in sampling])
+        sampled = sample(logits, [SampleRow(_GREEDY, 0, 0, sequence.num_output) for sequence in sampling]).wait()
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)
         seconds = self._clock() - started_s

@@ -1,27 +1,40 @@
 """The engine: requests in, one batch per step, events out.
 
     submit -> Sessions.begin -> Scheduler.add          the prompt's ids, exact where the session knows them
-    step:  Engine._schedule                            requests whose deadline has passed end;
+    step:  Engine._tidy                                requests whose deadline has passed end
            Scheduler.schedule                          rows under a token budget; pages; the forest
            Runner.prepare                              page tables -> plan, tokens and slots -> tensors
            Runner.forward                              logits of the rows that sample
+           Engine._commit                              of the step before: tokens, ends, pages given back, events
            sampler.sample                              a token of each
-           Engine._commit                              append, look for an end, give pages back, events
 
-One thread calls an engine (`EngineLoop` gives it one); nothing here blocks or waits.
+One thread calls an engine (`EngineLoop` gives it one).
+
+On a GPU a step is launched before the tokens of the one before are known on the host, and sampled behind the commit of
+that one, so that the GPU never waits for this thread, and grammars, penalties and stop strings need no special case
+(vLLM's asynchronous scheduling does the same but for these). While a step is scheduled, placeholders stand for the
+tokens that are on their way: ids below -1, each given once, which nobody sees between two calls of `step`. Pages that
+got one learn the token when it is known (`PrefixForest.learn`). A step whose outcome decides more than tokens is
+committed before the next is scheduled (`_must_wait`). A sequence that ends unforeseen has one row too many, whose draw
+is dropped.
+On a CPU each step is committed at once, by the same code.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
@@ -37,8 +50,8 @@ from mneme.replicas.fuse.blend import make_blend
 from mneme.replicas.fuse.controller import Controller
 from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
-from mneme.replicas.model.sampler import Sampled, SampleRow, sample
-from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.model.sampler import NO_DRAWS, Draws, Expected, Sampled, SampleRow, sample
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
@@ -48,8 +61,6 @@ from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
 from mneme.replicas.text.grammar import Grammars, without
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mneme.cachetier.policy.cost_model import CostModel
     from mneme.replicas.connector.connector import KvConnector
     from mneme.replicas.model.runner import Runner
@@ -59,6 +70,26 @@ logger = logging.getLogger(__name__)
 
 BLOCKED_S = 0.0005  # how often who drives an engine that is blocked looks whether it still is
 _FAILED = "the engine failed; the request was not completed"
+_FIRST_PLACEHOLDER, _LAST_PLACEHOLDER = -2, -(1 << 30)  # pages keep ids in 32 bits
+_DROPPED = SampleRow(SamplingParams(temperature=0), 0, 0, 0)  # of a sequence that has ended: nobody wants its token
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """Holds a step that was launched and whose tokens are not known to the host yet."""
+
+    batch: list[StepRows]
+    draws: Draws
+    began_s: float
+    is_special: bool  # documents or reads of prompts: the next step cannot be scheduled before it is committed
+    has_loads: bool  # of pages; likewise
+    is_timed: bool  # what it took is what such a step costs
+    # Sequence, its row in the draws, and what stood for its token while the next step was scheduled.
+    expected: list[tuple[Sequence, int, int]] = field(default_factory=list)
+
+    @property
+    def sampling(self) -> list[Sequence]:
+        return [part.sequence for part in self.batch if part.samples]
 
 
 class Engine:
@@ -131,10 +162,13 @@ class Engine:
         self.blends = self._outbox.blends
         self.explanations = self._outbox.explanations
         self.num_steps = 0
-        self._step_began_s = 0.0
+        self._flight: _Flight | None = None
+        self._next_placeholder = _FIRST_PLACEHOLDER
+        self._committed_s = -math.inf  # when the tokens of the last step were there
+        self.num_ahead = 0  # steps that were launched before the tokens of the one before were known
         self.num_missed_deadlines = 0
         # Called with the sequences of a step that sample and logits [S, vocab]; returns what is sampled from.
-        self.on_logits: Callable[[list[Sequence], Tensor], Tensor] | None = None
+        self.on_logits: Callable[[list[Sequence], torch.Tensor], torch.Tensor] | None = None
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
@@ -149,11 +183,12 @@ class Engine:
     @property
     def is_blocked(self) -> bool:
         """Return whether a step would do nothing yet: all there is waits for the cache tier, for some milliseconds."""
-        return not self._outbox and self.scheduler.is_blocked
+        return not self._outbox and self._flight is None and self.scheduler.is_blocked
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._outbox) or (self.forest.wants_copies and self.runner.can_copy)
+        has_any = self.scheduler.has_work or self._flight is not None or bool(self._outbox)
+        return has_any or (self.forest.wants_copies and self.runner.can_copy)
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -194,23 +229,117 @@ class Engine:
         self._end(request_id, "abort")
 
     def step(self) -> list[TokenEvent]:
-        """Run one batch; returns what happened to each request, in order. A fault of the host tier: run it again."""
-        try:
-            return self._step()
-        except TransferFailed:
-            return self._compute_again()
+        """Run one batch; returns what happened to each request, in order, since the last call.
 
-    def _step(self) -> list[TokenEvent]:
-        batch = self._schedule()
+        After a fault of the host tier, or where the device's memory did not do, all that ran is computed again.
+        """
+        try:
+            self._step()
+        except TransferFailed:
+            self._compute_again("the host tier failed")
+        except torch.OutOfMemoryError:
+            self.scheduler.shrink()
+            self.runner.free_memory()
+            self._compute_again("the device is out of memory")
+        return self.take_events()
+
+    def _step(self) -> None:
+        self._tidy()
+        before = self._take_flight()
+        try:
+            with self._expecting(before) as expected:
+                batch = self._schedule()
+                flight, logits = self._launch(batch, expected)
+        except BaseException:
+            if before is not None:  # its tokens are right
+                self._commit(before)
+            raise
+        if before is not None:
+            self._commit(before)
+        self._flight = self._sample(flight, logits, is_ahead=before is not None)
+        if not (self.runner.runs_ahead and batch):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Commit the step that is under way, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._commit(flight)
+
+    def _take_flight(self) -> _Flight | None:
+        """Take the step under way; None if there is none, or if it had to be committed before anything is scheduled."""
+        if self._flight is not None and self._must_wait(self._flight):
+            self._flight.is_timed = False  # it may have been done for long
+            self._settle()
+        flight, self._flight = self._flight, None
+        return flight
+
+    def _must_wait(self, flight: _Flight) -> bool:
+        """Return whether what is scheduled next depends on more of a step than the ids of its tokens."""
+        if flight.is_special or flight.has_loads or self.scheduler.gathering:
+            return True
+        windows = ((s.window, len(s.context)) for s in flight.sampling)
+        return any(window is not None and num_tokens >= window for window, num_tokens in windows)
+
+    @contextmanager
+    def _expecting(self, flight: _Flight | None) -> Iterator[Expected | None]:
+        """Within, a placeholder stands for each token that a step drew; who ends with that token has no more rows."""
+        if flight is None:
+            yield None
+            return
+        first = self._next_placeholder
+        self._next_placeholder -= len(flight.draws)
+        if self._next_placeholder < _LAST_PLACEHOLDER:
+            self._next_placeholder = _FIRST_PLACEHOLDER
+        expected = Expected(flight.draws, first)
+        for row, sequence in enumerate(flight.sampling):
+            if not self._is_alive(sequence):
+                continue
+            if sequence.num_output + 1 >= sequence.max_tokens:
+                sequence.is_ending = True  # whatever the token is
+                continue
+            flight.expected.append((sequence, row, expected.placeholder(row)))
+            sequence.ids.append(expected.placeholder(row))
+            if sequence.context is not sequence.ids:
+                sequence.context.append(expected.placeholder(row))
+        try:
+            yield expected
+        finally:
+            for sequence, _, placeholder in flight.expected:
+                assert sequence.ids.pop() == placeholder
+                if sequence.context is not sequence.ids:
+                    sequence.context.pop()
+
+    def _launch(self, batch: list[StepRows], expected: Expected | None) -> tuple[_Flight, torch.Tensor]:
+        """Launch a step's moves and its forward pass; returns its logits, float32 [rows that sample, vocab]."""
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
-        self._step_began_s = self.clock()
-        saves = [] if self.connector is None else self.connector.begin_step(batch)
-        inputs = self.runner.prepare(batch, moves, saves)
-        logits = self.runner.forward(inputs)
+        began_s = self.clock()
+        saves = [] if self.connector is None or expected is not None else self.connector.begin_step(batch)
+        logits = self.runner.forward(self.runner.prepare(batch, moves, saves, expected))
+        flight = _Flight(
+            batch=batch,
+            draws=NO_DRAWS,
+            began_s=began_s,
+            is_special=any(part.is_special for part in batch),
+            has_loads=bool(moves.loads or moves.grafts),
+            is_timed=not self.runner.has_captured,
+        )
+        return flight, logits
+
+    def _sample(self, flight: _Flight, logits: torch.Tensor, *, is_ahead: bool) -> _Flight:
+        """Launch the draws of a step, once all is known that its rows are drawn by."""
         if self.on_logits is not None:
-            logits = self.on_logits([part.sequence for part in batch if part.samples], logits)
-        sampled = sample(logits, [_sample_row(part.sequence) for part in batch if part.samples])
-        return self._commit(batch, sampled)
+            logits = self.on_logits(flight.sampling, logits)
+        rows = [_sample_row(each) if self._is_alive(each) else _DROPPED for each in flight.sampling]
+        flight.draws = sample(logits, rows)
+        if is_ahead:
+            self.num_ahead += 1
+            if self.connector is not None:
+                self.connector.save_launched(flight.batch)
+        return flight
+
+    def _is_alive(self, sequence: Sequence) -> bool:
+        return self._sequence_by_id.get(sequence.request.request_id) is sequence
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, for metrics and routing."""
@@ -245,6 +374,7 @@ class Engine:
 
     def fail_all(self, message: str) -> list[TokenEvent]:
         """End every request with "error" after a step that raised; no page is trusted any more."""
+        self._flight = None
         if self.connector is not None:
             self.connector.abandon()
         for sequence in [each for each in self._sequence_by_id.values() if each.parent is None]:
@@ -316,42 +446,57 @@ class Engine:
             return sequence.num_history
         return sum(self.forest.resident(sequence.request.salt, sequence.context))
 
-    def _schedule(self) -> list[StepRows]:
+    def _tidy(self) -> None:
+        """Do what goes before each step; no placeholder is anywhere."""
         self.limits.note_step()
         self._expire()
         if self.connector is not None:
             self.connector.look_again(self.scheduler.waiting, self.forest)
+
+    def _schedule(self) -> list[StepRows]:
         batch = self.scheduler.schedule()
         self._outbox.note_begun(batch)
         return batch
 
-    def _commit(self, batch: list[StepRows], sampled: list[Sampled]) -> list[TokenEvent]:
-        sampling = [part.sequence for part in batch if part.samples]
+    def _commit(self, flight: _Flight) -> None:
+        """Wait for a step's tokens, and give them to its sequences."""
+        batch, sampling, sampled = flight.batch, flight.sampling, flight.draws.wait()
+        began_s, self._committed_s = max(flight.began_s, self._committed_s), self.clock()
+        self._learn_tokens(flight, sampled)
         if not any(part.sequence.request.is_warm_up for part in batch):
             self.num_steps += 1
             self.num_tokens["computed"] += sum(part.num_rows for part in batch) - len(sampling)
-        took_s, has_loaded = self.clock() - self._step_began_s, False
         if self.connector is not None:
             outcomes = zip(sampling, sampled, strict=True)
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
-            has_loaded = self.connector.end_step(unsound, self.scheduler.retract)
-        if not (has_loaded or self.runner.has_captured):  # else it may have waited
-            self._learn(batch, took_s)
-        for part, scores in self.runner.take_scores():
+            self.connector.end_step(unsound, self.scheduler.retract, has_loads=flight.has_loads)
+        if flight.is_timed and not flight.has_loads:  # else it may have waited
+            self._learn(batch, self._committed_s - began_s)
+        for part, scores in self.runner.take_scores() if flight.is_special else ():
             sequence = part.sequence
             if sequence.path is None or sequence.blend is None:  # it begins anew
                 continue
             if sequence.blend.note_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
-            if sequence.path is None:  # it computes this token again
+            sequence.is_ending = False
+            # One that went back as its chunks did not come computes this token again; one that was suspended does not.
+            if not self._is_alive(sequence) or (sequence.path is None and flight.has_loads):
                 continue
             try:
                 self._append(sequence, outcome)
             except Exception:  # one request may fail, the batch may not
                 logger.exception("commit failed request_id=%s", sequence.request.request_id)
                 self._finish(sequence, "error", _FAILED)
-        return self.take_events()
+
+    def _learn_tokens(self, flight: _Flight, sampled: list[Sampled]) -> None:
+        """Let pages know the tokens whose placeholders they got."""
+        learned = []
+        for sequence, row, placeholder in flight.expected:
+            path, token_id = sequence.path, sampled[row].token_id
+            if token_id is not None and path is not None and path.num_tokens > len(sequence.context):
+                learned.append((path, placeholder, token_id))
+        self.forest.learn(learned)
 
     def _learn(self, batch: list[StepRows], took_s: float) -> None:
         """Let the costs know what a step took. Some rows of a blend see less than a prompt's, or leave early."""
@@ -363,15 +508,14 @@ class Engine:
         if self.costs is not None and rows and len(rows) == len(batch):
             self.costs.note_step(rows, took_s)
 
-    def _compute_again(self) -> list[TokenEvent]:
-        """Queue what ran to be computed again: the host tier failed and the step with it, so no page is trusted."""
-        logger.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
+    def _compute_again(self, why: str) -> None:
+        """Queue what ran to be computed again: the step failed, so no page is trusted."""
+        logger.exception("%s requests=%s", why, [s.request.request_id for s in self.scheduler.running])
         if self.connector is not None:
             self.connector.abandon()
         for sequence in self.scheduler.retract_all():
             self._finish(sequence, "error", _FAILED)
         self.pins.renew()
-        return self.take_events()
 
     def _append(self, sequence: Sequence, outcome: Sampled) -> None:
         matcher, grammar = sequence.matcher, sequence.request.sampling.grammar

@@ -95,6 +95,8 @@ def variants_of(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfi
 class Recorder:
     """A runner whose launches are recorded and do not run. Every token is 0: nothing follows from what is undefined."""
 
+    runs_ahead = False  # what is drawn is not on the device
+
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.variants: dict[str, Variant] = {}

@@ -179,6 +179,42 @@ class Paths:
                 self._device.changed.add(page)
         return runs
 
+    def learn(self, learned: Sequence[tuple[Path, int, int]]) -> None:
+        """Put tokens in the places of placeholders, each the last of its path: (path, placeholder, token).
+
+        Whoever began a page with a placeholder where another path has the same token goes on with that one's.
+        """
+        for path, placeholder, token_id in learned:  # all, before any page is compared with another
+            page, index = path.tail, path.num_tokens - 1 - path.tail.start
+            assert page.tokens[index] == placeholder, "the path's last token"
+            page.tokens[index] = token_id
+        for path, placeholder, _ in learned:
+            if self._sharing and path.num_tokens == path.tail.start + 1:
+                self._name(path, placeholder)
+
+    def _name(self, path: Path, placeholder: int) -> None:
+        """Let the path's last page, which began with a placeholder, be found by its token, or give it back."""
+        page, parent = path.tail, path.tail.parent
+        assert parent is not None
+        token_id, at = page.tokens[0], page.start - parent.start
+        del parent.children[parent.key_of(page, placeholder)]
+        twin = parent.child(page.start, token_id, path.salt)
+        goes_on = at < len(parent.tokens) and parent.tokens[at] == token_id
+        if twin is None and not goes_on:
+            parent.children[parent.key_of(page, token_id)] = page
+            return
+        for column in (path.pages, path.page_ids, path.masks):
+            column.pop()
+        path.num_changes += 1
+        self.tiers.drop_new(page)
+        if goes_on:
+            path.masks[-1] = ALL_SLOTS
+        else:
+            assert twin is not None
+            self.tiers.hold(twin)
+            path.append(twin)
+        note_gaps(path, max(len(path.pages) - 1, len(path.root.kept)))
+
     def num_new_pages(self, path: Path, ids: Sequence[int], end: int) -> int:
         """Count the pages that `take_rows` would take up to `end`, for what is to come back too."""
         num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))

@@ -88,6 +88,14 @@ class TieredPages:
             page.refs = 0
             self.device.discard(page)
 
+    def drop_new(self, page: Page) -> None:
+        """Free a page that was begun in vain, and that its one path does not hold any more."""
+        page.refs = 0
+        self.device.discard(page)
+        page.ids[DEVICE], page.filled[DEVICE], page.writer = None, 0, None
+        if self.device.changed is not None:
+            self.device.changed.add(page)
+
     def add(self, page: Page) -> None:
         """Give a page that is held an id on the device; raises `OutOfPages`."""
         if not self.device.free:

@@ -28,11 +28,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.triton.modules import triton_trouble
+from mneme.kernels.upload import upload
 from mneme.primitives import Bounded
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 
@@ -91,10 +93,8 @@ class StepGraphs:
         self._max_sampled = min(max(bucket_of(max_sampled), _LEAST_SAMPLED), self.max_rows)
         self._vocab_size = vocab_size
         self._max_graphs = max_graphs
-        # Token ids, positions, slots and sampled rows.
-        self._host = torch.zeros(4 * self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.zeros_like(self._host, device=device)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Token ids, positions, slots, sources and sampled rows.
+        self._packet = torch.zeros(5 * self.max_rows, dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None
         self._met = Bounded[Shape, None](_MAX_MET)
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
@@ -123,25 +123,26 @@ class StepGraphs:
         fits = 0 < num_rows <= self.max_rows and num_sampled <= self._max_sampled
         return bucket_of(num_rows) if has_graphs and fits else None
 
-    def inputs(self, arrays: Sequence[IntArray], plan: Plan, num_rows: int) -> StepInputs:
+    def inputs(
+        self, arrays: Sequence[IntArray], plan: Plan, num_rows: int, draws: torch.Tensor | None = None
+    ) -> StepInputs:
         """Put a step's inputs into the buffers of its bucket of `num_rows`, which the next step overwrites.
 
-        arrays  token ids, positions, slots, of every row, and sampled rows
+        arrays  token ids, positions, slots and sources of every row, and sampled rows
+        draws   see `fill_in`, of which the sources are; None: all token ids are known
         """
         num_sampled = len(arrays[-1])
         # Few buckets of sampled rows, so that fewer shapes occur; a step that only decodes has that of its rows.
         sampled_bucket = min(num_rows, max(bucket_of(max(num_sampled, 1)), _LEAST_SAMPLED))
-        sizes = [num_rows, num_rows, num_rows, sampled_bucket]
-        host, device = self._host[: sum(sizes)], self._device[: sum(sizes)]
-        if self._copied is not None:  # the last step's inputs are on their way if nobody waited for its tokens
-            self._copied.synchronize()
-        for part, array in zip(torch.split(host, sizes), arrays, strict=True):
-            part[: len(array)] = torch.from_numpy(array)
-            part[len(array) :] = 0
-        device.copy_(host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(device.device))
-        token_ids, positions, slots, sampled_rows = torch.split(device, sizes)
+        sizes = [*[num_rows] * 4, sampled_bucket]
+        packet = np.zeros(sum(sizes), np.int64)
+        for part, array in zip(np.split(packet, np.cumsum(sizes)[:-1]), arrays, strict=True):
+            part[: len(array)] = array
+        on_device = self._packet[: len(packet)].copy_(upload(packet, self._packet.device), non_blocking=True)
+        token_ids, positions, slots, sources, sampled_rows = torch.split(on_device, sizes)
+        if draws is not None:
+            rows = slice(0, len(arrays[0]))
+            fill_in(token_ids[rows], sources[rows], draws)
         self._inputs = StepInputs(
             token_ids=token_ids,
             positions=positions,
@@ -206,7 +207,7 @@ class StepGraphs:
     def _logits_of(self, num_sampled: int) -> torch.Tensor:
         """float32 [num_sampled, vocab], the same memory for all graphs."""
         if self._logits is None:
-            self._logits = torch.zeros(self._max_sampled, self._vocab_size, device=self._device.device)
+            self._logits = torch.zeros(self._max_sampled, self._vocab_size, device=self._packet.device)
         return self._logits[:num_sampled]
 
 
@@ -271,6 +272,17 @@ def _no_collection() -> Iterator[None]:
     finally:
         if is_enabled:
             gc.enable()
+
+
+def fill_in(token_ids: torch.Tensor, sources: torch.Tensor, draws: torch.Tensor) -> None:
+    """Put tokens that were drawn on the device, and that the host may not know yet, in their places.
+
+    token_ids  int64 [T]  written in place
+    sources    int64 [T]  the draw that a row's token is; below 0 where the token is known
+    draws      int32 [S]  -1 where nothing could be drawn: such a row computes something, which nobody uses
+    """
+    drawn = draws.index_select(0, sources.clamp(min=0)).clamp(min=0)
+    token_ids.copy_(torch.where(sources < 0, token_ids, drawn))
 
 
 def step_graphs_for(decoder: Decoder, max_sampled: int) -> MakeGraphs | None:

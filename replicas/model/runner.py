@@ -31,6 +31,7 @@ from mneme.kernels.attention import (
 )
 from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import ranges
+from mneme.kernels.upload import upload
 from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.forest.moves import Moves
@@ -40,8 +41,8 @@ from mneme.replicas.fuse.fusor import DocumentRows, Fusor
 from mneme.replicas.fuse.selectors import FloatArray, filter_counts
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
-from mneme.replicas.model.graphs import MakeGraphs
-from mneme.replicas.model.sampler import prompt_logprobs
+from mneme.replicas.model.graphs import MakeGraphs, fill_in
+from mneme.replicas.model.sampler import Expected, prompt_logprobs
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.sequence import StepRows
 
@@ -114,12 +115,22 @@ class Runner:
         """Return whether the tier has time for copies ahead of need."""
         return self._tier.is_idle
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Return whether a step may be launched before the last one's tokens are known to the host."""
+        return self.graphs is not None
+
     def prepare(
-        self, batch: list[StepRows], moves: Moves, saves: collections.abc.Sequence[SaveJob] = ()
+        self,
+        batch: list[StepRows],
+        moves: Moves,
+        saves: collections.abc.Sequence[SaveJob] = (),
+        expected: Expected | None = None,
     ) -> StepInputs | None:
         """Make tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first.
 
-        saves  chunks of the cache tier that the step completes
+        saves     chunks of the cache tier that the step completes
+        expected  tokens that the last step drew, whose placeholders the batch's sequences have
         """
         load = self._begin_moves(moves)
         if not batch:
@@ -131,11 +142,15 @@ class Runner:
         starts, ends = np.array([span for part in ordered for span in part.spans]).T
         positions = ranges(starts, ends - starts)
         slots = self._slots(ordered)
-        token_ids = [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]]
-        arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(batch, ordered))
+        token_ids = np.array(
+            [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]], np.int64
+        )
+        sources = np.full_like(token_ids, -1) if expected is None else expected.sources(token_ids)
+        arrays = (token_ids, positions, slots, sources, _sampled_rows(batch, ordered))
+        draws = None if expected is None or sources.max() < 0 else expected.draws.tokens
         is_shifted, is_read = any(part.is_shifted for part in ordered), any(part.is_read for part in ordered)
         bucket = None if load is not None or is_shifted or is_read else self._bucket(ordered)
-        inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
+        inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket, draws)
         inputs.load = load
         rotated = positions
         if is_shifted:
@@ -161,6 +176,11 @@ class Runner:
     def use_chunks(self, loader: ChunkLoader, saver: ChunkSaver) -> None:
         """Let steps load chunks from the cache tier, and save them there, from now on."""
         self._loader, self._saver = loader, saver
+
+    def free_memory(self) -> None:
+        """Give what torch keeps for later back to the device."""
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Give the host tier's memory and thread back; nothing can be computed any more."""
@@ -301,7 +321,8 @@ class Runner:
         plan = self._new_plan([path], QueryRows(np.zeros_like(positions), positions), num_padding=0)
         slots = np.full_like(positions, _SPARE_SLOT)
         token_ids = np.array(context[positions[0] : end], np.int64)
-        inputs = self._inputs((token_ids, positions, slots, np.array([len(positions) - 1])), plan, None)
+        known = np.full_like(positions, -1)
+        inputs = self._inputs((token_ids, positions, slots, known, np.array([len(positions) - 1])), plan, None)
         inputs.observe = observer
         self.launch(inputs)
         return observer.masses()
@@ -315,9 +336,6 @@ class Runner:
 
         Nothing of what a fresh page held may be seen by its next owner.
         """
-        if self._loader is not None and self._saver is not None:  # of a step that failed
-            self._loader.end()
-            self._saver.abandon()
         if moves.saves:
             device_pages, host_pages = np.array(moves.saves, np.int64).T
             self._tier.save(device_pages, host_pages)
@@ -356,12 +374,17 @@ class Runner:
             return None
         return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))
 
-    def _inputs(self, arrays: tuple[IntArray, ...], plan: Plan, bucket: int | None) -> StepInputs:
+    def _inputs(
+        self, arrays: tuple[IntArray, ...], plan: Plan, bucket: int | None, draws: torch.Tensor | None = None
+    ) -> StepInputs:
         if bucket is not None and self.graphs is not None:
-            return self.graphs.inputs(arrays, plan, bucket)
-        token_ids, positions, slots, sampled_rows = arrays
+            return self.graphs.inputs(arrays, plan, bucket, draws)
+        token_ids, positions, slots, sources, sampled_rows = arrays
+        ids_on_device = self._tensor(token_ids)
+        if draws is not None:
+            fill_in(ids_on_device, self._tensor(sources), draws)
         return StepInputs(
-            token_ids=self._tensor(token_ids),
+            token_ids=ids_on_device,
             positions=self._tensor(positions),
             slots=self._tensor(slots),
             sampled_rows=self._tensor(sampled_rows),
@@ -428,7 +451,7 @@ class Runner:
         return ranges(page_ids * self.page_size + offsets, counts)
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._decoder.device)
+        return upload(array, self._decoder.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

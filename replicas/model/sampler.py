@@ -6,6 +6,9 @@ left; a draw.
 
 The draw inverts the cumulative distribution at a number that is a function of (seed, choice, output position)
 computed on the host, so it neither depends on the batch nor on the device.
+
+On a GPU nothing here waits: what is drawn stays on the device, where the next step may read it (`Draws.tokens`), and
+comes to the host beside that step (`Draws.wait`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +26,7 @@ import torch
 
 from mneme.kernels.ops import best_tokens, draw_tokens, draw_whole, mask_logits
 from mneme.kernels.torch.ops import invert
+from mneme.kernels.upload import download, upload
 from mneme.replicas.request import Logprobs, PromptLogprobs, SamplingParams
 from mneme.replicas.sequence import TokenCounts
 
@@ -64,24 +69,84 @@ def uniform(seed: int, choice_index: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Told:
+    """Holds what the model said of rows that want log-probabilities, on its way to the host."""
+
+    rows: list[int]
+    own: torch.Tensor  # float32 [rows, 1], of the token that was drawn
+    top: torch.Tensor  # float32 [rows, most], the largest first
+    top_ids: torch.Tensor  # int64 [rows, most]
+
+
+class Draws:
+    """Holds the tokens that a step drew. They may be on their way from the device still."""
+
+    def __init__(self, tokens: torch.Tensor, params: Sequence[SamplingParams], told: _Told | None) -> None:
+        """
+        tokens  int32 [rows], on the logits' device; -1 where nothing could be drawn
+        """
+        self.tokens = tokens
+        self._params, self._told = params, told
+        self._token_ids = download(tokens)
+        self._arrived: torch.cuda.Event | None = None
+        if tokens.is_cuda:  # who waits sleeps: other threads have better use for the processor
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(tokens.device))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def wait(self) -> list[Sampled]:
+        """Return what was drawn, in the order of the rows, once it is on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        token_ids = [token_id if token_id >= 0 else None for token_id in self._token_ids.tolist()]
+        sampled = [Sampled(token_id, None) for token_id in token_ids]
+        told = self._told
+        if told is not None:
+            values = zip(told.own[:, 0].tolist(), told.top_ids.tolist(), told.top.tolist(), strict=True)
+            for index, (own, ids, best) in zip(told.rows, values, strict=True):
+                token_id, most = token_ids[index], self._params[index].logprobs
+                if token_id is not None:
+                    logprobs = Logprobs(token_id, own, tuple(zip(ids[:most], best, strict=False)))
+                    sampled[index] = Sampled(token_id, logprobs)
+        return sampled
+
+
+NO_DRAWS = Draws(torch.empty(0, dtype=torch.int32), (), None)
+
+
+class Expected(NamedTuple):
+    """Tells which placeholders stand for the tokens of a step, in ids on the host, until these are known there."""
+
+    draws: Draws
+    first: int  # the placeholder of its first row, below -1; the next row's is one less, and so on
+
+    def placeholder(self, row: int) -> int:
+        return self.first - row
+
+    def sources(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the row that each of these ids stands for; -1 where it is a token's."""
+        return np.where(token_ids < -1, self.first - token_ids, -1)
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-    """Draw one token per row.
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
+    """Draw one token per row. On a GPU this launches the draws and waits for nothing.
 
     logits  float32 [num_rows, vocab_size]; changed in place
     """
-    told = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    raw = logits[told] if told else logits[:0]
+    params = [row.params for row in rows]
+    told = [index for index, each in enumerate(params) if each.logprobs is not None]
+    at = upload(np.array(told, np.int64), logits.device) if told else None
+    raw = None if at is None else logits[at]
     _edit_logits(logits, rows)
-    token_ids = _draw_by_kernel(logits, rows) if logits.is_cuda else None
-    if token_ids is None:
-        token_ids = _draw(logits, rows)
-    sampled = [Sampled(token_id, None) for token_id in token_ids]
-    if told:
-        all_logprobs = _logprobs(raw, [token_ids[index] for index in told], [rows[index].params for index in told])
-        for index, logprobs in zip(told, all_logprobs, strict=True):
-            sampled[index] = Sampled(token_ids[index], logprobs)
-    return sampled
+    tokens = _draw_by_kernel(logits, rows) if logits.is_cuda else None
+    if tokens is None:
+        drawn = [-1 if token_id is None else token_id for token_id in _draw(logits, rows)]
+        tokens = upload(np.array(drawn, np.int32), logits.device)
+    return Draws(tokens, params, None if raw is None or at is None else _tell(raw, tokens[at], told, params))
 
 
 def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
@@ -116,7 +181,7 @@ def _mask_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
         return
     free = np.full_like(masked, -1)
     bits = np.concatenate([free if row.mask is None else row.mask for row in rows]).reshape(len(rows), -1)
-    mask_logits(logits, torch.from_numpy(bits).to(logits.device))
+    mask_logits(logits, upload(bits, logits.device))
 
 
 def _lowered_by(row: SampleRow) -> npt.NDArray[np.float64]:
@@ -135,20 +200,23 @@ def _on_device(logits: torch.Tensor, edits: Iterable[_Edit]) -> _Edits | None:
             values.append(np.broadcast_to(np.asarray(value, np.float32), len(tokens)))
     if not ids:
         return None
-    at, value = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(values))
-    return _Edits(at.to(logits.device), value.to(logits.device))
+    return _Edits(upload(np.concatenate(ids), logits.device), upload(np.concatenate(values), logits.device))
 
 
-def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None] | None:
-    """Draw as `_draw` does, up to rounding; None if the logits' device has no kernel for it."""
+def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor | None:
+    """Draw as `_draw` does, up to rounding: int32 [rows]; None if the logits' device has no kernel for it."""
     params = [row.params for row in rows]
+    temperatures = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
     return draw_tokens(
         logits,
-        temperature=[p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params],
+        temperature=temperatures,
         top_k=[p.top_k for p in params],
         top_p=[p.top_p for p in params],
         min_p=[p.min_p for p in params],
-        uniform=[uniform(row.seed, row.choice_index, row.position) for row in rows],
+        uniform=[
+            uniform(row.seed, row.choice_index, row.position) if temperature else 0.0  # a greedy row needs none
+            for row, temperature in zip(rows, temperatures, strict=True)
+        ],
     )
 
 
@@ -234,23 +302,17 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
-def _logprobs(
-    raw: torch.Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
-) -> list[Logprobs | None]:
-    """Return, for rows that drew a token, what the model said before anything was edited.
+def _tell(raw: torch.Tensor, tokens: torch.Tensor, told: list[int], params: Sequence[SamplingParams]) -> _Told:
+    """Send for what the model said of some rows before anything was edited.
 
-    raw  float32 [rows, vocab_size]
+    raw     float32 [rows, vocab_size]
+    tokens  int32 [rows], what was drawn of them
+    told    their indices in the step
     """
     logprobs = raw.log_softmax(dim=-1)
-    chosen = torch.tensor([[token_id or 0] for token_id in token_ids], device=raw.device)
-    most = max(p.logprobs or 0 for p in params)
-    values, ids = logprobs.topk(most)
-    rows = zip(logprobs.gather(-1, chosen)[:, 0].tolist(), ids.tolist(), values.tolist(), strict=True)
-    told = zip(token_ids, params, rows, strict=True)
-    return [
-        None if token_id is None else Logprobs(token_id, own, tuple(zip(top[: p.logprobs], best, strict=False)))
-        for token_id, p, (own, top, best) in told
-    ]
+    top, top_ids = logprobs.topk(max(params[index].logprobs or 0 for index in told))
+    own = logprobs.gather(-1, tokens.clamp(min=0).long()[:, None])
+    return _Told(rows=told, own=download(own), top=download(top), top_ids=download(top_ids))
 
 
 @torch.inference_mode()

@@ -41,6 +41,7 @@ from mneme.replicas.sequence import FoundChunks, Sequence, StepRows
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
 _NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
+_SHRUNK_STEPS = 1000  # that are smaller after one for which the device had no memory
 _MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
 
 
@@ -73,6 +74,7 @@ class Scheduler:
         self._refused: Sequence | None = None
         self._rematch_in = 0
         self._budget = StepBudget(0, forest.page_size)  # of the step that is being scheduled
+        self._shrunk_tokens, self._num_shrunk = max_batch_tokens, 0  # rows of a step, for so many steps
         forest.look_ahead(lambda: (sequence.owner for sequence in self.waiting))
 
     @property
@@ -210,11 +212,12 @@ class Scheduler:
         batch: list[StepRows] = []
         loading = self._loading()
         decodes, prefills = list[Sequence](), list[Sequence]()
-        for sequence in [s for s in self.running if s not in loading]:
+        running = [sequence for sequence in self.running if not sequence.is_ending]
+        for sequence in [s for s in running if s not in loading]:
             (decodes if self._num_pending(sequence) <= 1 else prefills).append(sequence)
         num_prefills = len(prefills)
         budget = self._budget = self._make_budget(decodes)
-        order = list(self.running)
+        order = running
         if self._costs is not None and prefills:
             order = [*loading, *decodes, *sorted(prefills, key=self._note_due)]
         for sequence in order:
@@ -249,11 +252,18 @@ class Scheduler:
 
     def _make_budget(self, decodes: Collection[Sequence]) -> StepBudget:
         """Set a row aside for each decode, and its time where somebody's next token waits for the step."""
-        num_rows, seconds = self._max_batch_tokens - len(decodes), math.inf
+        self._num_shrunk = max(self._num_shrunk - 1, 0)
+        max_rows = self._max_batch_tokens if not self._num_shrunk else self._shrunk_tokens
+        num_rows, seconds = max_rows - len(decodes), math.inf
         if self._costs is not None and any(sequence.num_output for sequence in decodes):
             decode_s = self._costs.decode_s(len(decodes), sum(len(sequence.context) for sequence in decodes))
             seconds = seconds_beside(decode_s, self._max_step_s)
         return StepBudget(num_rows, self._forest.page_size, self._costs, seconds)
+
+    def shrink(self) -> None:
+        """Halve the rows of prompts in a step for a while: the device had no memory for as many."""
+        before = self._shrunk_tokens if self._num_shrunk else self._max_batch_tokens
+        self._shrunk_tokens, self._num_shrunk = max(before // 2, 1), _SHRUNK_STEPS
 
     def _note_due(self, sequence: Sequence) -> float:
         """Note and return by when its prompt would be done, had what is left of it begun as it came."""

@@ -15,6 +15,7 @@ from mneme.replicas.forest.moves import Moves
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.sampler import Expected
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.sequence import StepRows
 
@@ -105,12 +106,18 @@ class RecordingRunner(Runner):
         self.num_rows = self.num_saved = self.num_loaded = 0
         self._sampling: list[str] = []
 
-    def prepare(self, batch: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
+    def prepare(
+        self,
+        batch: list[StepRows],
+        moves: Moves,
+        saves: Sequence[SaveJob] = (),
+        expected: Expected | None = None,
+    ) -> StepInputs | None:
         self._sampling = [part.sequence.request.request_id for part in batch if part.samples]
         self.num_rows += sum(part.num_rows for part in batch)
         self.num_saved += len(moves.saves)
         self.num_loaded += len(moves.loads)
-        return super().prepare(batch, moves, saves)
+        return super().prepare(batch, moves, saves, expected)
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
         logits = super().forward(inputs)

@@ -21,6 +21,7 @@ import torch
 from mneme.errors import TransferFailed
 from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
+from mneme.replicas.model.sampler import Expected
 from mneme.replicas.sequence import StepRows
 
 FREE = 2**30
@@ -51,7 +52,11 @@ class FakeRunner:
         max_context: int = 10_000,
         num_host_pages: int = 0,
         window: int | None = None,
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: steps are launched before the tokens of the last one are known to the engine."""
+        self.runs_ahead = runs_ahead
+        self._expected: Expected | None = None
         self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
         self.window, self.is_windowed = window, window is not None
         self.device, self.dtype = "none", "none"
@@ -77,10 +82,25 @@ class FakeRunner:
     def close(self) -> None:
         self.can_copy = False
 
-    def prepare(self, batch: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> list[StepRows]:
-        if self.saver is not None:
-            self.loader.end()
-            self.saver.abandon()
+    def free_memory(self) -> None:
+        pass
+
+    def context(self, part: StepRows) -> list[int]:
+        """Return what the sequence sees, as a device does: with the tokens that placeholders stand for."""
+        context = part.sequence.context
+        if self._expected is None or context[-1] >= 0:
+            return context
+        (source,) = self._expected.sources(np.array(context[-1:]))
+        return [*context[:-1], max(int(self._expected.draws.tokens[source]), 0)]
+
+    def prepare(
+        self,
+        batch: list[StepRows],
+        moves: Moves,
+        saves: Sequence[SaveJob] = (),
+        expected: Expected | None = None,
+    ) -> list[StepRows]:
+        self._expected = expected
         if self.num_failing_transfers:
             self.num_failing_transfers -= 1
             raise TransferFailed("no such memory")
@@ -95,7 +115,9 @@ class FakeRunner:
             self._note_lineage(next(iter(self._writers)))
         self._spread_doubt(batch)
         if self.saver is not None:
-            self.saver.begin(saves, self.slots)
+            self.saver.slots = self.slots
+            if saves:
+                self.saver.begin(saves)
         return batch
 
     def forward(self, batch: list[StepRows]) -> torch.Tensor:
@@ -107,7 +129,7 @@ class FakeRunner:
             seen = [slot for position in part.positions.tolist() for slot in self._check_context(part, position)]
             if part.samples:
                 is_wrong = not self.doubtful.isdisjoint(seen)
-                rows.append((predict(part.sequence.context, self.vocab_size) + is_wrong) % self.vocab_size)
+                rows.append((predict(self.context(part), self.vocab_size) + is_wrong) % self.vocab_size)
         self._probing = [part for part in batch if part.probes or part.num_compared]
         self.doubtful = set()
         chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
@@ -136,7 +158,7 @@ class FakeRunner:
         self.num_loaded += len(moves.loads)
 
     def _write(self, part: StepRows) -> None:
-        positions = part.positions.tolist()
+        positions, context = part.positions.tolist(), self.context(part)
         slots = written_slots(part)
         positions = positions[: len(positions) - part.num_compared]
         assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and part.is_last)
@@ -146,7 +168,7 @@ class FakeRunner:
         for position, slot, key_position in zip(positions, slots, part.key_positions.tolist(), strict=False):
             assert position % self.page_size == slot[1] or slot[0] in private
             assert slot not in self.slots, "a slot is written twice"
-            self.slots[slot] = (key_position, part.sequence.context[position], 0)
+            self.slots[slot] = (key_position, context[position], 0)
             self._writers[slot] = part, position
 
     def _note_lineage(self, slot: Slot) -> None:
@@ -174,14 +196,15 @@ class FakeRunner:
         found = {position: self.slots[slot][1] for position, slot in seen}
         assert len(found) == len(seen), "a position is seen twice"
         first = self._first_seen(query_position)
-        context = {position: part.sequence.context[position] for position in range(first, query_position + 1)}
+        known = self.context(part)
+        context = {position: known[position] for position in range(first, query_position + 1)}
         wrong = [slot for position, slot in seen if context.get(position) != self.slots[slot][1]]
         assert self.doubtful.issuperset(wrong), "a row sees what is not its context"
         assert found.keys() == context.keys()
         path = part.sequence.path
         if path is not None and not path.root.is_own:
             exact = {position: slot for position, slot in seen if slot not in self.doubtful}
-            for position, lineage in enumerate(lineages(path.root.salt, part.sequence.context)):
+            for position, lineage in enumerate(lineages(path.root.salt, known)):
                 assert position not in exact or self.slots[exact[position]][2] == lineage, "approximate KV"
         return [slot for _, slot in seen]
 

@@ -402,7 +402,7 @@ def test_rows_without_a_grammar_are_the_same_to_the_bit_beside_one(llm: LLM) -> 
 
 def sample_rows(params: list[SamplingParams], mask: Any) -> list[Any]:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)).repeat(len(params), 1)
-    sampled = sample(logits, [SampleRow(p, 5, 0, 0, mask=mask if p.grammar else None) for p in params])
+    sampled = sample(logits, [SampleRow(p, 5, 0, 0, mask=mask if p.grammar else None) for p in params]).wait()
     assert all(each.token_id == 4 for each, p in zip(sampled, params, strict=True) if p.grammar)  # none beyond the mask
     return list(sampled)
 

@@ -180,10 +180,9 @@ class FakeSaver:
         self.counts = SaveCounts()
         self._store = store
         self._saves: list[_Save] = []
-        self._slots: Slots = {}
+        self.slots: Slots = {}
 
-    def begin(self, jobs: Sequence[SaveJob], slots: Slots) -> None:
-        self._slots = slots
+    def begin(self, jobs: Sequence[SaveJob]) -> None:
         self._saves = [_Save(job, self._copied(job)) for job in jobs]
 
     def end(self, unsound: Collection[object] = ()) -> None:
@@ -193,6 +192,9 @@ class FakeSaver:
     def save(self, jobs: Sequence[SaveJob]) -> None:
         self._put([_Save(job, self._copied(job)) for job in jobs])
 
+    def all_launched(self) -> None:
+        pass
+
     def abandon(self) -> None:
         self._saves = []
 
@@ -200,7 +202,7 @@ class FakeSaver:
         self.abandon()
 
     def _copied(self, job: SaveJob) -> list[Content]:
-        return [self._slots[page, offset + i] for page, offset, count, _ in job.runs for i in range(count)]
+        return [self.slots[page, offset + i] for page, offset, count, _ in job.runs for i in range(count)]
 
     def _put(self, saves: list[_Save]) -> None:
         for save in saves:

@@ -80,6 +80,7 @@ class Pool:
     edge: str
     read_buffer_bytes: int
     step_chunks: int | None  # that one step loads beside others
+    runs_ahead: bool
     seed: int
     fault_share: float  # of reads that are misses, of loads that are late, of steps in which something else fails
 
@@ -96,6 +97,7 @@ pools = st.builds(
     edge=st.sampled_from(["host", "disk", "peer_host"]),
     read_buffer_bytes=st.sampled_from([0, 300, 1 << 20]),
     step_chunks=st.sampled_from([None, 1, 2]),
+    runs_ahead=st.booleans(),
     seed=st.integers(0, 2**16),
     fault_share=st.sampled_from([0.0, 0.05, 0.3]),
 )
@@ -250,6 +252,7 @@ class Play:
     def _runner(self) -> FakeRunner:
         pool = self.pool
         options: dict[str, Any] = {"num_host_pages": pool.num_host_pages, "window": pool.window}
+        options["runs_ahead"] = pool.runs_ahead
         return FakeRunner(pool.num_pages, pool.page_size, max_context=pool.max_context, **options)
 
     def _engine(self, runner: FakeRunner, cache: PlayedCache) -> Engine:

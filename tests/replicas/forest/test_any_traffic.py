@@ -45,6 +45,7 @@ traffic_and_pool = st.tuples(
     st.sampled_from([0, 0, 3, 12, 40]),
     st.sampled_from([None, None, 3, 9]),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 1000)), max_size=8),
+    st.booleans(),
 )
 
 
@@ -73,9 +74,10 @@ def check_traffic(
     num_host_pages: int,
     window: int | None,
     losses: list[tuple[int, int]],
+    runs_ahead: bool,
 ) -> None:
     """`pinning`: at which step, for how many steps, and the prompt of which request; `losses`: at which step what."""
-    runner = FakeRunner(num_pages, page_size, num_host_pages=num_host_pages, window=window)
+    runner = FakeRunner(num_pages, page_size, num_host_pages=num_host_pages, window=window, runs_ahead=runs_ahead)
     engine = make_engine(
         runner=runner,
         max_batch_tokens=max_batch_tokens,

@@ -314,6 +314,57 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
         assert replayed
 
 
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu_before_the_next_step_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises where a copy or a read would wait, unseen; captures, which wait, come in a first round."""
+    write_checkpoint("llama-3", tmp_path)
+    decoder = decoder_of(tmp_path, device="cuda:0", share="auto")
+    engine, runner = engine_of(decoder, step_graphs_for(decoder, 8))
+    expected = mixed_answers(engine)
+    launch, num_watched = engine._launch, 0
+
+    def watched(batch: Any, before: Any) -> Any:
+        nonlocal num_watched
+        num_watched += before is not None
+        torch.cuda.set_sync_debug_mode("default" if before is None else "error")
+        try:
+            return launch(batch, before)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(engine, "_launch", watched)
+    engine.forest.clear()
+    assert mixed_answers(engine) == expected
+    assert num_watched > 30
+    assert runner.graphs is not None
+    assert runner.graphs.num_failed == 0
+
+
+def mixed_answers(engine: Engine) -> dict[str, list[int]]:
+    """Greedy and drawn rows, penalties, biases and log-probabilities, joining at different times."""
+    generator = np.random.default_rng(5)
+    drawn: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    kinds = [
+        {"temperature": 0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "repetition_penalty": 1.5},
+        {"temperature": 0, "logprobs": 3}, {"temperature": 1.0, "logit_bias": {3: 5.0}},
+        {"temperature": 0, "min_tokens": 4},
+    ]  # fmt: skip
+    output: dict[str, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        sampling = SamplingParams(**drawn, **kind, seed=index)
+        ids = tuple(generator.integers(0, VOCAB_SIZE, 9 + 7 * index).tolist())
+        engine.submit(GenerationRequest(request_id=f"m{index}", prompt_token_ids=ids, sampling=sampling))
+        for event in [*engine.step(), *engine.step()]:
+            output.setdefault(event.request_id, []).extend(event.token_ids)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            output[event.request_id].extend(event.token_ids)
+    return output
+
+
 def test_a_cpu_has_no_graphs(decoder: Decoder) -> None:
     assert step_graphs_for(decoder, 8) is None
 

@@ -33,7 +33,7 @@ def row(
 
 
 def draw(*rows: SampleRow, logits: torch.Tensor = LOGITS) -> list[int | None]:
-    return [sampled.token_id for sampled in sample(logits.repeat(len(rows), 1), rows)]
+    return [sampled.token_id for sampled in sample(logits.repeat(len(rows), 1), rows).wait()]
 
 
 def test_greedy_is_the_largest_and_zero_needs_no_draw() -> None:
@@ -113,9 +113,9 @@ def test_candidates_draw_what_the_whole_vocabulary_would(
     """Logits come in steps, so that many are equal: also those at the candidates' end."""
     logits = (torch.randn(64, 1500, generator=torch.Generator().manual_seed(3)) * spread * 4).round() / 4
     rows = [row(position, seed=1, temperature=0.8, **truncation) for position in range(64)]
-    found = [sampled.token_id for sampled in sample(logits.clone(), rows)]
+    found = [sampled.token_id for sampled in sample(logits.clone(), rows).wait()]
     monkeypatch.setattr(sampler, "_NUM_CANDIDATES", 1500)
-    assert found == [sampled.token_id for sampled in sample(logits.clone(), rows)]
+    assert found == [sampled.token_id for sampled in sample(logits.clone(), rows).wait()]
 
 
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
@@ -123,7 +123,7 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
     logits[0, 1000:2000] = -torch.inf
     ends = logits[0].double().softmax(-1).cumsum(-1)
     for position in range(300):
-        [sampled] = sample(logits.clone(), [row(position, seed=1)])
+        [sampled] = sample(logits.clone(), [row(position, seed=1)]).wait()
         number = uniform(1, 0, position)
         assert sampled.token_id is not None
         before = float(ends[sampled.token_id - 1]) if sampled.token_id else 0.0
@@ -171,7 +171,7 @@ def test_biases_and_barred_tokens() -> None:
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
-    [sampled] = sample(LOGITS[None].clone(), [row(temperature=0, logprobs=2, logit_bias={3: 100.0})])
+    [sampled] = sample(LOGITS[None].clone(), [row(temperature=0, logprobs=2, logit_bias={3: 100.0})]).wait()
     expected = LOGITS.log_softmax(-1)
     assert sampled.logprobs is not None
     assert sampled.logprobs.token_id == 3
@@ -182,7 +182,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 
 def test_logits_that_are_not_finite_yield_no_token_and_spare_the_others() -> None:
     logits = torch.stack([LOGITS, LOGITS * torch.nan, LOGITS])
-    assert [s.token_id for s in sample(logits, [row(temperature=0), row(), row(temperature=0)])] == [
+    assert [s.token_id for s in sample(logits, [row(temperature=0), row(), row(temperature=0)]).wait()] == [
         1,
         None,
         1,
@@ -223,7 +223,7 @@ def test_edits_of_a_batch_stay_with_their_rows() -> None:
 def test_each_row_gets_the_logprobs_that_it_asks_for() -> None:
     rows = [row(temperature=0, logprobs=count) for count in (3, None, 0, 2)]
     logits = torch.stack([LOGITS, LOGITS, LOGITS - 7, LOGITS * torch.nan])
-    three, none, zero, broken = sample(logits, rows)
+    three, none, zero, broken = sample(logits, rows).wait()
     expected = LOGITS.log_softmax(-1).tolist()
     assert three.logprobs is not None
     assert three.logprobs.top == tuple((token, pytest.approx(expected[token])) for token in (1, 2, 0))
