@@ -210,6 +210,6 @@ def test_a_long_prompt_alone_is_captured_where_one_request_runs_at_a_time() -> N
     graphs = device.graphs(vocab_size=3, max_rows=128, max_sampled=1)
     rows = np.arange(100)
     for last in (5, 6, 99):
-        inputs = graphs.inputs([rows, rows, rows, np.array([last])], plan=None, num_rows=128)  # type: ignore[arg-type]
+        inputs = graphs.inputs([rows, rows, rows, rows, np.array([last])], plan=None, num_rows=128)  # type: ignore[arg-type]
         assert graphs.forward(inputs)[0, 0] == last
     assert (device.shapes, graphs.num_failed, graphs.num_replays) == ([128], 0, 2)
