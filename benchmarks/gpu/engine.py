@@ -1,8 +1,8 @@
 """`make gpu-engine`: where a decode step's time goes, first tokens, and the same layers without an engine.
 
-A step is what `Engine.step` takes. Its GPU part lies between two events around the forward pass; the rest is the
-host's, and as nothing overlaps yet the two add up. `replayed` is a step's graph alone, again and again: the floor of
-our kernels.
+A step is what lies between the ends of two calls of `Engine.step`: a step is launched before the tokens of the one
+before are there, so the host's part, in CPU time, runs beside the GPU's, which lies between two events around the
+forward pass. `replayed` is a step's graph alone, again and again: the floor of our kernels.
 """
 
 from __future__ import annotations
@@ -58,57 +58,62 @@ class Split(NamedTuple):
 
     step: float
     gpu: float
+    host: float  # CPU time of the engine's thread
+    p99: float  # of steps
     num_replayed: int  # of the timed steps
     num_captured: int
     num_steps: int
 
 
 class ForwardTimer:
-    """Times a runner's forward pass on its device, in the place of `Runner.forward`."""
+    """Times a runner's forward passes on its device, in the place of `Runner.forward`; waits for none."""
 
     def __init__(self, model: Model) -> None:
         self._device, self._forward = model.decoder.device, model.runner.forward
-        self._events: Any = ()
-        self._wall_ms = 0.0
+        self._events: list[Any] = []
+        self._wall_ms: list[float] = []
+        self._runner = model.runner
         model.runner.forward = self  # type: ignore[method-assign]
 
     def __call__(self, inputs: StepInputs | None) -> torch.Tensor:
         if self._device.type != "cuda":
             started = time.perf_counter()
             logits = self._forward(inputs)
-            self._wall_ms = (time.perf_counter() - started) * 1e3
+            self._wall_ms.append((time.perf_counter() - started) * 1e3)
             return logits
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         logits = self._forward(inputs)
         end.record()
-        self._events = (begin, end)
+        self._events.append((begin, end))
         return logits
 
-    @property
-    def ms(self) -> float:
-        """Time the last pass; waits for it."""
-        if not self._events:
-            return self._wall_ms
-        begin, end = self._events
-        end.synchronize()
-        return float(begin.elapsed_time(end))
+    def stop(self) -> list[float]:
+        """Return the ms of each pass, once all are done; times no more."""
+        self._runner.forward = self._forward  # type: ignore[method-assign]
+        if self._events:
+            torch.cuda.synchronize()
+        return self._wall_ms + [float(begin.elapsed_time(end)) for begin, end in self._events]
 
 
 def split(model: Model, engine: Engine, num_steps: int, before: Callable[[int], None] = lambda _: None) -> Split:
-    """Steps one by one; `before` each, outside of its time, requests may come and go."""
+    """Steps one by one; `before` each, within its time, requests may come and go."""
     timer, graphs = ForwardTimer(model), model.runner.graphs
     counts = (0, 0) if graphs is None else (graphs.num_replays, graphs.num_graphs)
-    took, gpu = [], []
+    took, cpu = [], []
+    ended = time.perf_counter()
     for number in range(num_steps):
         before(number)
-        started = time.perf_counter()
+        cpu_s = time.thread_time()
         engine.step()
-        took.append((time.perf_counter() - started) * 1e3)
-        gpu.append(timer.ms)
-    model.runner.forward = timer._forward  # type: ignore[method-assign]
+        cpu.append((time.thread_time() - cpu_s) * 1e3)
+        began, ended = ended, time.perf_counter()
+        took.append((ended - began) * 1e3)
+    gpu = timer.stop()
     now = (0, 0) if graphs is None else (graphs.num_replays, graphs.num_graphs)
-    return Split(statistics.median(took), statistics.median(gpu), now[0] - counts[0], now[1] - counts[1], num_steps)
+    slow = sorted(took)[int(0.99 * len(took))]
+    medians = (statistics.median(each) for each in (took, gpu, cpu))
+    return Split(*medians, slow, now[0] - counts[0], now[1] - counts[1], num_steps)
 
 
 def _model(run: Run, batches: tuple[int, ...], prompts: tuple[Prompts, ...], name: str = "llama-3-8b") -> Model:
@@ -128,16 +133,16 @@ def _dry(run: Run, prompts: Prompts) -> Prompts:
 
 def _rows(name: str, found: Split, floor_ms: float, key: tuple[int, int] | None = None) -> Iterator[Row]:
     """A line for the table, and both parts for the archive."""
-    host = found.step - found.gpu
     predicted = DECODE_STEP.get(key) if key is not None else None
     beside = ("", "") if predicted is None else (f" ({predicted[0]:g})", f" ({predicted[1]:g})")
     note = (
-        f"GPU {found.gpu:.2f}{beside[0]}, host {host:.2f}{beside[1]}, {found.num_replayed}/{found.num_steps} replayed"
+        f"GPU {found.gpu:.2f}{beside[0]}, host {found.host:.2f}{beside[1]}, p99 {found.p99:.2f}, "
+        f"{found.num_replayed}/{found.num_steps} replayed"
     )
     note += f", {found.num_captured} captured" if found.num_captured else ""
     yield Row(f"{name}, step", found.step, "ms", floor_ms / found.step, note)
     yield Row(f"{name}, GPU", found.gpu, "ms", floor_ms / found.gpu, is_detail=True)
-    yield Row(f"{name}, host", host, "ms", is_detail=True)
+    yield Row(f"{name}, host", found.host, "ms", is_detail=True)
 
 
 def _decodes(
