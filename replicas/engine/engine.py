@@ -322,7 +322,7 @@ class Engine:
             began_s=began_s,
             is_special=any(part.is_special for part in batch),
             has_loads=bool(moves.loads or moves.grafts),
-            is_timed=not self.runner.has_captured,
+            is_timed=True,
         )
         return flight, logits
 

@@ -117,8 +117,11 @@ def load_engine(
         )
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
+    with _fitting("engine.max_batch_tokens: a step of so many does not", device):
+        warm_up(runner, tokenizer, config, report)
+    report("warm-up", 1.0)
     connector, durable, costs, keep_costs = None, None, None, None
-    if cache is not None:
+    if cache is not None:  # costs are of steps as they will be served, with graphs
         file = _costs_file(runner, config, cache, model_config, dtype)
         if cache.enabled and config.prefix_sharing:
             connector = open_cache_tier(runner, config, cache, file, model_dir, model_config, dtype, open_store)
@@ -127,9 +130,6 @@ def load_engine(
             report("cache tier", 1.0)
         costs = _costs(runner, config, cache, file) if connector is None else connector.costs
         keep_costs = partial(file.write, costs)
-    with _fitting("engine.max_batch_tokens: a step of so many does not", device):
-        warm_up(runner, tokenizer, config, report)
-    report("warm-up", 1.0)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     gate = read_gate(
         model_dir if config.blend_report is None else Path(config.blend_report),
