@@ -161,8 +161,9 @@ def stage(
     choice, step = _choice(device, dtype, plan), step_of(device)
     if step.holding(plan, slot_position, choice.grid) is not step:
         return None
-    step.staged, step.launch = plan, launch or _launch(choice, step)
-    return step.launch
+    launch = launch or _launch(choice, step)
+    step.staged, step.launch = plan, launch
+    return launch
 
 
 def is_interpreted() -> bool:

@@ -11,6 +11,8 @@ learned cost is left of them. On a device three things happen, in this order:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +23,13 @@ from mneme.kernels.ops import draw_tokens
 from mneme.kernels.triton.modules import triton_module, triton_trouble
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import Progress
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from mneme.kernels.triton.precompile import Variant
-    from mneme.replicas.model.decoder import StepInputs
-    from mneme.replicas.model.runner import Runner
+    from mneme.replicas.model.decoder import Decoder, StepInputs
     from mneme.replicas.text.tokenizer import Tokenizer
 
 
@@ -44,14 +46,54 @@ def warm_up(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, r
 
     Raises ConfigError if a kernel cannot be compiled or launched.
     """
-    config = replace(config, max_context=None, copy_out_below=0.0, max_waiting_tokens=None)
-    try:
+    config = _without_limits(config)
+    with _saying_trouble():
         _compile(runner, tokenizer, config, report)
         _run_once(runner, tokenizer, config)
         with runner.no_trace():
             runner.capture_graphs(
                 config.max_running, config.max_batch_tokens, lambda share: report("CUDA graphs", share)
             )
+
+
+def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress) -> int:
+    """Run the largest step, over a small pool, and count the bytes of the GPU that it takes; kernels are compiled.
+
+    As many sequences as may run share its rows, and each draws a token with all options. Raises as `warm_up` does.
+    """
+    config = replace(
+        _without_limits(config), prefix_sharing=False, max_waiting=max(config.max_waiting, config.max_running)
+    )
+    num_rows = config.max_batch_tokens // config.max_running
+    num_pages = config.max_running * (-(-num_rows // config.page_size) + 1)
+    runner = Runner(decoder, max(num_pages, 4 * _PREFILL_ROWS // config.page_size), config.page_size)
+    with _saying_trouble():
+        _compile(runner, tokenizer, config, report)
+        _run_once(runner, tokenizer, config)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+        before = torch.cuda.memory_allocated(decoder.device)
+        engine = Engine(runner, tokenizer, config)
+        for index in range(config.max_running):
+            _submit(runner, engine, f"{index}", num_rows, replace(_ALL_OPTIONS, max_tokens=1))
+        while engine.has_work:
+            engine.step()
+        found = torch.cuda.max_memory_allocated(decoder.device) - before
+    runner.close()
+    del engine, runner
+    torch.cuda.empty_cache()
+    return found
+
+
+def _without_limits(config: EngineConfig) -> EngineConfig:
+    return replace(config, max_context=None, copy_out_below=0.0, max_waiting_tokens=None)
+
+
+@contextmanager
+def _saying_trouble() -> Iterator[None]:
+    """Turn what Triton cannot do into a `ConfigError`."""
+    try:
+        yield
     except Exception as error:
         if (trouble := triton_trouble(error)) is None:
             raise

@@ -39,7 +39,7 @@ from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 logger = logging.getLogger(__name__)
 
 MAX_BUCKET = 512  # rows; larger steps are bound by computing, not by launches
-_BUCKETS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_BUCKET + 1, 32)]  # of rows
+_BUCKETS: list[int] = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_BUCKET + 1, 32)]  # of rows
 _FEW_SAMPLED = 128  # that sampled rows are padded to if no more are wanted: the head reads its weights as fast
 _MAX_FAILURES = 3  # captures in a row
 _CAPTURE_S = 30.0  # a capture takes about 0.1 s; what is not reached runs as it is

@@ -21,8 +21,8 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine, load_engine_loop
-from mneme.replicas.engine.warm_up import warm_up
-from mneme.replicas.model.decoder import Decoder, KvPool
+from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
+from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import Graph, MakeGraphs, Run, StepGraphs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -195,6 +195,26 @@ def test_graphs_that_were_captured_while_loading_serve_the_loop(monkeypatch: pyt
     elsewhere.submit(GenerationRequest(request_id="b", prompt_token_ids=ids, sampling=sampling))
     assert [token for event in run(elsewhere) for token in event.token_ids] == tokens
     assert (graphs.num_replays, graphs.num_graphs) == (12, num_graphs)
+
+
+def test_the_largest_step_is_run_before_the_pool_is_made(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is played, which counts no bytes but those that it is told."""
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    rows: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: rows.clear() or 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 100 + max(rows)[0])
+    forward = Runner.forward
+
+    def noted(self: Runner, inputs: StepInputs | None) -> torch.Tensor:
+        if inputs is not None:
+            rows.append((len(inputs.token_ids), inputs.num_sampled))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(Runner, "forward", noted)
+    decoder = decoder_of(checkpoint, share="auto")
+    assert largest_step_bytes(decoder, None, CONFIG, lambda _what, _share: None) == CONFIG.max_batch_tokens
+    assert rows == [(CONFIG.max_batch_tokens, CONFIG.max_running)]
 
 
 def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
