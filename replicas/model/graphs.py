@@ -221,10 +221,9 @@ class StepGraphs:
             self._num_failures = 0
 
     def _step(self) -> None:
-        """Run what is captured: the forward pass, with its logits copied to where every graph leaves them."""
+        """Run what is captured: the forward pass, which leaves its logits where every graph does."""
         assert self._inputs is not None
-        logits = self._run(replace(self._inputs, layer_done=None))  # a capture runs it twice, and computes nothing
-        self._logits_of(len(logits)).copy_(logits)
+        self._run(replace(self._inputs, logits=self._logits_of(len(self._inputs.sampled_rows))))
 
     def _logits_of(self, num_sampled: int) -> torch.Tensor:
         """float32 [num_sampled, vocab], the same memory for all graphs."""
@@ -236,7 +235,7 @@ class StepGraphs:
 class CudaCapture:
     """Captures on a side stream into one pool of memory for all graphs.
 
-    One pool is right because a graph's results are copied out before another graph runs.
+    One pool is right because a graph leaves its result outside of it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -17,7 +17,11 @@ class PlayedDevice:
     """A replay runs the forward pass on the tensors of the capture and on the plan that was staged last."""
 
     def __init__(self, run: Run) -> None:
-        self._forward = run
+        def forward(inputs: StepInputs) -> torch.Tensor:
+            logits = run(inputs)
+            return logits if inputs.logits is None or logits is inputs.logits else inputs.logits.copy_(logits)
+
+        self._forward = forward
         self._plan: Plan | None = None
         self._frozen: StepInputs | None = None
         self.num_eager = 0
