@@ -122,6 +122,8 @@ def make_engine(
     config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, prefix_sharing=share_prefixes, **more)
     if is_warm:
         warm_up(runner, None, config, lambda _what, _share: None)
+    else:
+        runner.capture_graphs(config.max_running, config.max_batch_tokens, lambda _share: None)
     if store is None:
         return Engine(runner, None, config)
     costs = costs or CostModel(model.calibration)

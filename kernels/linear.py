@@ -21,8 +21,10 @@ _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature tha
 class Linear(Protocol):
     """Projects rows. Sums are float32 and rounded once."""
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N], in x's dtype or, where `out_dtype` is float32, in that one.
+
+        out  contiguous, of the result's shape and dtype: gets it and is returned
 
         A packed weight refuses every other x and `out_dtype` with a ValueError.
         """
@@ -39,12 +41,13 @@ class PlainLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         if out_dtype == torch.float32 != x.dtype and x.is_cuda:  # the product's sums, unrounded; CUDA alone gives them
-            y = torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+            y = torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)
             return y if self._bias is None else y.add_(self._bias)
         y = F.linear(x, self._weight, self._bias)
-        return y if out_dtype is None else y.to(out_dtype)
+        y = y if out_dtype is None else y.to(out_dtype)
+        return y if out is None else out.copy_(y)
 
     def weight_rows(self, index: Tensor) -> Tensor:
         return F.embedding(index, self._weight)
@@ -103,7 +106,7 @@ class PackedLinear:
         )
         self._pointer = ctypes.addressof(self._struct)
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         if x.dtype is not self._dtype or x.ndim != 2 or x.shape[1] != self._num_inputs or not x.is_cpu:
             wanted = f"{self._dtype} [T, {self._num_inputs}] on the CPU, as the weight is"
             raise ValueError(f"x: must be {wanted} (got {x.dtype} {tuple(x.shape)} on {x.device})")
@@ -112,7 +115,7 @@ class PackedLinear:
         num_rows = x.shape[0]
         if self._padding or x.stride(1) != 1:
             x = F.pad(x, (0, self._padding)).contiguous()
-        y = x.new_empty((num_rows, self._num_features), dtype=out_dtype)
+        y = x.new_empty((num_rows, self._num_features), dtype=out_dtype) if out is None else out
         self._call(
             self._pointer, x.data_ptr(), num_rows, x.stride(0), y.data_ptr(),
             out_dtype is torch.float32, num_threads(),

@@ -202,10 +202,9 @@ def _kernels(run: Run) -> Iterator[Row]:
 
 def _replayed_ms(model: Model) -> float | None:
     """The graph that was replayed last, by itself; it writes the KV of one step again and again."""
-    graphs = getattr(model.runner.graphs, "_graphs", None)
-    if not graphs:
+    graph = None if model.runner.graphs is None else model.runner.graphs.last_replayed
+    if graph is None:
         return None
-    graph = next(reversed(graphs.values()))
     arm = Arm("graph", lambda _: graph.replay(), is_capturable=False)
     return interleaved([arm], model.decoder.device, budget_s=0.0, max_rounds=3).ms("graph")
 

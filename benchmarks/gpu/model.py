@@ -77,7 +77,10 @@ class Model:
         return (time.perf_counter() - started) * 1e3
 
     def engine(self, max_running: int) -> Engine:
-        return Engine(self.runner, None, EngineConfig(page_size=PAGE_SIZE, max_running=max_running, max_sessions=0))
+        config = EngineConfig(page_size=PAGE_SIZE, max_running=max_running, max_sessions=0)
+        if self.runner.graphs is not None and not self.runner.graphs.num_graphs:  # when kernels have been compiled
+            self.runner.capture_graphs(max_running, config.max_batch_tokens, lambda _share: None)
+        return Engine(self.runner, None, config)
 
     def submit(self, engine: Engine, request_id: str, ids: list[int], max_tokens: int, **sampling: Any) -> None:
         params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=max_tokens, ignore_eos=True, seed=0)

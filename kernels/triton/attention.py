@@ -3,7 +3,7 @@
 Before it, once per step, `key_position_kernel` writes where keys were rotated; behind it `merge_kernel` merges the
 partial results of rows that several tiles worked on, for any number of parts (RelayAttention 3.3).
 
-A program takes one tile (`mneme.kernels.triton.tiles`) for one KV head: up to BLOCK_M query rows, counted as entries
+A program takes tiles (`mneme.kernels.triton.tiles`), each for one KV head: up to BLOCK_M query rows, counted as entries
 of a piece times query heads per KV head, over a range of the piece's pages. It goes through the piece's runs with one
 online softmax, so a row leaves one partial result per tile and not one per segment. Entering a run it rotates the
 *original* queries to `position - delta`, in float32, and rounds once; keys are read as they lie, as two halves of the
@@ -35,6 +35,7 @@ from mneme.kernels.triton import tiles as triton_tiles
 
 # Positions of a step's sections in the header of its packed work, and the sizes of records.
 _NUM_TILES = tl.constexpr(int(triton_pack.Header.num_tiles))
+_NUM_TAKEN = tl.constexpr(int(triton_pack.Header.num_taken))
 _IS_PREFILL = tl.constexpr(int(triton_pack.Header.is_prefill))
 _POSITION = tl.constexpr(int(triton_pack.Header.position))
 _NUM_PARTS = tl.constexpr(int(triton_pack.Header.num_parts))
@@ -309,6 +310,18 @@ def _attend_tile(
         tl.store(partial_out + slot[:, None] * HEAD_DIM + first, result, mask=is_partial[:, None] & present)
 
 
+@triton.jit
+def _taken(work, end):
+    """Count what was taken before by programs that had done one, and take one; `end` are all that there are to do.
+
+    Who is the last, as each that is done is followed by one call, leaves the count at 0 for the next launch.
+    """
+    taken = tl.atomic_add(work + _NUM_TAKEN, 1, sem="relaxed")
+    if taken == end - 1:
+        tl.store(work + _NUM_TAKEN, 0)
+    return taken
+
+
 @triton.jit(do_not_specialize=["num_pages", "num_rope_positions", "window"])
 def attention_kernel(
     q, k_pages, v_pages, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
@@ -318,7 +331,10 @@ def attention_kernel(
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program `tile * NUM_KV_HEADS + kv_head`; those behind the work's last tile end at once.
+    """Programs take tiles, one for one KV head, until none is left; how many there are stands in the work.
+
+    So a launch does not depend on the work. Each begins with the tile of its own number; who is done with one takes the
+    next that nobody has, as a device deals out programs: long tiles, which are first, are not followed by long ones.
 
     q                       [T, num_q_heads, HEAD_DIM], rows `stride_q` elements apart
     k_pages, v_pages        [NUM_KV_HEADS, num_pages, PAGE_SIZE, HEAD_DIM]
@@ -331,11 +347,12 @@ def attention_kernel(
     WIDE_M                  0 where the work has no wide tile
     q_scale                 makes scores powers of 2; with a cap, makes them multiples of it
     """
-    program = tl.program_id(0)
-    tile_number, kv_head = program // NUM_KV_HEADS, program % NUM_KV_HEADS
     half: tl.constexpr = (HEAD_DIM + 1) // 2
-    if tile_number < tl.load(work + _NUM_TILES):
-        tile = _section(work, _TILE) + tile_number * _TILE_WORDS
+    number, num_programs = tl.program_id(0), tl.num_programs(0)
+    end = tl.load(work + _NUM_TILES) * NUM_KV_HEADS
+    while number < end:
+        tile = _section(work, _TILE) + number // NUM_KV_HEADS * _TILE_WORDS
+        kv_head = number % NUM_KV_HEADS
         pool = kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
         keys, values = k_pages + pool, v_pages + pool
         is_narrow = tl.load(tile + 1) * GROUPS <= NARROW_M
@@ -354,6 +371,9 @@ def attention_kernel(
                 BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, False,
                 PRECISION, INTERPRET, STAGES,
             )  # fmt: skip
+        number = end
+        if end > num_programs:
+            number = _taken(work, end) + num_programs
 
 
 @triton.jit(do_not_specialize=["num_listed"])
@@ -381,15 +401,15 @@ def merge_kernel(
     out, lse, partial_out, partial_lse, work,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program `i * NUM_Q_HEADS + head` writes the i-th merged row; a row without parts gets 0 and -inf.
+    """Programs write a head of a merged row each, and go on with that which lies as many behind as there are programs.
 
     BLOCK_PARTS are loaded together, so that a long context that was cut into many ranges is not merged one load behind
     the other. Shapes as in `attention_kernel`. Bytes: 4 * (head_dim + 1) per part and head read, the row written.
     Flops: about 2 * head_dim per part and head.
     """
-    program = tl.program_id(0)
-    number, head = program // NUM_Q_HEADS, program % NUM_Q_HEADS
-    if number < tl.load(work + _NUM_MERGED):
+    end_number = tl.load(work + _NUM_MERGED) * NUM_Q_HEADS
+    for item in tl.range(tl.program_id(0), end_number, tl.num_programs(0), num_stages=1):
+        number, head = item // NUM_Q_HEADS, item % NUM_Q_HEADS
         row = tl.load(work + tl.load(work + _MERGED_ROW) + number).to(tl.int64)
         bounds = work + tl.load(work + _PART_BEGIN) + number
         parts = work + tl.load(work + _PART)

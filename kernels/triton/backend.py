@@ -6,9 +6,8 @@ same buffers, which keep their addresses from step to step unless they must grow
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from mneme.kernels.page_table import IntArray
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.triton.attention import attention_kernel, merge_kernel
-from mneme.kernels.triton.configs import MAX_GROUPS, Config, config_of, next_power_of_2
+from mneme.kernels.triton.configs import MAX_GROUPS, Config, Kind, config_of, next_power_of_2
 from mneme.kernels.triton.step import DeviceStep, step_of
 from mneme.kernels.triton.tiles import Grid
 from mneme.kernels.work import Int32Array, WorkList
@@ -30,6 +29,7 @@ MAX_HEAD_DIM = 256
 _SPLIT_SCRATCH_BYTES = 64 << 20
 _LOG2_E = 1.4426950408889634
 MERGE_WARPS = 2  # few threads with few registers each, so that a multiprocessor holds many rows and heads
+_MERGES_PER_PROCESSOR = 16
 _SATURATING = 2  # programs of a multiprocessor that use up its bandwidth; more of them hide what one begins with
 # Under the interpreter: few programs, but more than one per piece.
 _INTERPRETED_PROGRAMS = 8
@@ -58,9 +58,14 @@ def attend_triton(
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not plan.num_rows:
         return out, lse
-    config, grid = _choice(q.device, q.dtype, plan)
+    choice = _choice(q.device, q.dtype, plan)
     window = None if window is None else min(window, 2**30)
-    step = _prepared_step(plan, slot_position, rope, window, grid)
+    step = _prepared_step(plan, slot_position, rope, window, choice.grid)
+    is_staged = step.staged is plan
+    launch: Launch = step.launch if is_staged else _launch(choice, step)
+    if step.has_empty_rows and not is_staged:  # in a step that was staged they are padding, which nobody reads
+        out.zero_()
+        lse.fill_(-torch.inf)
     if q.stride()[1:] != (plan.head_dim, 1):  # queries that are columns of one product are read where they lie
         q = q.contiguous()
     table, num_positions, rotary_dim = (lse, 1, 0) if rope is None else _rope_arguments(rope)
@@ -68,13 +73,12 @@ def attend_triton(
     switches = {"HAS_WINDOW": window is not None, "HAS_SLOPES": alibi_slopes is not None}
     switches |= {"HAS_CAP": soft_cap is not None}
     with step.active():
-        if step.num_tiles:
-            attention_kernel[(step.num_tiles * plan.num_kv_heads,)](
-                q, k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials, step.words,
-                k_pages.shape[1], q.stride(0), num_positions, window or 0, *_scales(softmax_scale, soft_cap),
-                **_plan_constants(plan, config, rotary_dim, q.dtype), **switches,
-            )  # fmt: skip
-        if step.num_merged:
+        attention_kernel[(_num_programs(q.device, launch.config.programs_per_processor),)](
+            q, k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials, step.words,
+            k_pages.shape[1], q.stride(0), num_positions, window or 0, *_scales(softmax_scale, soft_cap),
+            **_plan_constants(plan, launch.config, rotary_dim, q.dtype), **switches,
+        )  # fmt: skip
+        if launch.merges:
             _merge(out, lse, step, plan)
     return out, lse
 
@@ -88,8 +92,7 @@ def _prepared_step(
     step = step_of(slot_position.device)
     if slot_position.is_cuda:
         step.check_capture(plan)
-    step.prepare(plan, slot_position, grid)
-    return step
+    return step.holding(plan, slot_position, grid)
 
 
 def _scales(softmax_scale: float, soft_cap: float | None) -> tuple[float, float]:
@@ -110,11 +113,44 @@ def _plan_constants(plan: Plan, config: Config, rotary_dim: int, dtype: torch.dt
     }
 
 
-def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positions: int | None) -> Hashable | None:
+class Launch(NamedTuple):
+    """Holds what launches depend on beside the shapes of their tensors; the numbers of programs follow from it."""
+
+    config: Config
+    merges: bool  # whether rows may have several parts
+
+
+def reserve(plan: Plan, slot_position: Tensor, dtype: torch.dtype) -> None:
+    """Let the buffers of this thread's step have room for a plan, the largest, and stay where they are from then on."""
+    device = slot_position.device
+    if reason_against(device, plan) is None and plan.num_rows:
+        step_of(device).reserve(plan, slot_position, _choice(device, dtype, plan).grid)
+
+
+def launches_of(plan: Plan, device: torch.device, dtype: torch.dtype) -> list[Launch]:
+    """List how steps of as many rows as a plan has may be launched; each way does what those before it do, too."""
+    if reason_against(device, plan):
+        return []
+    narrow, mixed = (_config(device, dtype, plan, kind) for kind in get_args(Kind))
+    found = [Launch(narrow, merges=False), Launch(narrow, merges=True)]
+    has_wide = plan.num_rows * (plan.num_q_heads // plan.num_kv_heads) > narrow.narrow_m
+    return [*found, Launch(mixed, merges=True)] if has_wide else found
+
+
+def stage(
+    plan: Plan,
+    slot_position: Tensor,
+    dtype: torch.dtype,
+    num_rope_positions: int | None,
+    launch: Launch | None = None,
+) -> Launch | None:
     """Bring a plan to its device ahead of `attend_triton`, whose launches may then be captured and replayed.
 
-    Returns what these launches depend on beside the shapes of their tensors: a replay is right for every plan that is
-    staged with an equal value. None if attention has to look at the device, or is not done here.
+    Returns how it is launched: a replay is right for every plan that is staged with an equal value, while the buffers
+    stay where they are (`reserve`). None if attention has to look at the device, is not done here, or needs more room
+    than was reserved. What it writes for rows without keys is undefined then.
+
+    launch  to be launched like this, for a capture: one of `launches_of`
     """
     device = slot_position.device
     if reason_against(device, plan) or not plan.num_rows:
@@ -122,12 +158,12 @@ def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positi
     deltas = plan.work.delta
     if num_rope_positions is not None and len(deltas) and plan.position.max() - deltas.min() >= num_rope_positions:
         return None  # `_check_reach` would read positions back
-    config, grid = _choice(device, dtype, plan)
-    step = step_of(device)
-    step.prepare(plan, slot_position, grid)
-    step.round_up()
-    step.staged = plan
-    return config, step.num_tiles, step.num_merged, step.addresses
+    choice, step = _choice(device, dtype, plan), step_of(device)
+    if step.holding(plan, slot_position, choice.grid) is not step:
+        return None
+    launch = launch or _launch(choice, step)
+    step.staged, step.launch = plan, launch
+    return launch
 
 
 def is_interpreted() -> bool:
@@ -176,14 +212,35 @@ def _choice(device: torch.device, dtype: torch.dtype, plan: Plan) -> _Choice:
     key = ("triton", "choice", device, dtype)
     choice: _Choice | None = plan.work.derived.get(key)
     if choice is None:
+        config = _config(device, dtype, plan, "narrow")
         num_groups = plan.num_q_heads // plan.num_kv_heads
-        sizes = {"head_dim": plan.head_dim, "element_bytes": dtype.itemsize, "num_groups": num_groups}
-        sizes["architecture"] = _architecture(device)
-        config = config_of(**sizes, kind="narrow")
         if np.diff(plan.work.row_begin).max(initial=0) * num_groups > config.narrow_m:
-            config = config_of(**sizes, kind="mixed")
+            config = _config(device, dtype, plan, "mixed")
         choice = plan.work.derived[key] = _Choice(config, _grid(device, plan, config))
     return choice
+
+
+def _launch(choice: _Choice, step: DeviceStep) -> Launch:
+    """Return how a plan that is prepared is launched; one with wide tiles seldom has nothing to merge."""
+    return Launch(choice.config, choice.config.wide_m > 0 or step.num_merged > 0)
+
+
+def _config(device: torch.device, dtype: torch.dtype, plan: Plan, kind: Kind) -> Config:
+    return config_of(
+        head_dim=plan.head_dim,
+        element_bytes=dtype.itemsize,
+        num_groups=plan.num_q_heads // plan.num_kv_heads,
+        kind=kind,
+        architecture=_architecture(device),
+    )
+
+
+@cache
+def _num_programs(device: torch.device, per_processor: int) -> int:
+    """Count the programs of a launch: as many as a device holds, whatever there is to do."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * per_processor
 
 
 @cache
@@ -195,10 +252,6 @@ def _architecture(device: torch.device) -> int:
 
 
 def _grid(device: torch.device, plan: Plan, config: Config) -> Grid:
-    at_once = _INTERPRETED_PROGRAMS
-    if device.type == "cuda":
-        at_once = torch.cuda.get_device_properties(device).multi_processor_count
-        at_once *= min(config.programs_per_processor, _SATURATING)
     slot_bytes = 4 * plan.num_q_heads * (plan.head_dim + 1)
     return Grid(
         page_size=plan.page_size,
@@ -206,7 +259,7 @@ def _grid(device: torch.device, plan: Plan, config: Config) -> Grid:
         num_kv_heads=plan.num_kv_heads,
         narrow_m=config.narrow_m,
         wide_m=config.wide_m,
-        num_at_once=at_once,
+        num_at_once=_num_programs(device, min(config.programs_per_processor, _SATURATING)),
         max_split_slots=_SPLIT_SCRATCH_BYTES // slot_bytes,
     )
 
@@ -216,7 +269,7 @@ def _rope_arguments(rope: RopeTable) -> tuple[Tensor, int, int]:
 
 
 def _merge(out: Tensor, lse: Tensor, step: DeviceStep, plan: Plan) -> None:
-    merge_kernel[(step.num_merged * plan.num_q_heads,)](
+    merge_kernel[(_num_programs(out.device, _MERGES_PER_PROCESSOR),)](
         out, lse, *step.partials, step.words, **merge_constants(plan.num_q_heads, plan.head_dim),
         num_warps=MERGE_WARPS,
     )  # fmt: skip

@@ -29,6 +29,7 @@ class Header(IntEnum):
     """Words of the header: counts and a flag, then the beginnings of sections, those that change most often first."""
 
     num_tiles = 0
+    num_taken = auto()  # of tiles and heads, while a launch is under way; else 0
     num_merged = auto()
     is_prefill = auto()
     position = auto()
@@ -50,25 +51,37 @@ _SECTIONS = tuple(Header)[Header.position :]
 Span = tuple[int, int]  # [first word, end)
 
 
+class NoRoom(Exception):
+    """A step does not fit into buffers that may not move."""
+
+
 class PackedWork:
     """The host's copy of the buffer; `update` brings it to a step and says which words changed."""
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, page_size: int, least_room: int = 0) -> None:
+        """`least_room`: words of each section."""
+        self._page_size, self._least_room = page_size, least_room
         self.words: Int32Array = np.zeros(0, np.int32)
         self._room = dict.fromkeys(_SECTIONS, 0)
         self._work: WorkList | None = None
         self._tiles: Tiles | None = None
 
-    def update(self, work: WorkList, tiles: Tiles, position: Int32Array) -> list[Span]:
-        """Take over a step's work. `tiles` may be those of the work that this one was appended to."""
+    def forget(self) -> None:
+        """Take over the next step's work whole."""
+        self._work = self._tiles = None
+
+    def update(self, work: WorkList, tiles: Tiles, position: Int32Array, *, may_grow: bool = True) -> list[Span]:
+        """Take over a step's work. `tiles` may be those of the work that this one was appended to.
+
+        may_grow  sections may get other places; else NoRoom is raised, and nothing has changed, if one has no room
+        """
         last = self._work
         if last is work and self._tiles is tiles:
             spans = [self._write(Header.position, position)]
         elif last is not None and self._tiles is tiles and work.page_id is last.page_id:
             spans = [self._write(Header.position, position), *self._append(last, work)]
         else:
-            spans = self._write_all(work, tiles, position)
+            spans = self._write_all(work, tiles, position, may_grow)
         self._work, self._tiles = work, tiles
         return _joined(sorted(span for span in spans if span[0] < span[1]))
 
@@ -88,9 +101,11 @@ class PackedWork:
             spans.append(self._write(Header.page_mask, work.mask[at + old : at + new].view(np.int32), 2 * old))
         return spans
 
-    def _write_all(self, work: WorkList, tiles: Tiles, position: Int32Array) -> list[Span]:
+    def _write_all(self, work: WorkList, tiles: Tiles, position: Int32Array, may_grow: bool) -> list[Span]:
         arrays = _arrays(work, tiles, position, self._page_size)
         if any(arrays[section].size > self._room[section] for section in _SECTIONS):
+            if not may_grow:
+                raise NoRoom
             self._make_room(arrays)
         self.words[Header.num_tiles] = len(tiles.tile)
         self.words[Header.num_merged] = len(tiles.merged_row)
@@ -102,7 +117,7 @@ class PackedWork:
         begin = _HEADER_WORDS
         begins = {}
         for section in _SECTIONS:
-            wanted = max(self._room[section], arrays[section].size * 3 // 2)
+            wanted = max(self._room[section], self._least_room, arrays[section].size * 3 // 2)
             self._room[section] = -(-max(wanted, 1) // _ALIGNMENT) * _ALIGNMENT
             begins[section], begin = begin, begin + self._room[section]
         self.words = np.zeros(begin, np.int32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,26 +17,36 @@ from torch import Tensor
 from mneme.kernels.page_bounds import version_of
 from mneme.kernels.plan import Plan
 from mneme.kernels.triton.attention import key_position_kernel
-from mneme.kernels.triton.pack import PackedWork, Span
+from mneme.kernels.triton.pack import NoRoom, PackedWork, Span
 from mneme.kernels.triton.tiles import Grid, Tiles, cut
 from mneme.kernels.work import WorkList
 
 _KEYS_PER_PROGRAM = 1024
 _STAGING_BUFFERS = 2
+# Words of each section where room is reserved: for each partial result as many as a tile has, so many at most.
+_WORDS_PER_SLOT = 8
+_MOST_RESERVED_WORDS = 1 << 16
 
 
 class DeviceStep:
-    """The buffers of one device. They grow by half at least, so a server soon stops growing them."""
+    """The buffers of one device. They grow by half at least, so a server soon stops growing them.
+
+    Once room is reserved, graphs may point to them: they do not move any more, what they cannot hold is put beside.
+    """
 
     def __init__(self, device: torch.device, *, is_own: bool = False) -> None:
         self.device = device
         self.staged: Plan | None = None  # the plan that will be brought here again before a replay
+        self.launch: Any = None  # how the staged plan is to be launched
         self._is_own = is_own
+        self._beside: DeviceStep | None = None
+        self._may_move = True
+        self._num_slots = 0  # at least, of partial results
         self.words = torch.zeros(0, dtype=torch.int32, device=device)
         self.key_position = torch.zeros(0, dtype=torch.int32, device=device)
         self.partials = (torch.zeros(0, device=device), torch.zeros(0, device=device))
-        self.num_tiles = 0
         self.num_merged = 0
+        self.has_empty_rows = False  # that have no keys
         self.uploaded_bytes = 0  # since the start, for tests and metrics
         self._packed: PackedWork | None = None
         self._page_size = 0
@@ -48,6 +59,30 @@ class DeviceStep:
         """Let launches go to this device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
+    def reserve(self, plan: Plan, slot_position: Tensor, grid: Grid) -> None:
+        """Make room for a plan, the largest, and let the buffers have their addresses from then on.
+
+        There is room for as many partial results as cutting may leave, and as many again of rows that several pieces
+        read, whatever the plan has.
+        """
+        if not self._may_move:
+            return
+        self._num_slots = 2 * grid.max_split_slots
+        self._packed = None
+        self.prepare(plan, slot_position, grid)
+        self._may_move = False
+
+    def holding(self, plan: Plan, slot_position: Tensor, grid: Grid) -> DeviceStep:
+        """Prepare a plan here, or beside where these buffers do not hold it and may not move; return where it is."""
+        if self._beside is None or self._beside._plan is not plan:
+            try:
+                self.prepare(plan, slot_position, grid)
+                return self
+            except NoRoom:
+                self._beside = self._beside or DeviceStep(self.device, is_own=self._is_own)
+        self._beside.prepare(plan, slot_position, grid)
+        return self._beside
+
     def prepare(self, plan: Plan, slot_position: Tensor, grid: Grid) -> None:
         """Bring the buffers to a plan; does nothing for the second layer of a step."""
         version = version_of(slot_position)
@@ -58,6 +93,8 @@ class DeviceStep:
             if is_new:
                 self._upload(plan, grid)
             self._place_keys(plan, slot_position)
+        except NoRoom:
+            raise
         except BaseException:
             self._forget()
             raise
@@ -65,40 +102,30 @@ class DeviceStep:
 
     def _forget(self) -> None:
         """Take the buffers for unknown: the next plan is uploaded whole, from staging memory of its own."""
-        self._packed = self._last = self._plan = self._placed = self.staged = None
+        if self._packed is not None:
+            self._packed.forget()
+        self._last = self._plan = self._placed = self.staged = None
         self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
-
-    def round_up(self) -> None:
-        """Launch for numbers of tiles and merged rows that are powers of two, so that few numbers occur.
-
-        Programs without work end at once. Holds until another plan is prepared.
-        """
-        counts = (self.num_tiles, self.num_merged)
-        self.num_tiles, self.num_merged = (1 << (count - 1).bit_length() if count else 0 for count in counts)
 
     def check_capture(self, plan: Plan) -> None:
         """Refuse to capture launches that would find another plan's work here when they are replayed."""
         if torch.cuda.is_current_stream_capturing() and not (self._is_own or self.staged is plan):
             raise RuntimeError("a captured plan must have been staged, or have buffers of its own (OwnStep)")
 
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Return what launches read of this step."""
-        return tuple(buffer.data_ptr() for buffer in (self.words, self.key_position, *self.partials))
-
     @torch.inference_mode(False)  # buffers outlive the mode in which they are first needed
     def _upload(self, plan: Plan, grid: Grid) -> None:
         tiles = self._tiles_of(plan, grid)
+        self._make_room(plan, tiles)
         if self._packed is None or self._page_size != plan.page_size:
-            self._packed, self._page_size = PackedWork(plan.page_size), plan.page_size
-        spans = self._packed.update(plan.work, tiles, plan.position.astype(np.int32))
+            least = min(_WORDS_PER_SLOT * self._num_slots, _MOST_RESERVED_WORDS)
+            self._packed, self._page_size = PackedWork(plan.page_size, least), plan.page_size
+        spans = self._packed.update(plan.work, tiles, plan.position.astype(np.int32), may_grow=self._may_move)
         if len(self.words) != len(self._packed.words):
             self.words = torch.zeros(len(self._packed.words), dtype=torch.int32, device=self.device)
             spans = [(0, len(self.words))]
         self._copy(self._packed.words, spans)
-        self._reserve(plan, tiles)
         self._last = (plan.work, grid, tiles)
-        self.num_tiles, self.num_merged = len(tiles.tile), len(tiles.merged_row)
+        self.num_merged, self.has_empty_rows = len(tiles.merged_row), not tiles.num_parts.all()
 
     def _tiles_of(self, plan: Plan, grid: Grid) -> Tiles:
         """Tiles are cut once per work; those of the work that this one was appended to are still right."""
@@ -123,16 +150,18 @@ class DeviceStep:
         self._staging.append(self._staging.pop(0))
         staging.copy(words, spans, self.words)
 
-    def _reserve(self, plan: Plan, tiles: Tiles) -> None:
-        """Make room for what kernels write."""
-        num_keys = len(plan.work.page_id) * plan.page_size
-        if len(self.key_position) < num_keys:
-            self.key_position = torch.zeros(num_keys * 3 // 2, dtype=torch.int32, device=self.device)
-        num_lses = tiles.num_slots * plan.num_q_heads
-        num_outs = num_lses * plan.head_dim
-        if len(self.partials[0]) < num_outs or len(self.partials[1]) < num_lses:
-            sizes = (num_outs * 3 // 2, num_lses * 3 // 2)
-            out, lse = (torch.zeros(size, device=self.device) for size in sizes)
+    def _make_room(self, plan: Plan, tiles: Tiles) -> None:
+        """Make room for what kernels write. Raises NoRoom, and has changed nothing then."""
+        num_lses = max(tiles.num_slots, self._num_slots) * plan.num_q_heads
+        sizes = (len(plan.work.page_id) * plan.page_size, num_lses * plan.head_dim, num_lses)
+        is_short = [len(b) < size for b, size in zip((self.key_position, *self.partials), sizes, strict=True)]
+        is_other = plan.page_size != self._page_size
+        if (any(is_short) or is_other) and not self._may_move:
+            raise NoRoom
+        if is_short[0]:
+            self.key_position = torch.zeros(sizes[0] * 3 // 2, dtype=torch.int32, device=self.device)
+        if is_short[1] or is_short[2]:
+            out, lse = (torch.zeros(size * 3 // 2, device=self.device) for size in sizes[1:])
             self.partials = (out, lse)
 
     def _place_keys(self, plan: Plan, slot_position: Tensor) -> None:

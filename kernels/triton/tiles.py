@@ -48,8 +48,8 @@ class Tiles(NamedTuple):
     """
 
     tile: Int32Array
-    num_parts: Int32Array  # [T] partial results of each query row; 1 means that there is nothing to merge
-    merged_row: Int32Array  # query rows with another number of parts than 1
+    num_parts: Int32Array  # [T] partial results of each query row; 1 means that there is nothing to merge, 0 no keys
+    merged_row: Int32Array  # query rows with more parts than 1
     part_begin: Int32Array  # [len(merged_row) + 1] row i has the slots part[part_begin[i]:part_begin[i + 1]]
     part: Int32Array
     num_slots: int
@@ -188,7 +188,7 @@ def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int, *, is_prefill:
     tile[:, 7] = np.cumsum(num_slots) - num_slots
     slot = tile[:, 7][tile_of_entry] + within
     parts = slot[is_part][np.argsort(row_of_entry[is_part], kind="stable")]
-    merged_row = np.flatnonzero(num_parts != 1)
+    merged_row = np.flatnonzero(num_parts > 1)
     part_begin = np.concatenate(([0], np.cumsum(num_parts[merged_row])))
     return Tiles(
         tile=tile,

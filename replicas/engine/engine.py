@@ -83,7 +83,7 @@ class _Flight:
     began_s: float
     is_special: bool  # documents or reads of prompts: the next step cannot be scheduled before it is committed
     has_loads: bool  # of pages; likewise
-    is_timed: bool  # what it took is what such a step costs
+    is_timed: bool = True  # what it took is what such a step costs
     # Sequence, its row in the draws, and what stood for its token while the next step was scheduled.
     expected: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
@@ -322,7 +322,6 @@ class Engine:
             began_s=began_s,
             is_special=any(part.is_special for part in batch),
             has_loads=bool(moves.loads or moves.grafts),
-            is_timed=not self.runner.has_captured,
         )
         return flight, logits
 

@@ -37,7 +37,7 @@ from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.pins import warm_before_traffic
-from mneme.replicas.engine.warm_up import warm_up
+from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.fuse.report import measured_on, read_gate
 from mneme.replicas.model.config import DecoderConfig, load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder
@@ -55,7 +55,9 @@ _CPU_POOL_SHARE = 0.1  # of the memory that is available now
 _HOST_SHARE = 0.25  # of the memory that is available now, for KV that left a GPU; of all engines of the machine
 _HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a GiB, before anything is served
 _HOST_POOLS = 4  # times the device pool: more is rarely of use
-_GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded
+_GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded, before the largest step was measured
+_GPU_SPARE_SHARE = 0.05  # of the GPU, behind that: what steps measured none of, and the allocator's pieces
+_GPU_DRIVER_BYTES = 3 << 29  # of an engine that has a part of a GPU, outside of torch's count: its context, its graphs
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
 _NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope")  # how long, when it ends; the last two stand elsewhere
@@ -104,10 +106,18 @@ def load_engine(
     dtype = choose_dtype(config.dtype, device, model_config.dtype)
     with _fitting("model: its weights do not", device):
         weights = load_weights(model_dir, model_config, device, dtype, report)
+
+    def decoder_of(num_pages: int) -> Decoder:
+        """No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table."""
+        max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
+        return Decoder(model_config, weights, share=config.share, max_context=max_context)
+
     num_pages = choose_num_pages(config, model_config, device, dtype, device_share)
-    # No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table.
-    max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
-    decoder = Decoder(model_config, weights, share=config.share, max_context=max_context)
+    if device.type == "cuda" and config.num_pages is None and config.kv_cache_bytes is None:
+        with _fitting("engine.max_batch_tokens: a step of so many does not", device):
+            step_bytes = largest_step_bytes(decoder_of(num_pages), tokenizer, config, report)
+        num_pages = choose_num_pages(config, model_config, device, dtype, device_share, step_bytes)
+    decoder = decoder_of(num_pages)
     make_graphs = step_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
     num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages, machine_share)
     timeline = None if config.timeline is None else Timeline()
@@ -117,8 +127,11 @@ def load_engine(
         )
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
+    with _fitting("engine.max_batch_tokens: a step of so many does not", device):
+        warm_up(runner, tokenizer, config, report)
+    report("warm-up", 1.0)
     connector, durable, costs, keep_costs = None, None, None, None
-    if cache is not None:
+    if cache is not None:  # costs are of steps as they will be served, with graphs
         file = _costs_file(runner, config, cache, model_config, dtype)
         if cache.enabled and config.prefix_sharing:
             connector = open_cache_tier(runner, config, cache, file, model_dir, model_config, dtype, open_store)
@@ -127,9 +140,6 @@ def load_engine(
             report("cache tier", 1.0)
         costs = _costs(runner, config, cache, file) if connector is None else connector.costs
         keep_costs = partial(file.write, costs)
-    with _fitting("engine.max_batch_tokens: a step of so many does not", device):
-        warm_up(runner, tokenizer, config, report)
-    report("warm-up", 1.0)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     gate = read_gate(
         model_dir if config.blend_report is None else Path(config.blend_report),
@@ -238,13 +248,21 @@ def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtyp
 
 
 def choose_num_pages(
-    config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, device_share: float = 1.0
+    config: EngineConfig,
+    model: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    device_share: float = 1.0,
+    step_bytes: int | None = None,
 ) -> int:
-    """Pages in the pool: as configured, or as many as a share of free memory holds, at most what is of use."""
+    """Pages in the pool: as configured, or as many as free memory holds, at most what is of use.
+
+    step_bytes  what the largest step takes beside the pool, on a GPU; None: not known yet, a guess will do
+    """
     if config.num_pages is not None:
         return config.num_pages
     page_bytes = _page_bytes(config, model, dtype)
-    budget = config.kv_cache_bytes or _free_bytes(device, device_share)
+    budget = config.kv_cache_bytes or _free_bytes(device, device_share, step_bytes)
     num_pages = max(0, int(budget // page_bytes))
     if num_pages < 2 and not config.kv_cache_bytes and device.type == "cuda":
         raise ConfigError(f"model: no room for KV is left beside its weights on {_described(device)}")
@@ -284,11 +302,19 @@ def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
     return 2 * config.max_running * (-(-context // config.page_size) + 1)
 
 
-def _free_bytes(device: torch.device, device_share: float) -> float:
-    """Bytes that KV may take. An engine's part of a GPU is of all its memory: others may come later and take theirs."""
+def _free_bytes(device: torch.device, device_share: float, step_bytes: int | None) -> float:
+    """Bytes that KV may take. An engine's part of a GPU is of all its memory: others may come later and take theirs.
+
+    A step counts twice: graphs have memory of their own, static logits among it.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return min(free, total * device_share - torch.cuda.memory_reserved(device)) * _GPU_POOL_SHARE
+        room = float(free)
+        if device_share < 1:
+            room = min(room, total * device_share - torch.cuda.memory_reserved(device) - _GPU_DRIVER_BYTES)
+        if step_bytes is None:
+            return room * _GPU_POOL_SHARE
+        return room - 2 * step_bytes - total * device_share * _GPU_SPARE_SHARE
     return min(available_bytes() * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
 
 

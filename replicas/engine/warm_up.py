@@ -6,17 +6,13 @@ learned cost is left of them. On a device three things happen, in this order:
 
 - kernels: the launches of a few requests are recorded, then compiled by a pool of processes (`triton/precompile.py`).
 - one greedy and one drawn request run.
-- CUDA graphs: decode steps of every bucket are captured, largest first, each full and just above half full.
-
-Left to traffic: shapes that depend on more than the number of sequences. Steps with prompts, attention that is cut into
-ranges, as few sequences with long contexts are, sequences that share a prefix, and fuller paddings are captured when
-they are met for the second time, which takes about 0.1 s; costs are not learned from such a step.
+- CUDA graphs: every shape of steps of up to 512 rows is captured, largest first (`StepGraphs.capture_all`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +23,13 @@ from mneme.kernels.ops import draw_tokens
 from mneme.kernels.triton.modules import triton_module, triton_trouble
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import Progress
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from mneme.kernels.triton.precompile import Variant
-    from mneme.replicas.model.decoder import StepInputs
-    from mneme.replicas.model.runner import Runner
+    from mneme.replicas.model.decoder import Decoder, StepInputs
     from mneme.replicas.text.tokenizer import Tokenizer
 
 
@@ -41,8 +37,6 @@ _NUM_ROWS, _NUM_OUTPUT = 64, 4
 _ALL_OPTIONS = SamplingParams(max_tokens=_NUM_OUTPUT, top_p=0.9, top_k=40, repetition_penalty=1.1, logprobs=2, seed=0)
 _GREEDY = SamplingParams(max_tokens=_NUM_OUTPUT, temperature=0, seed=0)
 _PREFILL_ROWS = 256  # enough for tiles of prefills with any number of heads
-_STEPS_PER_SHAPE = 2  # it is captured when it is met again
-_CAPTURE_S = 30.0  # a capture takes about 0.1 s; what is not reached is left to traffic
 # How what truncates and what does not are drawn: temperature and top-p of each launch that is recorded.
 _DRAWS = ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))
 
@@ -52,11 +46,54 @@ def warm_up(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, r
 
     Raises ConfigError if a kernel cannot be compiled or launched.
     """
-    config = replace(config, max_context=None, copy_out_below=0.0, max_waiting_tokens=None)
-    try:
+    config = _without_limits(config)
+    with _saying_trouble():
         _compile(runner, tokenizer, config, report)
         _run_once(runner, tokenizer, config)
-        capture_graphs(runner, tokenizer, config, report)
+        with runner.no_trace():
+            runner.capture_graphs(
+                config.max_running, config.max_batch_tokens, lambda share: report("CUDA graphs", share)
+            )
+
+
+def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress) -> int:
+    """Run the largest step, over a small pool, and count the bytes of the GPU that it takes; kernels are compiled.
+
+    As many sequences as may run share its rows, and each draws a token with all options. Raises as `warm_up` does.
+    """
+    config = replace(
+        _without_limits(config), prefix_sharing=False, max_waiting=max(config.max_waiting, config.max_running)
+    )
+    num_rows = config.max_batch_tokens // config.max_running
+    num_pages = config.max_running * (-(-num_rows // config.page_size) + 1)
+    runner = Runner(decoder, max(num_pages, 4 * _PREFILL_ROWS // config.page_size), config.page_size)
+    with _saying_trouble():
+        _compile(runner, tokenizer, config, report)
+        _run_once(runner, tokenizer, config)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+        before = torch.cuda.memory_allocated(decoder.device)
+        engine = Engine(runner, tokenizer, config)
+        for index in range(config.max_running):
+            _submit(runner, engine, f"{index}", num_rows, replace(_ALL_OPTIONS, max_tokens=1))
+        while engine.has_work:
+            engine.step()
+        found = torch.cuda.max_memory_allocated(decoder.device) - before
+    runner.close()
+    del engine, runner
+    torch.cuda.empty_cache()
+    return found
+
+
+def _without_limits(config: EngineConfig) -> EngineConfig:
+    return replace(config, max_context=None, copy_out_below=0.0, max_waiting_tokens=None)
+
+
+@contextmanager
+def _saying_trouble() -> Iterator[None]:
+    """Turn what Triton cannot do into a `ConfigError`."""
+    try:
+        yield
     except Exception as error:
         if (trouble := triton_trouble(error)) is None:
             raise
@@ -69,8 +106,7 @@ def _compile(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, 
 
 
 def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-    """Run a greedy and a drawn request; buffers of graphs grow to what the largest step needs."""
-    runner.reserve(config.max_running, config.max_batch_tokens)
+    """Run a greedy and a drawn request."""
     with runner.no_trace():
         engine = Engine(runner, tokenizer, config)
         for name, sampling in (("greedy", _GREEDY), ("drawn", _ALL_OPTIONS)):
@@ -125,49 +161,10 @@ class Recorder:
         return torch.zeros(inputs.num_sampled, self._runner.vocab_size)
 
 
-def capture_graphs(
-    runner: Runner,
-    tokenizer: Tokenizer | None,
-    config: EngineConfig,
-    report: Progress,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Capture decode steps of short contexts, by answers of one engine that end one after the other.
-
-    A capture that fails is left to traffic, as `StepGraphs` does.
-    """
-    if runner.graphs is None:
-        return
-    sizes = _batch_sizes(min(config.max_running, runner.graphs.max_rows, runner.num_pages // 2))
-    num_steps = _STEPS_PER_SHAPE * len(sizes)
-    if not sizes or num_steps >= runner.max_context:
-        return
-    ends_s = clock() + _CAPTURE_S
-    with runner.no_trace():
-        engine = Engine(runner, tokenizer, replace(config, max_waiting=max(config.max_waiting, sizes[0])))
-        for index in range(sizes[0]):
-            num_output = _STEPS_PER_SHAPE * sum(index < size for size in sizes)
-            sampling = replace(_GREEDY, max_tokens=num_output)
-            _submit(runner, engine, f"graph-{index}", 1, sampling, salt=f"{index}")  # nobody shares its page
-        while engine.has_work and clock() < ends_s:
-            engine.step()
-            report("CUDA graphs", min(engine.num_steps / num_steps, 1.0))
-
-
-def _batch_sizes(most: int) -> list[int]:
-    """Sizes of batches that decode, falling: each bucket full, and with the fewest that need it."""
-    sizes = {most} if most > 0 else set()
-    for exponent in range(most.bit_length()):
-        sizes |= {1 << exponent, (1 << exponent) + 1}
-    return sorted((size for size in sizes if size <= most), reverse=True)
-
-
-def _submit(
-    runner: Runner, engine: Engine, name: str, num_rows: int, sampling: SamplingParams, *, salt: str = ""
-) -> None:
+def _submit(runner: Runner, engine: Engine, name: str, num_rows: int, sampling: SamplingParams) -> None:
     """Submit a prompt of so many rows, or of those that there is room for."""
     num_rows = min(num_rows, runner.num_pages * runner.page_size // 4, runner.max_context - _NUM_OUTPUT)
     if num_rows > 0:
         ids = tuple(index % runner.vocab_size for index in range(num_rows))
         name = f"warm-up-{name}"
-        engine.submit(GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=sampling, salt=salt))
+        engine.submit(GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=sampling))

@@ -44,6 +44,7 @@ class StepInputs:
     sampled_rows: torch.Tensor  # int64 [S] rows whose logits are wanted
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
+    logits: torch.Tensor | None = None  # float32 [S, vocab] that is to hold them; None: any
     # int32 [T] where each row's key is rotated; None: at its position. Such a step is not captured.
     key_positions: torch.Tensor | None = None
     load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
@@ -133,12 +134,12 @@ class Decoder:
             num_sampled = len(inputs.sampled_rows)
             inputs.read(normed[num_sampled:])
             normed = normed[:num_sampled]
-        return self.logits(normed)
+        return self.logits(normed, inputs.logits)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Last hidden states, behind the norm [S, H] -> float32 [S, vocab]."""
-        return self._weights.head(hidden, torch.float32)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Last hidden states, behind the norm [S, H] -> float32 [S, vocab], in `out` if there is one."""
+        return self._weights.head(hidden, torch.float32, out)
 
     def _attend(
         self,

@@ -1,21 +1,19 @@
 """Steps as CUDA graphs: hundreds of launches become one.
 
-A step is padded to a bucket of rows: 1, 2, 4, 8, ..., be they decodes or rows of prompts, and its sampled rows to a
-bucket of their own. Its inputs lie in buffers that never move, and the plan's data in the attention backend's own. When
-a shape of launches is met for the second time it is captured, from then on replayed. A shape is both buckets and what
-the attention backend says its launches depend on; where that changes, as when a buffer had to grow, the step has
-another shape, so no graph outlives what it points to.
+A step is padded to a bucket of rows, be they decodes or rows of prompts, and its sampled rows to one of two. Its inputs
+lie in buffers that never move, and the plan's data in the attention backend's own. A shape is both buckets and how the
+attention backend launches, of which there are few kinds, whatever the plan: so all shapes are captured before there is
+traffic (`capture_all`), and none in it.
 
 Padding rows write to the spare slot and belong to sequences without pages: they see nothing, and nobody reads them.
-Whatever cannot be captured runs as it is: more rows than the largest bucket, a backend that cannot tell, a step that
-waits for pages on their way, writes keys at other positions, recomputes documents or is read or observed (ask for no
-bucket then: padding would be for nothing).
+Whatever has no graph runs as it is: more rows than the largest bucket, a plan that outgrows the backend's buffers, a
+step that waits for pages on their way, writes keys at other positions, recomputes documents or is read or observed (ask
+for no bucket then: padding would be for nothing).
 
 A step that completes chunks for the cache tier is replayed like any other: saves read pages, not activations, so they
 begin when it has run (`ChunkSaver.end`). What is captured never tells them of a layer.
 
-A capture that fails costs that step its graph and no more: it is counted, runs as it is, and captures wait for some
-steps. After several failures in a row nothing is captured any more; the graphs that there are go on.
+A capture that fails is counted, and its steps run as they are; after several in a row no other is tried.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections import OrderedDict
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -35,20 +34,17 @@ from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.triton.modules import triton_trouble
 from mneme.kernels.upload import upload
-from mneme.primitives import Bounded
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 
 logger = logging.getLogger(__name__)
 
 MAX_BUCKET = 512  # rows; larger steps are bound by computing, not by launches
-_LEAST_SAMPLED = 32  # that sampled rows are padded to where there are as many rows: the head reads its weights as fast
-_MAX_GRAPHS = 96  # each keeps a few MB of the driver's memory; the least recently used goes
-_MAX_MET = 1024  # shapes met once that are remembered
+_BUCKETS: list[int] = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_BUCKET + 1, 32)]  # of rows
+_FEW_SAMPLED = 128  # that sampled rows are padded to if no more are wanted: the head reads its weights as fast
 _MAX_FAILURES = 3  # captures in a row
-_RETRY_STEPS = 100  # that could have been captured and are not, after a failure; ten times as many after the next
+_CAPTURE_S = 30.0  # a capture takes about 0.1 s; what is not reached runs as it is
 
 Run = Callable[[StepInputs], torch.Tensor]  # logits float32 [rows that sample, vocab]
-Stage = Callable[[Plan], Hashable | None]
 
 
 MakeGraphs = Callable[[Run, KvPool], "StepGraphs"]
@@ -60,12 +56,25 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
+class Attention(Protocol):
+    """Brings plans to where captured launches find them."""
+
+    def reserve(self, plan: Plan) -> None:
+        """Make room for a plan, the largest; what launches read stays where it is from then on."""
+
+    def launches(self, plan: Plan) -> Sequence[Hashable]:
+        """List how steps of as many rows as a plan has may be launched; each way does what those before it do, too."""
+
+    def stage(self, plan: Plan, launch: Hashable | None = None) -> Hashable | None:
+        """Bring a plan's data there and say how it is launched: as is asked, or best. None: it cannot be captured."""
+
+
 class Shape(NamedTuple):
     """Holds what a captured step's launches depend on."""
 
     num_rows: int
     num_sampled: int
-    attention: Hashable
+    launch: Hashable
 
 
 class StepGraphs:
@@ -74,35 +83,31 @@ class StepGraphs:
     def __init__(
         self,
         run: Run,
-        stage: Stage,
+        attention: Attention,
         capture: Callable[[Callable[[], None]], Graph],
         *,
         max_rows: int,
         max_sampled: int,
         vocab_size: int,
         device: torch.device,
-        max_graphs: int = _MAX_GRAPHS,
     ) -> None:
         """
         run      the forward pass; launches the same work for inputs of one shape, and waits for nothing
-        stage    brings a plan's data to where launches find it and says what they depend on; None: cannot be captured
         capture  records what a function launches
         """
-        self._run, self.stage, self._capture = run, stage, capture
-        self.max_rows = min(bucket_of(max_rows), MAX_BUCKET)
-        self._max_sampled = min(max(bucket_of(max_sampled), _LEAST_SAMPLED), self.max_rows)
+        self._run, self.attention, self._capture = run, attention, capture
+        self.max_rows = bucket_of(min(max_rows, MAX_BUCKET))
+        self._max_sampled = min(bucket_of(min(max_sampled, MAX_BUCKET)), self.max_rows)
         self._vocab_size = vocab_size
-        self._max_graphs = max_graphs
         # Token ids, positions, slots, sources and sampled rows.
         self._packet = torch.zeros(5 * self.max_rows, dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None
-        self._met = Bounded[Shape, None](_MAX_MET)
-        self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
+        self._graphs: dict[Shape, Graph] = {}
+        self._widest: dict[tuple[int, int], Graph] = {}  # rows and sampled rows -> what does every plan
+        self.last_replayed: Graph | None = None
         self._inputs: StepInputs | None = None  # what the buffers hold
         self._num_failures = 0  # since the last capture that succeeded
-        self._put_off = 0  # steps without a capture
         self.num_replays = self.num_failed = 0
-        self.has_captured = False  # in the last step
 
     @property
     def num_graphs(self) -> int:
@@ -110,7 +115,7 @@ class StepGraphs:
 
     @property
     def is_on(self) -> bool:
-        """Return whether steps are still captured."""
+        """Return whether captures succeed."""
         return self._num_failures < _MAX_FAILURES
 
     def stats(self) -> dict[str, int]:
@@ -132,9 +137,7 @@ class StepGraphs:
         draws   see `fill_in`, of which the sources are; None: all token ids are known
         """
         num_sampled = len(arrays[-1])
-        # Few buckets of sampled rows, so that fewer shapes occur; a step that only decodes has that of its rows.
-        sampled_bucket = min(num_rows, max(bucket_of(max(num_sampled, 1)), _LEAST_SAMPLED))
-        sizes = [*[num_rows] * 4, sampled_bucket]
+        sizes = [*[num_rows] * 4, self._sampled_bucket(num_rows, num_sampled)]
         packet = np.zeros(sum(sizes), np.int64)
         for part, array in zip(np.split(packet, np.cumsum(sizes)[:-1]), arrays, strict=True):
             part[: len(array)] = array
@@ -155,54 +158,72 @@ class StepGraphs:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of a step, with those of padding rows; the next step may overwrite them."""
-        self.has_captured = False
         # A replay waits for no load, reads what lies in the buffers alone, and nobody sees what it computes on the way.
         special = (inputs.load, inputs.key_positions, inputs.observe, inputs.fusor, inputs.read)
         is_plain = all(each is None for each in special)
         can_replay = inputs is self._inputs and is_plain
-        attention = self.stage(inputs.plan) if can_replay else None
-        if attention is None:
+        launch = self.attention.stage(inputs.plan) if can_replay else None
+        shape = Shape(len(inputs.token_ids), len(inputs.sampled_rows), launch)
+        graph = self._graphs.get(shape) or self._widest.get(shape[:2])
+        if launch is None or graph is None:
             return self._run(inputs)
-        shape = Shape(len(inputs.token_ids), len(inputs.sampled_rows), attention)
-        if shape not in self._graphs and not self._try_capture(shape):
-            return self._run(inputs)
-        self._graphs.move_to_end(shape)
-        self._graphs[shape].replay()
+        graph.replay()
         self.num_replays += 1
+        self.last_replayed = graph
         return self._logits_of(shape.num_sampled)
 
-    def _try_capture(self, shape: Shape) -> bool:
-        """Capture a shape that was met before; whether it has a graph now. One that is new is only noted."""
-        if shape not in self._met:
-            self._met[shape] = None
-            return False
-        if not self.is_on or self._put_off:
-            self._put_off = max(self._put_off - 1, 0)
-            return False
-        self.has_captured = True
+    def capture_all(
+        self,
+        make_inputs: Callable[[int, int], StepInputs],
+        report: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Capture every shape that traffic has, the largest first, whose memory the others use too.
+
+        make_inputs  gives those of a step of so many rows, so many of them sampled, by `inputs`
+        """
+        started_s = clock()
+        sizes = [*self._sizes()]
+        for number, (num_rows, num_sampled) in enumerate(sizes, 1):
+            inputs = make_inputs(num_rows, num_sampled)
+            launches = self.attention.launches(inputs.plan)
+            # Where not every row is sampled there are prompts, and few plans without what the last way is for.
+            for launch in launches if num_sampled == num_rows else launches[-1:]:
+                if self.is_on and clock() < started_s + _CAPTURE_S and self.attention.stage(inputs.plan, launch):
+                    self._try_capture(Shape(num_rows, num_sampled, launch))
+            if launches and (graph := self._graphs.get(Shape(num_rows, num_sampled, launches[-1]))) is not None:
+                self._widest[num_rows, num_sampled] = graph
+            report(number / len(sizes))
+        logger.info("captured %s CUDA graphs in %.1f s", len(self._graphs), clock() - started_s)
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """Every number of rows and of sampled rows that steps are padded to, falling."""
+        for num_rows in _BUCKETS[_BUCKETS.index(self.max_rows) :: -1]:
+            most = self._sampled_bucket(num_rows, self._max_sampled)
+            yield from ((num_rows, num_sampled) for num_sampled in dict.fromkeys((most, min(most, _FEW_SAMPLED))))
+
+    def _sampled_bucket(self, num_rows: int, num_sampled: int) -> int:
+        """What sampled rows of a step are padded to: few, or as many as there may be."""
+        most = min(num_rows, self._max_sampled)
+        return min(most, _FEW_SAMPLED) if num_sampled <= _FEW_SAMPLED else most
+
+    def _try_capture(self, shape: Shape) -> None:
         self._logits_of(shape.num_sampled)  # outside the graph's memory, which the next graph uses too
         try:
             self._graphs[shape] = self._capture(self._step)
         except Exception as error:  # Triton's are no RuntimeErrors; the step runs as it is, and may fail there for good
             self.num_failed += 1
-            self._put_off = _RETRY_STEPS * 10**self._num_failures
             self._num_failures += 1
-            what = f"tried again in {self._put_off} steps" if self.is_on else "no step is captured from now on"
+            what = "it runs as it is" if self.is_on else "no other is tried"
             reason = triton_trouble(error) or error
             logger.warning("a step of %s rows could not be captured, %s: %s", shape.num_rows, what, reason)
-            return False
-        self._num_failures = 0
-        if len(self._graphs) > self._max_graphs:
-            evicted, _ = self._graphs.popitem(last=False)
-            self._met.pop(evicted, None)
-        logger.debug("captured a step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
-        return True
+        else:
+            self._num_failures = 0
 
     def _step(self) -> None:
-        """Run what is captured: the forward pass, with its logits copied to where every graph leaves them."""
+        """Run what is captured: the forward pass, which leaves its logits where every graph does."""
         assert self._inputs is not None
-        logits = self._run(replace(self._inputs, layer_done=None))  # a capture runs it twice, and computes nothing
-        self._logits_of(len(logits)).copy_(logits)
+        self._run(replace(self._inputs, logits=self._logits_of(len(self._inputs.sampled_rows))))
 
     def _logits_of(self, num_sampled: int) -> torch.Tensor:
         """float32 [num_sampled, vocab], the same memory for all graphs."""
@@ -214,7 +235,7 @@ class StepGraphs:
 class CudaCapture:
     """Captures on a side stream into one pool of memory for all graphs.
 
-    One pool is right because a graph's results are copied out before another graph runs.
+    One pool is right because a graph leaves its result outside of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -290,14 +311,38 @@ def step_graphs_for(decoder: Decoder, max_sampled: int) -> MakeGraphs | None:
     if decoder.device.type != "cuda":
         return None
     try:
-        from mneme.kernels.triton.backend import stage
+        from mneme.kernels.triton import backend
+        from mneme.kernels.triton.step import OwnStep
     except ImportError:  # said by whoever needs it to attend
         return None
 
+    class OwnAttention:
+        """Triton's, in buffers of the graphs' own."""
+
+        def __init__(self, pool: KvPool) -> None:
+            self._slot_position, self.own = pool.slot_position, OwnStep(decoder.device)
+
+        def reserve(self, plan: Plan) -> None:
+            with self.own:
+                backend.reserve(plan, self._slot_position, decoder.dtype)
+
+        def launches(self, plan: Plan) -> Sequence[Hashable]:
+            return backend.launches_of(plan, decoder.device, decoder.dtype)
+
+        def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
+            with self.own:
+                return backend.stage(plan, self._slot_position, decoder.dtype, decoder.rope.num_positions, launch)
+
     def make(run: Run, pool: KvPool) -> StepGraphs:
+        attention = OwnAttention(pool)
+
+        def run_there(inputs: StepInputs) -> torch.Tensor:
+            with attention.own:
+                return run(inputs)
+
         return StepGraphs(
-            run,
-            lambda plan: stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions),
+            run_there,
+            attention,
             CudaCapture(decoder.device),
             max_rows=MAX_BUCKET,
             max_sampled=max_sampled,
@@ -309,5 +354,5 @@ def step_graphs_for(decoder: Decoder, max_sampled: int) -> MakeGraphs | None:
 
 
 def bucket_of(num_rows: int) -> int:
-    """The least power of two that is not below a positive number."""
-    return 1 << (num_rows - 1).bit_length()
+    """The least bucket that holds so many rows, at most `MAX_BUCKET`."""
+    return _BUCKETS[bisect_left(_BUCKETS, num_rows)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections.abc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
@@ -193,11 +193,6 @@ class Runner:
         logits = self.launch(inputs) if self.graphs is None else self.graphs.forward(inputs)
         return logits[: inputs.num_sampled]
 
-    @property
-    def has_captured(self) -> bool:
-        """Return whether the last step was captured, which takes many times as long as the step."""
-        return self.graphs is not None and self.graphs.has_captured
-
     def take_scores(self) -> list[tuple[StepRows, FloatArray]]:
         """Take what rows of the last step found of documents: see `Blend.note_scores`."""
         observers, compared = self._observers, self._compared
@@ -281,10 +276,11 @@ class Runner:
             rows=self._tensor(rows), cached=self._tensor(cached), positions=self._tensor(positions - deltas)
         )
 
-    def reserve(self, num_sequences: int, num_rows: int) -> None:
-        """Let the buffers of graphs grow to a step of so many sequences and rows over all pages; nothing is computed.
+    def capture_graphs(self, num_sequences: int, num_rows: int, report: Callable[[float], None]) -> None:
+        """Capture all steps that are to be replayed; no page may be in use, and no token is kept.
 
-        Graphs point to these buffers: what is captured later is not lost when traffic fills the pool.
+        Graphs point to buffers that do not move any more: they have room for a step of so many sequences and rows over
+        all pages.
         """
         if self.graphs is None:
             return
@@ -293,7 +289,14 @@ class Runner:
         tables = [PageTable.own(own[:longest].tolist()) for own in pages]
         sequence = np.sort(np.arange(num_rows) % num_sequences)
         positions = np.array([max(len(own[:longest]) * self.page_size - 1, 0) for own in pages])[sequence]
-        self.graphs.stage(self._plan_of(tables, QueryRows(sequence, positions)))
+        self.graphs.attention.reserve(self._plan_of(tables, QueryRows(sequence, positions)))
+        self.graphs.capture_all(self._padding, report)
+
+    def _padding(self, num_rows: int, num_sampled: int) -> StepInputs:
+        """Make the inputs of a step that has no row but padding."""
+        zeros = np.zeros(num_rows, np.int64)
+        plan = self._plan_of([_NO_PAGES] * num_rows, QueryRows(np.arange(num_rows), zeros))
+        return self._inputs((zeros, zeros, zeros, zeros - 1, zeros[:num_sampled]), plan, num_rows)
 
     @contextmanager
     def no_trace(self) -> Iterator[None]:

@@ -139,6 +139,29 @@ def test_on_cuda_logits_are_not_rounded_to_16_bits(dtype: torch.dtype) -> None:
     assert linear(x).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_result_goes_where_it_is_wanted(dtype: torch.dtype) -> None:
+    x, weight, bias = draw(5, 64, dtype=dtype), draw(40, 64, dtype=dtype, seed=1), draw(40, dtype=dtype, seed=2)
+    for linear in (make_linear(weight, bias), PlainLinear(weight, bias)):
+        room = torch.full((8, 40), torch.nan)
+        found = linear(x, torch.float32, room[:5])
+        assert found.data_ptr() == room.data_ptr()
+        assert torch.equal(room[:5], linear(x, torch.float32))
+        assert room[5:].isnan().all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_on_cuda_the_product_itself_goes_there(with_bias: bool) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, weight, out = (torch.empty(*size, dtype=kind, device="cuda") for size, kind in (
+            ((5, 64), torch.bfloat16), ((40, 64), torch.bfloat16), ((5, 40), torch.float32)
+        ))  # fmt: skip
+        linear = PlainLinear(weight, torch.empty(40, dtype=torch.bfloat16, device="cuda") if with_bias else None)
+        with _Operations() as operations:
+            assert linear(x, torch.float32, out) is out
+    assert [name for name in operations.names if "mm" in name or "copy" in name] == ["aten.mm.dtype_out"]
+
+
 class _Operations(TorchDispatchMode):
     """Names of what torch is asked to do."""
 

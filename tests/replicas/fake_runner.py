@@ -65,7 +65,7 @@ class FakeRunner:
         self.vocab_size, self.max_context = vocab_size, max_context
         self.num_layers = 4
         self.num_shared_segments = 0
-        self.graphs, self.has_captured = None, False
+        self.graphs = None
         self.num_rows = 0
         self.fail_next = False
         self.flat = False  # predict every token alike

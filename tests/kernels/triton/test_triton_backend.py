@@ -19,6 +19,7 @@ from mneme.kernels.attention import PageRef, PageTable, QueryRows, RopeTable, bu
 from mneme.kernels.triton import modules as triton_modules
 from mneme.kernels.triton import tiles as triton_tiles
 from mneme.kernels.triton.configs import HEAD_DIMS
+from mneme.kernels.triton.pack import Header
 from tests.kernels.cases import TOLERANCE, Scene, assert_close, make_scene, scenes
 
 triton_backend = pytest.importorskip("mneme.kernels.triton.backend")
@@ -222,6 +223,80 @@ def test_own_buffers_keep_a_plan_while_others_run(triton_device: torch.device) -
     with own:
         assert_close(attend_triton(placed, plan), wanted)
     assert step.uploaded_bytes == before
+
+
+@pytest.mark.usefixtures("ranges_of_a_page")
+@pytest.mark.parametrize("num_programs", [1, 3, 1000])
+def test_few_programs_take_many_tiles_and_many_programs_few(
+    triton_device: torch.device, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one launch after the other: each leaves the count of tiles as it found it; with nothing to do, too."""
+    scene = forest_scene(torch.float32, 64, 16, 2)
+    placed, step = on(triton_device, scene), triton_step.step_of(torch.zeros(0, device=triton_device).device)
+    plans = [scene.plan(share=share) for share in SHARES] + [scene.plan(tables=[[], [], []])]
+    for plan in plans:  # cut for the device as it is
+        triton_backend._choice(step.device, torch.float32, plan)
+    monkeypatch.setattr(triton_backend, "_num_programs", lambda _device, _per_processor: num_programs)
+    for plan in [*plans, *plans]:
+        wanted = scene.attend(plan, backend="reference")
+        for _ in range(2):
+            assert_close(attend_triton(placed, plan), wanted)
+    assert int(step.words[Header.num_taken]) == 0
+
+
+def test_a_plan_that_reserved_buffers_do_not_hold_is_put_beside_and_cannot_be_captured(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = forest_scene(torch.float32, 64, 16, 2)
+    placed, own = on(triton_device, scene), triton_step.OwnStep(torch.zeros(0, device=triton_device).device)
+    monkeypatch.setattr(triton_step, "_MOST_RESERVED_WORDS", 0)
+    small, large = (
+        scene.plan(share="always"),
+        scene.plan(tables=[[PageRef(4)]] * 60, rows=QueryRows(range(60), [80] * 60)),
+    )
+
+    def stage(plan: attention.Plan) -> Any:
+        return triton_backend.stage(plan, placed.slot_position, placed.q.dtype, None)
+
+    def check(plan: attention.Plan) -> None:
+        q = torch.cat([scene.q] * 12)[: plan.num_rows]
+        wanted = replace(scene, q=q).attend(plan, backend="reference")
+        assert_close(attend_triton(replace(placed, q=q.to(triton_device)), plan), wanted)
+
+    with own as step:
+        triton_backend.reserve(small, placed.slot_position, placed.q.dtype)
+        buffers = [step.words, step.key_position, *step.partials]
+        for plan in (small, large, small, large, large, small):
+            assert (stage(plan) is None) == (plan is large)
+            check(plan)
+            check(plan.with_rows(QueryRows(plan.sequence, plan.position + 1)))
+        monkeypatch.setattr(step, "_copy", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # what failed is forgotten, and where things are is not
+            stage(scene.plan(share="always"))
+        monkeypatch.undo()
+        check(small)
+        now = [step.words, step.key_position, *step.partials]
+    assert [buffer.data_ptr() for buffer in now] == [buffer.data_ptr() for buffer in buffers]
+
+
+def test_a_plan_may_be_launched_in_every_way_that_does_more(triton_device: torch.device) -> None:
+    """As a graph is for plans that do not need all of it; rows without keys are defined where nothing was staged."""
+    scene = forest_scene(torch.bfloat16, 64, 16, 4)
+    placed, plan = on(triton_device, scene), scene.plan(share="never")
+    wanted = scene.attend(plan, backend="reference")
+    launches = triton_backend.launches_of(plan, placed.q.device, torch.bfloat16)
+    assert [(launch.config.wide_m > 0, launch.merges) for launch in launches] == [
+        (False, False), (False, True), (True, True)
+    ]  # fmt: skip
+    best = triton_backend.stage(plan, placed.slot_position, torch.bfloat16, None)
+    for launch in launches[launches.index(best) :]:
+        assert triton_backend.stage(plan, placed.slot_position, torch.bfloat16, None, launch) == launch
+        assert_close(attend_triton(placed, plan), wanted)
+    padded = scene.plan(tables=[[], [PageRef(4)], []])
+    out, lse = attend_triton(placed, padded)
+    assert not out[[0, 4]].any()
+    assert torch.isneginf(lse[[0, 4]]).all()
+    assert_close((out, lse), scene.attend(padded, backend="reference"))
 
 
 def test_a_capture_that_would_read_another_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

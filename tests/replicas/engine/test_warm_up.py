@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine, load_engine_loop
-from mneme.replicas.engine.warm_up import warm_up
-from mneme.replicas.model.decoder import Decoder, KvPool
+from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
+from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import Graph, MakeGraphs, Run, StepGraphs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -65,31 +66,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_played_device(
     directory: Path,
     capture: Callable[[Callable[[], None]], Graph] | None,
-    make_key: Callable[[Decoder, KvPool], Callable[[Plan], Hashable]] | None = None,
 ) -> Runner:
     """A runner whose steps are captured by a device that is played, or by `capture`."""
     decoder = decoder_of(directory, share="auto")
 
     def make(run: Callable[..., torch.Tensor], pool: KvPool) -> StepGraphs:
         device = PlayedDevice(run)
-        device.key = make_key(decoder, pool) if make_key else device.key
         device.capture = capture or device.capture  # type: ignore[method-assign]
         return device.graphs()
 
     return Runner(decoder, 64, 16, make)
 
 
-def test_each_decode_bucket_is_captured_before_an_engine_is_ready_and_no_trace_is_left(checkpoint: Path) -> None:
+def test_each_bucket_is_captured_before_an_engine_is_ready_and_no_trace_is_left(checkpoint: Path) -> None:
     runner = with_played_device(checkpoint, None)
-    assert runner.graphs is not None
+    graphs = runner.graphs
+    assert graphs is not None
     reported: list[tuple[str, float]] = []
     warm_up(runner, None, CONFIG, lambda what, share: reported.append((what, share)))
-    assert runner.graphs.num_graphs == 4  # 8, 4, 2, 1
+    num_graphs = graphs.num_graphs
+    assert num_graphs == 11  # 1, 2, 4, 8, 16, ..., 64 rows
     assert {what for what, _ in reported} == {"CUDA graphs"}
     shares = [share for _, share in reported]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert (runner.graphs.num_replays, runner.num_shared_segments) == (0, 0)
+    assert (graphs.num_replays, runner.num_shared_segments) == (0, 0)
     assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
     engine = Engine(runner, None, CONFIG)
     sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -97,48 +98,85 @@ def test_each_decode_bucket_is_captured_before_an_engine_is_ready_and_no_trace_i
         ids = tuple(range(index, index + 20))
         engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
     run(engine)
-    assert runner.graphs.num_replays >= 3  # from the first decode step on
-    assert sum(shape.num_rows <= 8 for shape in runner.graphs._graphs) == 4  # prompts have been captured, no decode
+    assert graphs.num_replays == engine.num_steps - 1  # with prompts, too; the last launches nothing
+    assert graphs.num_graphs == num_graphs
 
 
-def test_traffic_over_the_whole_pool_keeps_the_buffers_that_captured_graphs_point_to(checkpoint: Path) -> None:
-    """As the Triton backend tells shapes apart: by tiles, merged rows and the addresses of its buffers."""
-    backend = pytest.importorskip("mneme.kernels.triton.backend")
-    keys: list[tuple[int, ...]] = []
+class StagedByTriton(PlayedDevice):
+    """Tells shapes apart as the Triton backend does."""
 
-    def make_key(decoder: Decoder, pool: KvPool) -> Callable[[Plan], Hashable]:
-        def key(plan: Plan) -> Hashable:
-            keys.append(backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions))
-            return keys[-1]
+    def __init__(self, run: Run, pool: KvPool, decoder: Decoder) -> None:
+        super().__init__(run)
+        self.pool, self.decoder = pool, decoder
+        self.staged: list[Hashable] = []
 
-        return key
+    def reserve(self, plan: Plan) -> None:
+        from mneme.kernels.triton.backend import reserve
 
-    with pytest.importorskip("mneme.kernels.triton.step").OwnStep(torch.device("cpu")):
-        runner = with_played_device(checkpoint, None, make_key)
-        warm_up(runner, None, CONFIG, lambda _what, _share: None)
-        assert runner.graphs is not None
-        assert runner.graphs.num_graphs == 6  # 8, 5, 4, 3, 2, 1: 5 and 3 have rows of padding
+        reserve(plan, self.pool.slot_position, self.decoder.dtype)
+
+    def launches(self, plan: Plan) -> list[Hashable]:
+        from mneme.kernels.triton.backend import launches_of
+
+        return [*launches_of(plan, self.decoder.device, self.decoder.dtype)]
+
+    def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
+        from mneme.kernels.triton.backend import stage
+
+        self._plan, positions = plan, self.decoder.rope.num_positions
+        self.staged.append(stage(plan, self.pool.slot_position, self.decoder.dtype, positions, launch))
+        return self.staged[-1]
+
+
+def addresses_of(step: Any) -> list[int]:
+    return [buffer.data_ptr() for buffer in (step.words, step.key_position, *step.partials)]
+
+
+@pytest.mark.parametrize("is_too_large", [False, True])
+def test_traffic_over_the_whole_pool_is_replayed_and_no_buffer_of_graphs_moves(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, is_too_large: bool
+) -> None:
+    """Where the buffers do not hold a step it runs as it is, from buffers beside them."""
+    pytest.importorskip("mneme.kernels.triton.backend")
+    from mneme.kernels.triton import step as triton_step
+
+    expected = CONFIG
+    if is_too_large:
+        monkeypatch.setattr(triton_step, "_MOST_RESERVED_WORDS", 0)
+        expected = replace(CONFIG, max_running=1, max_batch_tokens=16)
+    made: list[StagedByTriton] = []
+
+    def make(run: Run, pool: KvPool) -> StepGraphs:
+        made.append(StagedByTriton(run, pool, decoder))
+        return made[0].graphs()
+
+    decoder = decoder_of(checkpoint, share="auto")
+    with triton_step.OwnStep(torch.device("cpu")) as step:
+        runner = Runner(decoder, 64, 16, make)
+        warm_up(runner, None, expected, lambda _what, _share: None)
+        graphs, device = runner.graphs, made[0]
+        assert graphs is not None
+        num_graphs, addresses = graphs.num_graphs, addresses_of(step)
+        device.staged.clear()
         engine = Engine(runner, None, CONFIG)
         sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         for index in range(8):  # seven pages each, of 64
             ids = tuple(range(index, index + 100))
             engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
-        run(engine)
-    *_, addresses = zip(*keys, strict=True)
-    assert len(set(addresses)) == 1
+        events = run(engine)
+    assert all(event.error is None for event in events)
+    assert addresses_of(step) == addresses
+    assert graphs.num_graphs == num_graphs
+    assert (None in device.staged) == is_too_large
+    assert graphs.num_replays == sum(launch is not None for launch in device.staged) > 0
 
 
-def test_graphs_that_were_captured_while_loading_serve_the_loop_and_no_other_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each thread has buffers of its own on a device: graphs of one thread read nothing of another's."""
-    backend = pytest.importorskip("mneme.kernels.triton.backend")
+def test_graphs_that_were_captured_while_loading_serve_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first step on, costs that are measured before it among them; which thread steps it is one to them."""
 
     def graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs:
         def make(run: Run, pool: KvPool) -> StepGraphs:
-            device = PlayedDevice(run)
-            device.key = lambda plan: backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions)
-            return device.graphs(vocab_size=decoder.config.vocab_size, max_rows=max_rows)
+            return PlayedDevice(run).graphs(vocab_size=decoder.config.vocab_size, max_rows=max_rows)
 
         return make
 
@@ -146,17 +184,37 @@ def test_graphs_that_were_captured_while_loading_serve_the_loop_and_no_other_thr
     loop = load_engine_loop("mneme-tiny", replace(CONFIG, num_pages=64, dtype="float32"))
     graphs, messages = loop.engine.runner.graphs, subscribe(loop, "")  # what nobody is told
     assert graphs is not None
-    num_graphs, ids = graphs.num_graphs, tuple(range(20))
+    num_graphs, ids = graphs.num_graphs, tuple(range(7))
     sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     loop.start()
     loop.submit_many([GenerationRequest(request_id="a", prompt_token_ids=ids, sampling=sampling)])
     tokens, _ = until_finished(messages, "a")
     loop.stop()
-    assert (graphs.num_replays, graphs.num_graphs) == (5, num_graphs)  # from its first decode step on
+    assert graphs.num_replays == 6
     elsewhere = Engine(loop.engine.runner, None, CONFIG)
     elsewhere.submit(GenerationRequest(request_id="b", prompt_token_ids=ids, sampling=sampling))
     assert [token for event in run(elsewhere) for token in event.token_ids] == tokens
-    assert graphs.num_graphs > num_graphs  # of the same rows, in this thread's buffers
+    assert (graphs.num_replays, graphs.num_graphs) == (12, num_graphs)
+
+
+def test_the_largest_step_is_run_before_the_pool_is_made(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is played, which counts no bytes but those that it is told."""
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    rows: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: rows.clear() or 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 100 + max(rows)[0])
+    forward = Runner.forward
+
+    def noted(self: Runner, inputs: StepInputs | None) -> torch.Tensor:
+        if inputs is not None:
+            rows.append((len(inputs.token_ids), inputs.num_sampled))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(Runner, "forward", noted)
+    decoder = decoder_of(checkpoint, share="auto")
+    assert largest_step_bytes(decoder, None, CONFIG, lambda _what, _share: None) == CONFIG.max_batch_tokens
+    assert rows == [(CONFIG.max_batch_tokens, CONFIG.max_running)]
 
 
 def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
@@ -166,8 +224,8 @@ def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
     runner = with_played_device(checkpoint, fail)
     assert runner.graphs is not None
     warm_up(runner, None, CONFIG, lambda _what, _share: None)
-    assert (runner.graphs.num_graphs, runner.graphs.is_on) == (0, True)
-    assert runner.graphs.stats()["failed"] == 1
+    assert (runner.graphs.num_graphs, runner.graphs.is_on) == (0, False)
+    assert runner.graphs.stats()["failed"] == 3
     assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
 
 
@@ -197,7 +255,7 @@ def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
     assert {"kernels", "CUDA graphs"} <= set(reported)
     graphs = engine.runner.graphs  # what nobody is told
     assert graphs is not None
-    assert graphs.num_graphs >= 4
+    assert graphs.num_graphs >= 31
     assert graphs.num_failed == 0
 
 

@@ -17,7 +17,11 @@ class PlayedDevice:
     """A replay runs the forward pass on the tensors of the capture and on the plan that was staged last."""
 
     def __init__(self, run: Run) -> None:
-        self._forward = run
+        def forward(inputs: StepInputs) -> torch.Tensor:
+            logits = run(inputs)
+            return logits if inputs.logits is None or logits is inputs.logits else inputs.logits.copy_(logits)
+
+        self._forward = forward
         self._plan: Plan | None = None
         self._frozen: StepInputs | None = None
         self.num_eager = 0
@@ -32,9 +36,15 @@ class PlayedDevice:
         assert self._plan is not None
         return self._forward(replace(self._frozen, plan=self._plan))
 
-    def stage(self, plan: Plan) -> Hashable | None:
+    def reserve(self, plan: Plan) -> None:
+        pass
+
+    def launches(self, plan: Plan) -> list[Hashable]:
+        return ["one"]
+
+    def stage(self, plan: Plan, launch: Hashable | None = None) -> Hashable | None:
         self._plan = plan
-        return self.key(plan)
+        return launch or self.key(plan)
 
     def capture(self, step: Callable[[], None]) -> Graph:
         for _ in range(2):  # once so that all is compiled, once to record it
@@ -57,6 +67,6 @@ class PlayedDevice:
     ) -> StepGraphs:
         """Graphs of steps that this device captures."""
         return StepGraphs(
-            self.run, self.stage, self.capture, max_rows=max_rows, max_sampled=max_sampled or max_rows,
+            self.run, self, self.capture, max_rows=max_rows, max_sampled=max_sampled or max_rows,
             vocab_size=vocab_size, device=torch.device("cpu"), **options,
         )  # fmt: skip
