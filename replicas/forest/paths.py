@@ -79,21 +79,42 @@ class Paths:
         if not self._sharing:
             return 0
         before = position = path.num_tokens
-        num_pages = len(path.pages)
+        num_pages, page = len(path.pages), path.tail
         while position < limit:
-            page = path.tail
-            if position < page.end:
-                position += common_prefix(page.tokens, position - page.start, ids, position, limit)
+            offset = position - page.start
+            if offset < len(page.tokens):
+                position += common_prefix(page.tokens, offset, ids, position, limit)
             child = page.child(position, ids[position], path.salt) if position < limit else None
             if child is None:
                 break
-            self._leave(path, position)
+            if position % self.page_size:
+                self._leave(path, position)
             self.tiers.hold(child)
             path.append(child)
+            page = child
         if position > before:
             path.num_tokens = position
             note_gaps(path, max(num_pages - 1, len(path.root.kept)))
         return position - before
+
+    def write_next(self, path: Path, ids: Sequence[int]) -> tuple[int, int, int] | None:
+        """Take the slot of the one token that follows, if it goes into the path's own last page, where no other path is
+        found: what `extend` and `take_rows` do for a decode, but once in a page. Returns the run; None: ask those."""
+        position = path.num_tokens
+        offset = position % self.page_size
+        if not offset or path.gaps or not path.pages or len(ids) != position + 1:
+            return None
+        page = path.pages[-1]
+        if page.writer is not path or page.children or page.end != position:
+            return None
+        page_id = page.ids[DEVICE]
+        assert page_id is not None
+        page.tokens.append(ids[position])
+        page.filled[DEVICE] += 1
+        path.num_tokens = position + 1
+        if offset + 1 == self.page_size and self._device.changed is not None:
+            self._device.changed.add(page)
+        return page_id, offset, 1
 
     def take_rows(self, path: Path, ids: Sequence[int], budget: int) -> Rows:
         """Take at most `budget` rows: holes first, then `ids[path.num_tokens:]`, which `extend` did not find.
@@ -243,7 +264,9 @@ class Paths:
             if not self._device.has(page):
                 self.tiers.add(page)
                 loaded += [loaded_span(path, index)] if page.filled[DEVICE] else []
-            path.page_ids[index] = page.ids[DEVICE]
+            page_id = page.ids[DEVICE]
+            assert page_id is not None
+            path.page_ids[index] = page_id
             path.num_changes += 1
         return loaded
 
@@ -271,8 +294,14 @@ class Paths:
 
 def note_gaps(path: Path, first: int) -> None:
     """Look at the path's pages from index `first` on, to which tokens were added."""
-    known = set(path.gaps)
-    path.gaps += [i for i in range(first, len(path.pages)) if i not in known and not _is_whole(path, i)]
+    lacking = [  # most pages are whole, whatever of them the path needs
+        index
+        for index, page in enumerate(path.pages[first:], first)
+        if page.filled[DEVICE] < len(page.tokens) or path.page_ids[index] != page.ids[DEVICE]
+    ]
+    if lacking:
+        known = set(path.gaps)
+        path.gaps += [index for index in lacking if index not in known and not _is_whole(path, index)]
 
 
 def visible_gaps(path: Path, num_ids: int, window: int | None) -> list[int]:
@@ -328,7 +357,7 @@ def slots_of(path: Path, page_size: int, wanted: IntArray | None = None) -> tupl
     """
     firsts, starts, counts, deltas = np.array(
         [
-            ((page_id or 0) * page_size + kept.start % page_size, kept.start, kept.end - kept.start, kept.delta)
+            (max(page_id, 0) * page_size + kept.start % page_size, kept.start, kept.end - kept.start, kept.delta)
             for page_id, kept in zip(path.page_ids, references_of(path), strict=True)
             if kept.page.positions is None  # private tokens are nobody's to look at
         ],
