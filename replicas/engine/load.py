@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 _CPU_POOL_BYTES = 1 << 30
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
 _HOST_SHARE = 0.25  # of the memory that is available now, for KV that left a GPU; of all engines of the machine
-_HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a GiB, before anything is served
+_HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a GiB, beside what is served first
 _HOST_POOLS = 4  # times the device pool: more is rarely of use
 _GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded, before the largest step was measured
 _GPU_SPARE_SHARE = 0.05  # of the GPU, behind that: what steps measured none of, and the allocator's pieces
@@ -242,7 +242,7 @@ def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtyp
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     is_half = checkpoint in ("bfloat16", "float16")
     return torch.bfloat16 if is_half and cpu_multiplies_bfloat16() else torch.float32
 

@@ -6,7 +6,9 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from mneme.errors import CheckpointError
 from mneme.replicas.engine import load as load_module
 from mneme.replicas.engine.load import choose_dtype
 from mneme.replicas.model.config import load_model_config
-from mneme.replicas.model.weights import load_weights
+from mneme.replicas.model.weights import Upload, load_weights
+from tests.cachetier.played_streams import PlayedStreams
 from tests.replicas.checkpoints import write_checkpoint
 
 
@@ -67,6 +70,27 @@ def test_shards_are_read_like_one_file(sound: Path, tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path).layers[2].gate_up(rows), load(sound).layers[2].gate_up(rows))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_device_gets_through_pinned_memory_is_what_was_read(dtype: torch.dtype) -> None:
+    """Few small buffers, and a device that copies late and in its own order: a buffer must not be filled too early."""
+    streams = PlayedStreams()
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(7)).to(dtype) for size in ((97, 13), (5,), ())]
+    with ThreadPoolExecutor(4) as readers:
+        upload = Upload(streams, readers, piece_bytes=64)
+        copies = [upload(tensor) for tensor in tensors]
+        used: list[list[torch.Tensor]] = []
+        streams.current().run(lambda: used.append([copy.clone() for copy in copies]))
+        streams.finish(lambda n: 0)  # who computes first wherever it can
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(used[0], tensors, strict=True))
+
+
+def test_what_a_reader_raises_ends_the_loading() -> None:
+    streams = PlayedStreams()
+    streams.host_memory = lambda _num_bytes: torch.zeros(8, dtype=torch.uint8)  # type: ignore[method-assign]
+    with ThreadPoolExecutor(4) as readers, pytest.raises(RuntimeError, match="size"):
+        Upload(streams, readers, piece_bytes=64)(torch.zeros(100))
+
+
 @pytest.mark.parametrize("multiplies", [False, True])
 def test_the_default_type_is_what_the_cpu_multiplies(multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_module, "cpu_multiplies_bfloat16", lambda: multiplies)
@@ -74,6 +98,17 @@ def test_the_default_type_is_what_the_cpu_multiplies(multiplies: bool, monkeypat
     assert choose_dtype("auto", cpu, "bfloat16") == choose_dtype("auto", cpu, "float16") == half
     assert choose_dtype("auto", cpu, "float32") == torch.float32
     assert choose_dtype("bfloat16", cpu, "float32") == torch.bfloat16
+
+
+@pytest.mark.parametrize("major", [7, 8])
+def test_bfloat16_that_a_gpu_only_emulates_is_not_the_default(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says that it supports it where it converts to float32 and back; its own question is played, not ours."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _device: True)
+    wanted = torch.float32 if major < 8 else torch.bfloat16
+    assert choose_dtype("auto", torch.device("cuda"), "bfloat16") == wanted
 
 
 CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
