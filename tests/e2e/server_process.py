@@ -18,6 +18,7 @@ START_LIMIT_S = 300.0
 _STOP_LIMIT_S = 180.0  # on a machine that is busy with other things
 REPOSITORY = Path(__file__).parents[2]
 SERVE = (sys.executable, "-m", "mneme.cluster.cli.main", "serve")
+SERVE_LOCAL = (sys.executable, "-m", "tests.fakes.serve_local")  # where there is no Ray
 SERVE_FAKE = (sys.executable, "-m", "tests.fakes.serve_fake")
 
 
