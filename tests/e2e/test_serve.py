@@ -1,4 +1,4 @@
-"""Servers as their users meet them: the `openai` client against `mneme serve --replicas 2` and `mneme serve --local`."""
+"""Servers as their users meet them: `openai` clients against `mneme serve --replicas 2` and `mneme serve --local`."""
 
 from __future__ import annotations
 

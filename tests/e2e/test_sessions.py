@@ -1,4 +1,4 @@
-"""Sessions through the `openai` client, on two replicas and on one: appended turns, forks, deletion, where KV came from."""
+"""Sessions through the `openai` client, on two replicas and on one: appended turns, forks, deletion, whence KV came."""
 
 from __future__ import annotations
 
