@@ -95,7 +95,10 @@ class LocalServer(Foreground):
     def serve(self, engine: EngineLoop, bound: socket.socket) -> None:
         """Step the engine and answer HTTP on threads of theirs; returns when requests are answered."""
         self._engine = engine
-        self._served = Workers("http", 1).begin(lambda: self._run(engine, bound.dup()))
+        runner = asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory())
+        self._loop = runner.get_loop()
+        http_protocol.use_everywhere()
+        self._served = Workers("http", 1).begin(lambda: self._run(runner, engine, bound.dup()))
         self._served.add_done_callback(lambda _: self._stop_requested.set())
         wait((self._ready, self._served), return_when=FIRST_COMPLETED)
         self._is_up = True
@@ -117,18 +120,15 @@ class LocalServer(Foreground):
 
     def close(self) -> None:
         """End answers as `http.shutdown_grace_s` says, write what is saved, end the engine."""
-        if self._engine is None:
+        if self._engine is None or self._loop is None:
             return
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._stopping.set)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._stopping.set)
         wait((self._served,))
         self._engine.stop()
 
-    def _run(self, engine: EngineLoop, bound: socket.socket) -> None:
-        http_protocol.use_everywhere()
-        with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
-            self._loop = runner.get_loop()
+    def _run(self, runner: asyncio.Runner, engine: EngineLoop, bound: socket.socket) -> None:
+        with runner:
             runner.run(self._serve(engine, bound))
 
     async def _serve(self, engine: EngineLoop, bound: socket.socket) -> None:

@@ -76,9 +76,9 @@ def serve_engine(take_engine: Callable[[], EngineLoop], config: ClusterConfig) -
     with bound_socket(config) as bound:
         server = LocalServer(config)
         try:
-            server.serve(take_engine(), bound)
-            _say_ready(server, 1, time.monotonic() - started_at)
             with contextlib.suppress(KeyboardInterrupt):
+                server.serve(take_engine(), bound)
+                _say_ready(server, 1, time.monotonic() - started_at)
                 server.wait()
         finally:
             server.close()
