@@ -74,8 +74,9 @@ LEVEL = {
     for n, rooms in enumerate(levels)
     for room in rooms.split()
 }
+# What `LLM.serve` imports when it is called, against the direction.
+LLM_SERVES = ("mneme.cluster.cli.serve", "mneme.cluster.config")
 # Where Ray may be imported, besides cluster/, and triton. Who imports a Ray module is one.
-LLM_SERVES = ("mneme.cluster.cli.serve", "mneme.cluster.config")  # what `LLM.serve` imports when it is called
 RAY = ("router/serve_router.py", "cachetier/distributed/")
 TRITON = "kernels/triton/"
 
