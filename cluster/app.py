@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +15,13 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from mneme.cluster.config import ClusterConfig, from_mapping
-from mneme.cluster.http.api_state import Backend, ServedModel
+from mneme.cluster.http.api_state import Backend
 from mneme.cluster.serve.autoscaling import serve_options
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.serve.gpus import EnginePlacement, place_models
 from mneme.cluster.serve.ingress import BuildApi, Ingress
 from mneme.cluster.serve.ray_private import own_replica_id
 from mneme.cluster.serve.replica import EngineReplica, LoadEngine
-from mneme.replicas.model.config import load_model_config, model_directory
-from mneme.replicas.text.tokenizer import Tokenizer
 
 ENGINE_DEPLOYMENT = "engine"
 INGRESS_DEPLOYMENT = "ingress"
@@ -104,28 +101,5 @@ def _load_engine(*args: Any, **kwargs: Any) -> Any:
 def _build_api(clients: Sequence[EngineClient], config: ClusterConfig) -> FastAPI:
     from mneme.cluster.http.api import build_api
 
-    backends = list(map(_backend, clients, config.each_model()))
+    backends = list(map(Backend.load, clients, config.each_model()))
     return build_api(backends, config.http, ingress=own_replica_id())
-
-
-def _backend(client: EngineClient, config: ClusterConfig) -> Backend:
-    """What the API needs of one model; `config` is of this model alone."""
-    directory = model_directory(config.model)
-    tokenizer = Tokenizer.load(directory)
-    tokenizer.warm_up()  # before /ready is asked: while the replicas load
-    max_context = load_model_config(directory).max_context
-    model = ServedModel(
-        id=config.model_name,
-        max_context=min(max_context, config.engine.max_context or max_context),
-        created=int(time.time()),
-        root=str(directory),
-    )
-    return Backend(
-        client,
-        model,
-        tokenizer,
-        truncation=config.engine.truncation,
-        blend=config.engine.blend,
-        default_timeout_s=config.engine.request_timeout_s,
-        max_waiting=config.engine.max_waiting,
-    )

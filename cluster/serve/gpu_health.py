@@ -77,17 +77,18 @@ class GpuHealth:
         return count
 
 
-def own_gpu() -> GpuHealth | None:
-    """Open the first GPU that this process may use; None, and a line in the log, where NVML does not know it."""
+def own_gpu(index: int = 0) -> GpuHealth | None:
+    """Open a GPU that this process may use, by torch's index; None, and a line in the log, if NVML does not know it."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-        if first.isdecimal():
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        name = str(index) if visible is None else visible.split(",")[index].strip()
+        if name.isdecimal():
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
         else:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(first)
+            handle = pynvml.nvmlDeviceGetHandleByUUID(name)
         return GpuHealth(handle, str(pynvml.nvmlDeviceGetUUID(handle)))
     except pynvml.NVMLError as error:
         logger.warning("no figures of the GPU, and no watch over it: NVML: %s", error)

@@ -1,13 +1,17 @@
-"""uvicorn's HTTP/1.1, without what its users stumble over: trailers among the headers, and bytes that are no text."""
+"""uvicorn's HTTP/1.1, without what its users stumble over: trailers among the headers, bytes that are no text, and
+clients that never end their headers."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import uvicorn.config
 from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+HEADER_S = 10.0  # from a connection, or the first byte of its next request, to the end of the headers
+_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 REPLACED = "\ufffd"  # stands for what was not UTF-8
 
 
@@ -19,10 +23,21 @@ class HttpProtocol(HttpToolsProtocol):
     """
 
     _takes_headers = True
+    _headers_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._headers_due = self.loop.call_later(HEADER_S, self._refuse_slow_headers)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._takes_headers = True
+        if self._headers_due is None:
+            self._headers_due = self.loop.call_later(HEADER_S, self._refuse_slow_headers)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._takes_headers:
@@ -30,7 +45,19 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._takes_headers = False
+        self._stop_waiting()
         super().on_headers_complete()
+
+    def _stop_waiting(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+    def _refuse_slow_headers(self) -> None:
+        self._headers_due = None
+        if self.cycle is None or self.cycle.response_complete:  # else the answer before goes on, and the next one waits
+            self.transport.write(_TOO_LATE)
+            self.transport.close()
 
 
 class EndsEarlyAnswers(RequestResponseCycle):

@@ -21,19 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
-from mneme.cluster.serve.autoscaling import LoadMeter
 from mneme.cluster.serve.calls import StreamDraining, StreamItem, StreamOpened, WrongReplica
 from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.gpus import EnginePlacement, count_machine_gpus
-from mneme.cluster.serve.ray_private import (
-    at_stop,
-    keep_to_loopback,
-    note_wanted,
-    own_application,
-    own_deployment,
-    own_replica_id,
-    report_progress,
-)
 from mneme.config import parse
 from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query
@@ -207,9 +197,20 @@ class EngineReplica(ReplicaServer):
     """Loads an engine in Serve's replica process and answers for it."""
 
     def __init__(self, config: dict[str, Any], placement: EnginePlacement, load_engine: LoadEngine) -> None:
-        import ray  # not in the process that only builds the application
+        # Not in the process that only builds the application, nor where there is no Ray.
+        import ray
 
         from mneme.cachetier.distributed import lifecycle
+        from mneme.cluster.serve.autoscaling import LoadMeter
+        from mneme.cluster.serve.ray_private import (
+            at_stop,
+            keep_to_loopback,
+            note_wanted,
+            own_application,
+            own_deployment,
+            own_replica_id,
+            report_progress,
+        )
 
         log_to_serve()
         keep_to_loopback()

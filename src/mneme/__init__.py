@@ -1,7 +1,7 @@
 """Mneme: an LLM serving cluster that never computes the same attention twice.
 
-`LLM`, `SamplingParams` and `Grammar` are the offline API; they import neither Ray nor FastAPI. `mneme serve` starts a
-cluster.
+`LLM`, `SamplingParams` and `Grammar` are the offline API; they import neither Ray nor FastAPI (but for
+`LLM.serve`). `mneme serve` starts a cluster.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Two servers for all end-to-end tests, on free ports; they stop in order and leave nothing behind."""
+"""The servers of all end-to-end tests, on free ports; they stop in order and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.server_process import SERVE, ServerProcess, free_port
+from tests.e2e.server_process import SERVE, SERVE_LOCAL, ServerProcess, free_port
 
 # A pool smaller than what the tests allow memory to grow by: its pages are touched one after the other.
 # In float32 the same tokens come out whatever the batch, so answers can be compared.
@@ -43,6 +43,27 @@ def server_process() -> Iterator[ServerProcess]:
         assert process.left_behind() == []
     finally:
         process.discard()
+
+
+@pytest.fixture(scope="session")
+def local_process() -> Iterator[ServerProcess]:
+    """One engine and its API in one process, without Ray."""
+    process = ServerProcess([*SERVE_LOCAL, "mneme-tiny", "--port", str(free_port()), *SETTINGS])
+    try:
+        process.await_ready()
+        yield process
+        process.stop()
+        assert process.process.returncode == 0, process.lines
+        assert process.left_behind() == []
+    finally:
+        process.discard()
+
+
+@pytest.fixture(scope="session", params=["server_process", "local_process"], ids=["cluster", "local"])
+def each_server(request: pytest.FixtureRequest) -> str:
+    """The base URLs of the cluster and of the one process: what is said over HTTP is the same."""
+    process: ServerProcess = request.getfixturevalue(request.param)
+    return process.await_ready()
 
 
 @pytest.fixture(scope="session")

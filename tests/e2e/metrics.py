@@ -35,7 +35,7 @@ def await_idle(server: str) -> Metrics:
     deadline = time.monotonic() + IDLE_LIMIT_S
     while True:
         metrics = read_metrics(server)
-        if not metrics.busy and metrics['mneme_replicas{state="ready"}'] == 2:
+        if not metrics.busy and metrics['mneme_replicas{state="ready"}'] == metrics['mneme_replicas{state="wanted"}']:
             return metrics
         assert time.monotonic() < deadline, metrics
         time.sleep(0.1)

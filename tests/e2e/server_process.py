@@ -18,6 +18,7 @@ START_LIMIT_S = 300.0
 _STOP_LIMIT_S = 180.0  # on a machine that is busy with other things
 REPOSITORY = Path(__file__).parents[2]
 SERVE = (sys.executable, "-m", "mneme.cluster.cli.main", "serve")
+SERVE_LOCAL = (sys.executable, "-m", "tests.fakes.serve_local")  # where there is no Ray
 SERVE_FAKE = (sys.executable, "-m", "tests.fakes.serve_fake")
 
 
@@ -60,17 +61,21 @@ class ServerProcess:
 
     def await_ready(self) -> str:
         """The base URL, once the server says that it is ready."""
+        return self.await_line("ready:").split()[1]
+
+    def await_line(self, begin: str) -> str:
+        """The first line that begins so, once it is there."""
         deadline = time.monotonic() + START_LIMIT_S
         with self._has_spoken:
-            while (ready := self._ready_line()) is None:
+            while (found := self._line(begin)) is None:
                 left_s = deadline - time.monotonic()
                 assert self.process.poll() is None, f"the server ended: {self.lines}"
-                assert left_s > 0, f"not ready after {START_LIMIT_S:g} s: {self.lines}"
+                assert left_s > 0, f"no {begin!r} after {START_LIMIT_S:g} s: {self.lines}"
                 self._has_spoken.wait(min(left_s, 1.0))
-        return ready.split()[1]
+        return found
 
     def ready_seconds(self) -> float:
-        match = re.search(r"seconds=([\d.]+)", self._ready_line() or "")
+        match = re.search(r"seconds=([\d.]+)", self._line("ready:") or "")
         assert match is not None
         return float(match[1])
 
@@ -126,8 +131,8 @@ class ServerProcess:
         except OSError:
             return False
 
-    def _ready_line(self) -> str | None:
-        return next((line for line in self.lines if line.startswith("ready:")), None)
+    def _line(self, begin: str) -> str | None:
+        return next((line for line in self.lines if line.startswith(begin)), None)
 
     def _read(self, stream: object) -> None:
         for line in stream:  # type: ignore[attr-defined]

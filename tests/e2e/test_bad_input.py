@@ -1,7 +1,4 @@
-"""The corpus of bad requests against the running cluster.
-
-Needs a fixture `server` that yields the base URL of a server with the embedded model.
-"""
+"""The corpus of bad requests against the running servers."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def checker(server: str) -> Iterator[BadRequestChecker]:
-    checker = BadRequestChecker(server)
+def checker(each_server: str) -> Iterator[BadRequestChecker]:
+    checker = BadRequestChecker(each_server)
     yield checker
     checker.close()
 

@@ -1,4 +1,4 @@
-"""The cluster as its users meet it: the `openai` client against `mneme serve mneme-tiny --replicas 2`."""
+"""Servers as their users meet them: `openai` clients against `mneme serve --replicas 2` and `mneme serve --local`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def client(server: str) -> Iterator[OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def each_client(each_server: str) -> Iterator[OpenAI]:
+    with OpenAI(
+        base_url=f"{each_server}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    ) as client:
+        yield client
+
+
 def ask(text: str) -> list[ChatCompletionMessageParam]:
     return [{"role": "user", "content": text}]
 
@@ -56,8 +64,8 @@ def greedy(client: OpenAI, prompt: str, num: int) -> str:
     return answer.choices[0].message.content or ""
 
 
-def test_streamed_chat(client: OpenAI) -> None:
-    with client.chat.completions.create(
+def test_streamed_chat(each_client: OpenAI) -> None:
+    with each_client.chat.completions.create(
         model=MODEL,
         messages=ask("Hello, who are you?"),
         max_tokens=24,
@@ -72,15 +80,15 @@ def test_streamed_chat(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"ignore_eos": True, "logit_bias": {"3": 8}}], ids=["ended", "went on"])
-def test_second_turn_of_a_session_reuses_all_of_the_first(client: OpenAI, more: dict[str, Any]) -> None:
+def test_second_turn_of_a_session_reuses_all_of_the_first(each_client: OpenAI, more: dict[str, Any]) -> None:
     headers = {"X-Session-ID": f"turns-{time.monotonic_ns()}"}
     messages = ask(PROMPT)
-    first = client.chat.completions.create(
+    first = each_client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=32, temperature=0, extra_headers=headers, extra_body=more
     )
     answer = first.choices[0].message.content or ""
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
-    second = client.chat.completions.create(
+    second = each_client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=8, temperature=0, extra_headers=headers
     )
     assert first.usage is not None
@@ -91,22 +99,22 @@ def test_second_turn_of_a_session_reuses_all_of_the_first(client: OpenAI, more: 
     assert cached >= first.usage.prompt_tokens + first.usage.completion_tokens - 1
 
 
-def test_embeddings_are_the_same_whoever_computes_them(client: OpenAI) -> None:
+def test_embeddings_are_the_same_whoever_computes_them(each_client: OpenAI) -> None:
     """Texts of one request run beside each other."""
     texts, mean = [PROMPT, "A fox.", PROMPT], {"pooling": "mean"}
-    several = client.embeddings.create(model=MODEL, input=texts, encoding_format="float", extra_body=mean)
+    several = each_client.embeddings.create(model=MODEL, input=texts, encoding_format="float", extra_body=mean)
     assert several.data[0].embedding == pytest.approx(several.data[2].embedding, abs=1e-4)
     assert sum(value**2 for value in several.data[1].embedding) == pytest.approx(1, abs=1e-4)
-    (again,) = client.embeddings.create(model=MODEL, input="A fox.", encoding_format="float", extra_body=mean).data
+    (again,) = each_client.embeddings.create(model=MODEL, input="A fox.", encoding_format="float", extra_body=mean).data
     assert again.embedding == pytest.approx(several.data[1].embedding, abs=1e-4)
     assert several.usage.prompt_tokens == several.usage.total_tokens > len(texts)
 
 
-def test_a_history_that_is_sent_again_under_a_hint_finds_its_kv(client: OpenAI) -> None:
+def test_a_history_that_is_sent_again_under_a_hint_finds_its_kv(each_client: OpenAI) -> None:
     messages, hint = ask(f"{PROMPT} {time.monotonic_ns()}"), {"prompt_cache_key": f"hint-{time.monotonic_ns()}"}
     known = 0
     for question in ("And then?", "And after that?", "And in the end?"):
-        answer = client.chat.completions.create(
+        answer = each_client.chat.completions.create(
             model=MODEL, messages=messages, max_tokens=32, temperature=0, extra_body=hint
         )
         assert answer.usage is not None
@@ -168,40 +176,42 @@ def test_sixteen_streams_at_once_use_both_replicas(server: str, server_process: 
     assert all(busy_after[pid] - busy_before[pid] > 0.1 for pid in busy_after)
 
 
-def test_a_client_that_leaves_frees_its_request(server: str) -> None:
-    leave_at_first_token(server, 5)
-    metrics = await_idle(server)
+def test_a_client_that_leaves_frees_its_request(each_server: str) -> None:
+    leave_at_first_token(each_server, 5)
+    metrics = await_idle(each_server)
     pages = {state: metrics[f'mneme_pages{{state="{state}"}}'] for state in ("free", "cached", "in_use", "total")}
     assert pages["free"] + pages["cached"] + pages["in_use"] == pages["total"]
 
 
 @pytest.mark.parametrize("stays_s", [0.0, 0.02, 0.1])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_client_that_leaves_before_its_answer_frees_its_request(server: str, is_stream: bool, stays_s: float) -> None:
+def test_a_client_that_leaves_before_its_answer_frees_its_request(
+    each_server: str, is_stream: bool, stays_s: float
+) -> None:
     finished = 'mneme_finished_requests_total{reason="length"}'
     time.sleep(METRICS_AGE_S)  # an older page would not count what ended just now
-    before = await_idle(server)[finished]
+    before = await_idle(each_server)[finished]
     for _ in range(4):  # one after the other: while a second connects, which can take seconds, a first could end
-        with send_in_two_pieces(server, is_stream):
+        with send_in_two_pieces(each_server, is_stream):
             time.sleep(stays_s)
     deadline = time.monotonic() + FREED_LIMIT_S
     time.sleep(METRICS_AGE_S)  # an older page would show what was before
-    metrics = read_metrics(server)
+    metrics = read_metrics(each_server)
     while metrics.busy:
         assert time.monotonic() < deadline, metrics
-        metrics = read_metrics(server)
+        metrics = read_metrics(each_server)
     assert metrics[finished] == before
 
 
-def test_long_headers_get_an_answer_of_ours(server: str) -> None:
+def test_long_headers_get_an_answer_of_ours(each_server: str) -> None:
     for num_bytes, status in ((20_000, 200), (40_000, 413)):
-        answer = httpx.get(f"{server}/v1/models", headers={"x-long": "x" * num_bytes})
+        answer = httpx.get(f"{each_server}/v1/models", headers={"x-long": "x" * num_bytes})
         assert answer.status_code == status
         assert ("error" in answer.json()) == (status != 200)
 
 
-def test_half_a_header_does_not_hold_its_connection(server: str) -> None:
-    with connect(server) as connection:
+def test_half_a_header_does_not_hold_its_connection(each_server: str) -> None:
+    with connect(each_server) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: mne")
         connection.settimeout(15)
         assert b" 408 " in connection.recv(1024)
@@ -374,12 +384,12 @@ def footprint(process: ServerProcess) -> dict[int, tuple[int, float]]:
     return result
 
 
-def test_an_echo_has_the_log_probabilities_of_its_prompt(client: OpenAI) -> None:
+def test_an_echo_has_the_log_probabilities_of_its_prompt(each_client: OpenAI) -> None:
     """As evaluations ask; those of a longer prompt begin alike, though the shorter one was computed before."""
     told = []
     for text in (PROMPT, f"{PROMPT} And then"):
         body = {"model": MODEL, "prompt": text, "max_tokens": 0, "logprobs": 1, "echo": True}
-        answer = httpx.post(f"{client.base_url}completions", json=body, timeout=240).json()
+        answer = httpx.post(f"{each_client.base_url}completions", json=body, timeout=240).json()
         (choice,) = answer["choices"]
         assert (choice["text"], choice["finish_reason"]) == (text, "length")
         assert answer["usage"]["completion_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

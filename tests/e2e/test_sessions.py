@@ -1,4 +1,4 @@
-"""Sessions through the `openai` client against two replicas: appended turns, forks, deletion, where KV came from."""
+"""Sessions through the `openai` client, on two replicas and on one: appended turns, forks, deletion, whence KV came."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ STORY = "Once upon a time there was a small library in which every book could re
 
 
 @pytest.fixture(scope="module")
-def client(server: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, _strict_response_validation=True) as client:
+def client(each_server: str) -> Iterator[OpenAI]:
+    with OpenAI(
+        base_url=f"{each_server}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    ) as client:
         yield client
 
 
 @pytest.fixture
-def http(server: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server, timeout=240) as http:
+def http(each_server: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=each_server, timeout=240) as http:
         yield http
 
 
@@ -55,7 +57,7 @@ def details(answer: Any) -> dict[str, int]:
     return found
 
 
-def test_appended_turns_of_many_sessions_find_theirs_on_both_replicas(
+def test_appended_turns_of_many_sessions_find_theirs_on_every_replica(
     client: OpenAI, http: httpx.Client, name: str
 ) -> None:
     replicas, sessions = set(), [{"id": f"{name}/{index}"} for index in range(8)]
@@ -69,7 +71,7 @@ def test_appended_turns_of_many_sessions_find_theirs_on_both_replicas(
         assert found["kv"]["device"] >= found["tokens"] - 1
         assert found["hit_history"][-1]["cached_tokens"] == details(second)["device"]
         replicas.add(found["replica"])
-    assert len(replicas) == 2
+    assert len(replicas) == http.get("/ready").json()["replicas"]
 
 
 def test_an_appended_turn_answers_like_the_whole_history(client: OpenAI, name: str) -> None:
@@ -99,7 +101,7 @@ def test_a_fork_shares_to_the_token_and_goes_its_own_way(client: OpenAI, http: h
 
 
 def test_a_session_deleted_and_forked_while_it_streams(
-    client: OpenAI, http: httpx.Client, server: str, name: str
+    client: OpenAI, http: httpx.Client, each_server: str, name: str
 ) -> None:
     stream = client.chat.completions.create(
         model=MODEL,
@@ -127,7 +129,7 @@ def test_a_session_deleted_and_forked_while_it_streams(
     after = say(client, "And then?", {"id": forked["id"], "append": True})
     assert details(after)["device"] >= forked["tokens"] - 1
     assert http.delete(f"/v1/sessions/{forked['id']}").status_code == 200
-    await_idle(server)
+    await_idle(each_server)
 
 
 def test_a_prompt_is_explained_range_by_range(client: OpenAI, http: httpx.Client, name: str) -> None:
@@ -164,6 +166,7 @@ def test_an_edited_history_is_no_error_and_keeps_what_it_can(client: OpenAI, nam
     assert edited.usage.prompt_tokens == stateless.usage.prompt_tokens
 
 
+@pytest.mark.parametrize("each_server", ["server_process"], ids=["cluster"], indirect=True)
 def test_routes_follow_prefixes_and_what_was_deleted(client: OpenAI, http: httpx.Client, name: str) -> None:
     prompt = f"{name}: {STORY}{STORY}"
 

@@ -1,4 +1,4 @@
-"""Prompts that are warm before traffic, through HTTP, against two replicas."""
+"""Prompts that are warm before traffic, through HTTP, against two replicas, and one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def ask(http: httpx.Client, system: str, question: str) -> dict[str, int]:
     return {"prompt": usage["prompt_tokens"], "cached": usage["prompt_tokens_details"]["cached_tokens"]}
 
 
-def test_a_warm_system_prompt_is_cached_on_every_replica_until_it_is_deleted(server: str) -> None:
+def test_a_warm_system_prompt_is_cached_on_every_replica_until_it_is_deleted(each_server: str) -> None:
     system = f"Number {time.monotonic_ns()}. You answer questions about a library in which books remember. " * 4
-    with httpx.Client(base_url=server, timeout=240) as http:
+    with httpx.Client(base_url=each_server, timeout=240) as http:
         body = {"model": MODEL, "messages": [{"role": "system", "content": system}]}
         pin = http.post("/v1/kv/warm", json=body).raise_for_status().json()
         assert pin["pinned"]
-        assert len(pin["replicas"]) == 2
+        assert len(pin["replicas"]) == http.get("/ready").json()["replicas"]
         for index in range(6):  # whichever replica answers
             usage = ask(http, system, f"{index}. Who reads?")
             assert pin["num_tokens"] <= usage["cached"] < usage["prompt"]
@@ -38,12 +38,12 @@ def test_a_warm_system_prompt_is_cached_on_every_replica_until_it_is_deleted(ser
         assert pin["id"] not in [each["id"] for each in http.get("/v1/kv/pins").json()["data"]]
 
 
-def test_configured_prompts_are_warm_when_the_server_is_ready(server: str) -> None:
+def test_configured_prompts_are_warm_when_the_server_is_ready(each_server: str) -> None:
     """The server of these tests is configured with one."""
-    with httpx.Client(base_url=server, timeout=240) as http:
+    with httpx.Client(base_url=each_server, timeout=240) as http:
         (pin,) = [each for each in http.get("/v1/kv/pins").json()["data"] if each["configured"]]
         assert pin["pinned"]
-        assert len(pin["replicas"]) == 2
+        assert len(pin["replicas"]) == http.get("/ready").json()["replicas"]
         usage = ask(http, WARM_SYSTEM, "Who reads?")
         assert pin["num_tokens"] <= usage["cached"] < usage["prompt"]
         refused = http.delete(f"/v1/kv/pins/{pin['id']}")

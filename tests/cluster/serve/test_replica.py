@@ -10,7 +10,7 @@ import pytest
 
 from mneme.cachetier.distributed import lifecycle as ray_tier
 from mneme.cachetier.pins import PinName
-from mneme.cluster.serve import replica
+from mneme.cluster.serve import ray_private, replica
 from mneme.cluster.serve.gpus import EnginePlacement
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import Overloaded
@@ -22,10 +22,11 @@ from tests.fakes.fake_engine import FakeEngineLoop
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the engine is loaded with."""
-    for name in ("log_to_serve", "keep_to_loopback", "report_progress", "note_wanted", "at_stop"):
-        monkeypatch.setattr(replica, name, lambda *_: None)
-    monkeypatch.setattr(replica, "own_replica_id", lambda: "r")
-    monkeypatch.setattr(replica, "own_deployment", lambda: "engine")
+    monkeypatch.setattr(replica, "log_to_serve", lambda: None)
+    for name in ("keep_to_loopback", "report_progress", "note_wanted", "at_stop"):
+        monkeypatch.setattr(ray_private, name, lambda *_: None)
+    monkeypatch.setattr(ray_private, "own_replica_id", lambda: "r")
+    monkeypatch.setattr(ray_private, "own_deployment", lambda: "engine")
     return {}
 
 
