@@ -456,9 +456,7 @@ class Runner:
         counts = np.array([len(path.page_ids) for path in paths] + [0] * num_padding, np.int64)
         return self._plan_of(Lineages(page_ids, masks, counts), rows)
 
-    def _plan_of(
-        self, tables: list[PageTable] | Lineages, rows: QueryRows, share: Share | None = None
-    ) -> Plan:
+    def _plan_of(self, tables: list[PageTable] | Lineages, rows: QueryRows, share: Share | None = None) -> Plan:
         config = self._decoder.config
         return build_plan(
             tables,
