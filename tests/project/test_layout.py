@@ -27,9 +27,9 @@ ALLOWED = {
 # line. Imports for type checkers alone count too.
 LEVELS = {
     "kernels": (
-        "page_bounds page_table rope",
+        "page_bounds page_table rope upload",
         "segments share_cost",
-        "work",
+        "lineages work",
         "plan",
         "native reference share_fit torch triton",
         "kv_write linear ops sampling",
