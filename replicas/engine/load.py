@@ -232,7 +232,7 @@ def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtyp
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     is_half = checkpoint in ("bfloat16", "float16")
     return torch.bfloat16 if is_half and cpu_multiplies_bfloat16() else torch.float32
 

@@ -7,6 +7,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,17 @@ def test_the_default_type_is_what_the_cpu_multiplies(multiplies: bool, monkeypat
     assert choose_dtype("auto", cpu, "bfloat16") == choose_dtype("auto", cpu, "float16") == half
     assert choose_dtype("auto", cpu, "float32") == torch.float32
     assert choose_dtype("bfloat16", cpu, "float32") == torch.bfloat16
+
+
+@pytest.mark.parametrize("major", [7, 8])
+def test_bfloat16_that_a_gpu_only_emulates_is_not_the_default(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says that it supports it where it converts to float32 and back; its own question is played, not ours."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _device: True)
+    wanted = torch.float32 if major < 8 else torch.bfloat16
+    assert choose_dtype("auto", torch.device("cuda"), "bfloat16") == wanted
 
 
 CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
