@@ -16,6 +16,7 @@ from torch import Tensor
 
 # A query's rotation reaches twice the context once a session was truncated.
 _POSITIONS_PER_CONTEXT = 2
+_POSITIONS_AT_ONCE = 1 << 16  # computed in float64: a long context's table takes little more memory than it keeps
 
 
 class Turns(NamedTuple):
@@ -29,8 +30,8 @@ class Turns(NamedTuple):
 class RopeTable:
     """The rotation to every position in [0, 2 * max_position), computed in float64 and kept in float32.
 
-    table   float32 [2 * max_position, 3, rotary_dim / 2]  cos, -sin, sin; each times the attention factor
-    (YaRN); contiguous
+    table   float32 [2 * max_position, 2, rotary_dim / 2]  cos, sin; each times the attention factor (YaRN);
+    contiguous
 
     Raises ValueError for any other table: compiled code reads it as it lies.
     """
@@ -40,10 +41,10 @@ class RopeTable:
 
     def __post_init__(self) -> None:
         table = self.table
-        is_fit = table.dtype is torch.float32 and table.ndim == 3 and table.shape[1] == 3 and table.is_contiguous()
+        is_fit = table.dtype is torch.float32 and table.ndim == 3 and table.shape[1] == 2 and table.is_contiguous()
         if not is_fit:
             raise ValueError(
-                f"table: must be float32 of shape (num_positions, 3, rotary_dim / 2), contiguous "
+                f"table: must be float32 of shape (num_positions, 2, rotary_dim / 2), contiguous "
                 f"(got {table.dtype}, {tuple(table.shape)}, strides {table.stride()})"
             )
 
@@ -65,7 +66,7 @@ class RopeTable:
     @property
     def sin(self) -> Tensor:
         """Return float32 [2 * max_position, rotary_dim / 2]"""
-        return self.table[:, 2]
+        return self.table[:, 1]
 
     @classmethod
     def from_theta(cls, theta: float, rotary_dim: int, max_position: int) -> RopeTable:
@@ -79,21 +80,31 @@ class RopeTable:
 
     @classmethod
     def from_inv_freq(
-        cls, inv_freq: Tensor | Sequence[float], max_position: int, attention_factor: float = 1.0
+        cls,
+        inv_freq: Tensor | Sequence[float],
+        max_position: int,
+        attention_factor: float = 1.0,
+        device: torch.device | str = "cpu",
     ) -> RopeTable:
         """Make a table of fixed frequencies (linear, llama3, YaRN); queries and keys each carry the factor once.
+
+        It is computed where it is kept.
 
         inv_freq    float [rotary_dim / 2]  radians per position
         """
         if max_position < 1:
             raise ValueError(f"max_position: must be at least 1 (got {max_position})")
-        frequencies = torch.as_tensor(inv_freq).to(dtype=torch.float64, device="cpu")
+        frequencies = torch.as_tensor(inv_freq).to(dtype=torch.float64, device=device)
         if frequencies.ndim != 1 or not len(frequencies):
             raise ValueError(f"inv_freq: must be a non-empty vector (got shape {tuple(frequencies.shape)})")
-        positions = torch.arange(_POSITIONS_PER_CONTEXT * max_position, dtype=torch.float64)
-        angles = torch.outer(positions, frequencies)
-        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-        return cls(torch.stack((cos, -sin, sin), 1).float(), max_position)
+        num_positions = _POSITIONS_PER_CONTEXT * max_position
+        table = torch.empty(num_positions, 2, len(frequencies), device=device)
+        for start in range(0, num_positions, _POSITIONS_AT_ONCE):
+            end = min(start + _POSITIONS_AT_ONCE, num_positions)
+            angles = torch.outer(torch.arange(start, end, dtype=torch.float64, device=device), frequencies)
+            table[start:end, 0] = angles.cos() * attention_factor
+            table[start:end, 1] = angles.sin() * attention_factor
+        return cls(table, max_position)
 
     def to(self, device: torch.device | str) -> RopeTable:
         """Return the same table on another device."""
@@ -104,8 +115,8 @@ class RopeTable:
         rows = self.table.index_select(0, positions.to(self.table.device, torch.int64))
         if scale != 1.0:
             rows.mul_(scale)
-        rows = rows.unsqueeze(1)
-        return Turns(rows.narrow(2, 0, 1), rows.narrow(2, 1, 2))
+        cos, sin = rows.unsqueeze(1).split(1, 2)
+        return Turns(cos, torch.cat((-sin, sin), 2))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate row t of `x` to `positions[t]`; float32, for the caller to round once.

@@ -74,7 +74,7 @@ def _turned_part(q_row, table, seen, FIRST: tl.constexpr, COUNT: tl.constexpr, B
     other = tl.load(q_row[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
     frequency = tl.where(is_low, column, column - half)
     cos = tl.load(table[:, None] + frequency[None, :], mask=turns, other=1.0)
-    sin = tl.load(table[:, None] + 2 * half + frequency[None, :], mask=turns, other=0.0)
+    sin = tl.load(table[:, None] + half + frequency[None, :], mask=turns, other=0.0)
     return own * cos + tl.where(is_low, -1.0, 1.0)[None, :] * other * sin
 
 
@@ -89,7 +89,7 @@ def rotated_queries(
     """
     column = tl.arange(0, BLOCK_HALF)
     turn = tl.minimum(tl.maximum(effective, 0), num_rope_positions - 1).to(tl.int64)
-    table = rope_table + turn * (3 * (ROTARY_DIM // 2))  # rows of cos, -sin, sin
+    table = rope_table + turn * ROTARY_DIM  # rows of cos, sin
     if ROTARY_DIM == 0 or ROTARY_DIM == HEAD_DIM:
         in_low = seen[:, None] & (column < HALF)[None, :]
         in_high = seen[:, None] & (column < HEAD_DIM - HALF)[None, :]
@@ -97,7 +97,7 @@ def rotated_queries(
         high = tl.load(q_row[:, None] + HALF + column[None, :], mask=in_high, other=0.0).to(tl.float32)
         if ROTARY_DIM > 0:
             cos = tl.load(table[:, None] + column[None, :], mask=in_low, other=0.0)
-            sin = tl.load(table[:, None] + 2 * HALF + column[None, :], mask=in_low, other=0.0)
+            sin = tl.load(table[:, None] + HALF + column[None, :], mask=in_low, other=0.0)
             unturned = low
             low = low * cos - high * sin
             high = high * cos + unturned * sin

@@ -46,9 +46,9 @@ def write_kv_kernel(
         turning = wanted[:, None] & (halves < HALF)[None, :]
         position = tl.load(positions_ptr + token).to(tl.int64)
         position = tl.minimum(tl.maximum(position, 0), num_positions - 1)
-        row = table_ptr + position * (3 * HALF) + halves
+        row = table_ptr + position * (2 * HALF) + halves
         cos = tl.load(row, mask=halves < HALF, other=0.0)[None, :]
-        sin = tl.load(row + 2 * HALF, mask=halves < HALF, other=0.0)[None, :]
+        sin = tl.load(row + HALF, mask=halves < HALF, other=0.0)[None, :]
         low = tl.load(k_from + halves[None, :], mask=turning, other=0.0).to(tl.float32)
         high = tl.load(k_from + HALF + halves[None, :], mask=turning, other=0.0).to(tl.float32)
         turned_low = (low * cos - high * sin).to(k_pages_ptr.dtype.element_ty)

@@ -92,7 +92,8 @@ class Decoder:
             torch.tensor(config.rope.inv_freq, dtype=torch.float64),
             self.max_context,
             attention_factor=config.rope.attention_factor,
-        ).to(weights.norm.device)
+            device=weights.norm.device,
+        )
         self._layer_spans: LayerSpans | None = None
 
     def record(self, timeline: Timeline) -> None:

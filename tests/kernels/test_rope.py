@@ -40,6 +40,12 @@ def test_tables_are_exact_at_far_positions() -> None:
     assert rope.sin[position, 1].item() == pytest.approx(math.sin(angle), abs=1e-7)
 
 
+def test_a_table_is_made_where_it_is_kept_with_two_numbers_for_each_pair() -> None:
+    rope = RopeTable.from_inv_freq([1.0] * 64, 1 << 17, device="meta")
+    assert rope.table.device.type == "meta"
+    assert rope.table.nbytes == (1 << 18) * 64 * 2 * 4
+
+
 def test_only_the_rotary_dimensions_turn() -> None:
     x = torch.randn(3, 2, 10, dtype=torch.bfloat16)
     rotated = RopeTable.from_theta(100.0, 4, 16).rotate(x, torch.tensor([0, 5, 31]))

@@ -39,8 +39,8 @@ void rotate_query(const Step& s, const Elem* q, int position, float* __restrict 
   const int half = s.rope ? s.rotary_half : 0, dim = s.head_dim;
   const int last = s.num_positions > 0 ? s.num_positions - 1 : 0;
   const float scale = s.score_scale;
-  const float* cos = s.rope + static_cast<int64_t>(std::clamp(position, 0, last)) * 3 * half;
-  const float* sin = cos + 2 * half;
+  const float* cos = s.rope + static_cast<int64_t>(std::clamp(position, 0, last)) * 2 * half;
+  const float* sin = cos + half;
   const Elem* second = q + half;
   for (int i = 0; i < half; ++i) {
     out[i] = (to_float(q[i]) * cos[i] - to_float(second[i]) * sin[i]) * scale;

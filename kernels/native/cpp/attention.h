@@ -20,7 +20,7 @@ struct Step {
   const int32_t* position;       // [T]
   const int32_t* slot_position;  // [num_slots]
   const int32_t* loose_row;      // [num_loose_rows] rows that are in no private piece
-  const float* rope;             // [num_positions, 3, rotary_half] cos, -sin, sin; null: no rotation
+  const float* rope;             // [num_positions, 2, rotary_half] cos, sin; null: no rotation
   const float* alibi_slopes;     // [num_q_heads] in units of log 2; null: none
   const int32_t *page_first, *page_last;  // [num_pages] the least and the greatest slot position of a page
 };

@@ -14,7 +14,7 @@ struct Write {
   int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;  // in elements
   const int64_t *slots, *positions;  // [T]
   void *k_pages, *v_pages;           // [num_kv_heads, num_slots, head_dim]
-  const float* rope;                 // [num_positions, 3, rotary_half] cos, -sin, sin; null: no rotation
+  const float* rope;                 // [num_positions, 2, rotary_half] cos, sin; null: no rotation
   int64_t num_rows, num_slots, num_positions;
   int32_t num_kv_heads, head_dim, rotary_half, dtype, num_threads;
 };
@@ -34,10 +34,10 @@ static inline void put(bf16* p, float x) { *p = to_bf16(x); }
 template <class Elem, class Out>
 static void rotate_key(const Write& w, const Elem* key, int64_t position, Out* __restrict out) {
   const int half = w.rope ? w.rotary_half : 0, dim = w.head_dim;
-  const float *cos = w.rope + position * 3 * half, *minus_sin = cos + half, *sin = cos + 2 * half;
+  const float *cos = w.rope + position * 2 * half, *sin = cos + half;
   for (int i = 0; i < half; ++i) {
     const float first = to_float(key[i]), second = to_float(key[half + i]);
-    put(out + i, multiply_add(second, minus_sin[i], first * cos[i]));
+    put(out + i, multiply_add(second, -sin[i], first * cos[i]));
     put(out + half + i, multiply_add(first, sin[i], second * cos[i]));
   }
   for (int i = 2 * half; i < dim; ++i) put(out + i, to_float(key[i]));

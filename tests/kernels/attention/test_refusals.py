@@ -176,8 +176,8 @@ def test_page_tables(message: str, call: Callable[[], object]) -> None:
         *(
             ("table: must be float32", lambda table=table: RopeTable(table, 4))
             for table in (
-                torch.zeros(8, 3, 4, dtype=torch.float64), torch.zeros(8, 3, 4, dtype=torch.bfloat16),
-                torch.zeros(8, 3), torch.zeros(8, 2, 4), torch.zeros(8, 4, 3).transpose(1, 2),
+                torch.zeros(8, 2, 4, dtype=torch.float64), torch.zeros(8, 2, 4, dtype=torch.bfloat16),
+                torch.zeros(8, 2), torch.zeros(8, 3, 4), torch.zeros(8, 4, 2).transpose(1, 2),
             )
         ),
     ],
