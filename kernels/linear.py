@@ -15,6 +15,7 @@ from torch import Tensor
 from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
 
 _PANEL = 32  # output features that are kept side by side
+_HALF_PART = 1 / 64  # exact but for what rounding to float16 loses beside 1e-5
 _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature that are kept side by side
 
 
@@ -42,6 +43,9 @@ class PlainLinear:
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if out_dtype == torch.float32 != x.dtype and x.is_cuda:  # the product's sums, unrounded; CUDA alone gives them
             y = torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+            return y if self._bias is None else y.add_(self._bias)
+        if out_dtype == torch.float32 and x.dtype is torch.float16:  # a sum beyond 65504 comes out in part
+            y = F.linear(x * _HALF_PART, self._weight).float() / _HALF_PART
             return y if self._bias is None else y.add_(self._bias)
         y = F.linear(x, self._weight, self._bias)
         return y if out_dtype is None else y.to(out_dtype)

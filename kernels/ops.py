@@ -31,7 +31,7 @@ class _Ops(Protocol):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in the weight's dtype.
 
     x       [..., H]  may be a view of wider rows, as heads of a joint projection are
     weight  [H]
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute `hidden + delta` and its `rms_norm`. The first may be `hidden` itself, written in place.
+    """Compute `hidden + delta`, in hidden's dtype, and its `rms_norm`. The first may be `hidden` itself, in place.
 
     hidden, delta  [T, H]
     weight         [H]

@@ -22,22 +22,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x if x.ndim in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, count)
     outer, inner = rows.stride()[:-1] if rows.ndim == 3 else (rows.stride(0), 0)
     num_inner = rows.shape[1] if rows.ndim == 3 else 1
-    out = x.new_empty(x.shape)
+    out, scales = x.new_empty(x.shape), _like(weight, x)
     native_function("mneme_rms_norm")(
-        rows.data_ptr(), _like(weight, x).data_ptr(), out.data_ptr(), rows.shape[0], outer, num_inner, inner, count,
+        rows.data_ptr(), scales.data_ptr(), out.data_ptr(), rows.shape[0], outer, num_inner, inner, count,
         eps, x.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
-    return out
+    return out.to(weight.dtype)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     hidden, delta = hidden.contiguous(), _like(delta, hidden)
-    out = torch.empty_like(hidden)
+    out, scales = torch.empty_like(hidden), _like(weight, hidden)
     native_function("mneme_add_rms_norm")(
-        hidden.data_ptr(), delta.data_ptr(), _like(weight, hidden).data_ptr(), out.data_ptr(), hidden.shape[0],
+        hidden.data_ptr(), delta.data_ptr(), scales.data_ptr(), out.data_ptr(), hidden.shape[0],
         weight.shape[0], eps, hidden.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
-    return hidden, out
+    return hidden, out.to(weight.dtype)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

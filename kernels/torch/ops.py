@@ -12,7 +12,7 @@ _BLOCK = 256  # weights that `invert` skips at once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def gated_kernel(gate_up_ptr, out_ptr, width, stride_row, ACTIVATION: tl.constex
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `mneme.kernels.ops.rms_norm`; x has 2 or 3 dimensions, the last contiguous."""
     width = x.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     if not out.numel():
         return out
     tokens, heads = (x.shape[0], 1) if x.ndim == 2 else x.shape[:2]
@@ -117,7 +117,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `mneme.kernels.ops.add_rms_norm`; `hidden` is written in place."""
-    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    out = torch.empty(hidden.shape, dtype=weight.dtype, device=hidden.device)
     if not out.numel():
         return hidden, out
     assert hidden.stride(1) == delta.stride(1) == 1, "columns are contiguous"

@@ -88,6 +88,8 @@ class Decoder:
         self.share = share
         self._weights = weights
         self._scale = config.head_dim**-0.5
+        # The sum over all layers has channels beyond 65504 in many models: float16 would hold an infinity there.
+        self._residual = torch.float32 if self.dtype is torch.float16 else self.dtype
         self.rope = RopeTable.from_inv_freq(
             torch.tensor(config.rope.inv_freq, dtype=torch.float64),
             self.max_context,
@@ -113,7 +115,7 @@ class Decoder:
         """Logits float32 [S, vocab]; writes the KV of every row into the pool."""
         weights, eps = self._weights, self.config.norm_eps
         spans = None if self._layer_spans is None else self._layer_spans.begin()
-        hidden = weights.embed(inputs.token_ids)
+        hidden = weights.embed(inputs.token_ids).to(self._residual)
         normed = rms_norm(hidden, weights.layers[0].attn_norm, eps)
         next_norms = [layer.attn_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
@@ -125,8 +127,8 @@ class Decoder:
                 if inputs.read_rows is not None:  # and those that are read
                     last = torch.cat((last, inputs.read_rows))
                 hidden, attended = hidden[last], attended[last]
-            hidden, normed = add_rms_norm(hidden, layer.o(attended), layer.mlp_norm, eps)
-            mlp = layer.down(gated(layer.gate_up(normed), "silu"))
+            hidden, normed = add_rms_norm(hidden, layer.o(attended, self._residual), layer.mlp_norm, eps)
+            mlp = layer.down(gated(layer.gate_up(normed), "silu"), self._residual)
             hidden, normed = add_rms_norm(hidden, mlp, next_norm, eps)
             if spans is not None:
                 spans.end("mlp", index)

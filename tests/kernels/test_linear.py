@@ -116,6 +116,14 @@ def test_plain_equals_float64(dtype: torch.dtype) -> None:
     assert torch.equal(linear.weight_rows(torch.tensor([6, 0])), weight[[6, 0]])
 
 
+def test_float32_of_a_half_product_holds_what_float16_does_not() -> None:
+    x, weight, bias = (200 * draw(*size, dtype=torch.float16).abs() for size in ((3, 64), (5, 64), (5,)))
+    linear = PlainLinear(weight, bias)
+    assert linear(x).isinf().any()
+    wanted = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(linear(x, torch.float32).double(), wanted, rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_on_cuda_float32_comes_from_the_product(dtype: torch.dtype, with_bias: bool) -> None:

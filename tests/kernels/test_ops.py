@@ -170,6 +170,20 @@ def test_each_row_is_drawn_with_its_own_options() -> None:
     assert len(set(together)) > 1
 
 
+@pytest.mark.usefixtures("backend")
+def test_norms_of_float32_rows_have_the_weight_s_type() -> None:
+    """A float16 model keeps the sum over its layers in float32: a channel beyond 65504 is an infinity in the other."""
+    hidden, delta = (draw(3, 64, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    hidden[:, 5] = 2e5
+    weight = 1000 * draw(64, dtype=torch.float16, seed=2)
+    weight[5] = 1.0
+    added, norm = ops.add_rms_norm(hidden.clone(), delta, weight, EPS)
+    assert (added.dtype, norm.dtype) == (torch.float32, torch.float16)
+    wanted = normed(hidden + delta, weight)
+    torch.testing.assert_close(norm.double(), wanted, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(ops.rms_norm(hidden + delta, weight, EPS).double(), wanted, rtol=1e-3, atol=1e-6)
+
+
 def test_half_floats_are_left_to_torch() -> None:
     x = draw(2, 8, dtype=torch.float16)
     assert torch.equal(ops.gated(x, "silu"), torch_ops.gated(x, "silu"))

@@ -63,6 +63,18 @@ def test_add_rms_norm_adds_in_place_and_normalises_what_it_stored(
     assert_close(normed, torch_ops.rms_norm(stored.double(), weight.double(), EPS))
 
 
+def test_norms_of_float32_rows_have_the_weight_s_type(triton_device: torch.device) -> None:
+    hidden, delta = (randn(5, 200, dtype=torch.float32, device=triton_device, seed=seed) for seed in (1, 2))
+    hidden[:, 7] = 2e5
+    weight = 1000 * randn(200, dtype=torch.float16, device=triton_device)
+    weight[7] = 1.0
+    stored, normed = triton_ops.add_rms_norm(hidden, delta, weight, EPS)
+    assert (stored.dtype, normed.dtype) == (torch.float32, torch.float16)
+    wanted = torch_ops.rms_norm(stored.double(), weight.double(), EPS)
+    assert_close(normed, wanted)
+    assert_close(triton_ops.rms_norm(stored, weight, EPS), wanted)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_gated(triton_device: torch.device, dtype: torch.dtype, activation: str) -> None:

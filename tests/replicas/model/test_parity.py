@@ -18,7 +18,7 @@ import torch
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from tests.replicas.checkpoints import CHECKPOINTS, RecordingRunner, decoder_of, write_checkpoint
+from tests.replicas.checkpoints import CHECKPOINTS, RecordingRunner, decoder_of, make_model, write_checkpoint
 
 FLOAT32_TOLERANCE = 2e-4
 # The logits have a standard deviation of 1.2. Both sides round to 8 bits at every operation: against float32 each is
@@ -145,3 +145,25 @@ def test_bfloat16_logits_and_tokens(checkpoint: tuple[Path, Any], scenario: str)
         )
         assert ours <= BF16_RMS_TOLERANCE
         assert ours <= 1.25 * theirs
+
+
+def test_float16_holds_a_channel_beyond_its_range(tmp_path: Path) -> None:
+    """As many models have them behind their first layers: float64 gives numbers, `transformers` in float16 none."""
+    model = make_model("llama-biased")
+    layers = model.model.layers
+    with torch.no_grad():
+        for layer in layers[:2]:
+            layer.mlp.down_proj.bias[3] = 6e4
+        for module in (*layers[1].children(), *layers[2].children(), model.model.norm):
+            if "RMSNorm" in type(module).__name__:  # as such a model learns: all else is small beside that channel
+                module.weight *= 2000 if module is not model.model.norm else 8000
+                module.weight[3] = 0.1
+    model.save_pretrained(tmp_path)
+    wide, half = copy.deepcopy(model).double(), copy.deepcopy(model).half()
+    ids_by_request = prompts([5, 37])
+    output = generate(make_engine(tmp_path, torch.float16), ids_by_request)
+    for name, ids in ids_by_request.items():
+        exact = teacher_forced(wide, ids, output[name])
+        assert exact.std() > 0.5
+        check_greedy(exact, output[name], 0.05)
+        assert not teacher_forced(half, ids, output[name]).isfinite().all()
