@@ -21,7 +21,6 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 from attention.arms import ours
 from attention.machine import last_cache_bytes
@@ -29,11 +28,10 @@ from attention.scenes import Heads, prefix_scene
 from attention.timing import interleaved
 from harness import load_average
 
-from mneme.kernels.plan import Plan
+from mneme.kernels.share_fit import features_of, fitted
 from mneme.kernels.work import Share
 
 _HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))
-_CONSTANTS = ("key_few", "head_few", "key_many", "head_many", "piece", "merge", "cold", "call")
 
 
 def main() -> None:
@@ -67,13 +65,9 @@ def fit(
         samples += measure(heads, batch, shared, device, dtype, backend, point_s)
     if not samples:
         return {"constants_ps": {}, "median_error": None, "points": 0}
-    features, picoseconds = np.array([s[0] for s in samples]), np.array([s[1] for s in samples])
-    constants = non_negative_fit(features / picoseconds[:, None], np.ones(len(samples)))
-    errors = np.abs(features @ constants / picoseconds - 1)
-    return {
-        "constants_ps": dict(zip(_CONSTANTS, constants.round(3).tolist(), strict=True)),
-        "median_error": round(float(np.median(errors)), 3), "points": len(samples),
-    }  # fmt: skip
+    constants, error = fitted([features for features, _ in samples], [picoseconds for _, picoseconds in samples])
+    constants = {name: round(value, 3) for name, value in constants.items()}
+    return {"constants_ps": constants, "median_error": round(error, 3), "points": len(samples)}
 
 
 def _grid() -> list[tuple[Heads, int, int]]:
@@ -100,41 +94,7 @@ def measure(
     timings = interleaved(arms, device, budget_s=point_s, now_s=time.perf_counter)
     if "eager" in timings.launched.values():
         return []
-    return [(features_of(scene.plan(share), heads), timings.ms(share) * 1e9) for share in shares]
-
-
-def features_of(plan: Plan, heads: Heads) -> list[float]:
-    """Sums over the pieces of a plan, in the order of the constants.
-
-    The last two do not depend on sharing: elements that come from memory the first time that they are read, and what a
-    call costs whatever it does.
-    """
-    work, width = plan.work, heads.kv * heads.dim
-    few, many, merge = [0.0, 0.0], [0.0, 0.0], 0.0
-    for piece in range(work.num_pieces):
-        rows = int(work.row_begin[piece + 1] - work.row_begin[piece])
-        runs = slice(work.run_begin[piece], work.run_begin[piece + 1])
-        elements = int((work.page_end[runs] - work.page_begin[runs]).sum()) * plan.page_size * width
-        if rows * heads.group < plan.cost.many_heads:  # a pass for each row
-            few[0] += elements * rows
-            few[1] += elements * rows * heads.group
-        else:
-            many[0] += elements
-            many[1] += elements * rows * heads.group
-        merge += rows * heads.group * width
-    distinct = len({int(page) for table in plan.page_tables for page in table.page_ids}) * plan.page_size * width
-    return [*few, *many, work.num_pieces * heads.kv, merge, distinct, 1.0]
-
-
-def non_negative_fit(matrix: np.ndarray, wanted: np.ndarray, num_steps: int = 50_000) -> np.ndarray:
-    """Least squares under x >= 0, by projected gradient on scaled columns."""
-    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
-    scaled = matrix / scale
-    step = 1 / np.linalg.norm(scaled, 2) ** 2
-    x = np.zeros(matrix.shape[1])
-    for _ in range(num_steps):
-        x = np.maximum(0.0, x - step * (scaled.T @ (scaled @ x - wanted)))
-    return x / scale
+    return [(features_of(scene.plan(share)), timings.ms(share) * 1e9) for share in shares]
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class RopeTable:
         rows = self.table.index_select(0, positions.to(self.table.device, torch.int64))
         if scale != 1.0:
             rows.mul_(scale)
-        cos, sin = rows.unsqueeze(1).split(1, 2)
+        cos, sin = rows.unsqueeze(1).chunk(2, 2)
         return Turns(cos, torch.cat((-sin, sin), 2))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the file; raised when the numbers of older files mean something else
 _FORMAT = "mneme cost model"
+SHARE_CONSTANTS = ("key_many", "head_many", "piece", "merge")  # of kernels for a GPU
 # Reads: how many, and the share of all bytes that each has: so that bytes and chunks can be told apart.
 _READS = ((1, 1 / 64), (1, 1 / 8), (8, 1 / 8), (1, 1.0), (8, 1 / 64))
 _CHUNKS = 8  # that all bytes together are
@@ -42,10 +43,12 @@ Read = Callable[[int, int], object]  # start and end, in bytes
 class CostFile:
     """Keeps a cost model from one start to the next, for each model on each machine.
 
-    `machine`: all that costs depend on beside the model, such as processors, devices and threads.
+    machine     all that costs depend on beside the model, such as processors, devices and threads
+    share_cost  the measured constants of `ShareCost`, by name; None: there are none
     """
 
     def __init__(self, folder: Path, fingerprint: bytes, machine: str) -> None:
+        self.share_cost: dict[str, Any] | None = None
         self._whose = {"format": _FORMAT, "version": _VERSION, "model": fingerprint.hex(), "machine": machine}
         named = blake2b(fingerprint + machine.encode(), digest_size=12, person=b"mneme costs").hexdigest()
         self.path = folder / f"costs-{named}.json"
@@ -58,15 +61,22 @@ class CostFile:
                 return None
             if not isinstance(found, dict) or any(found.get(key) != value for key, value in self._whose.items()):
                 raise ValueError("it is of another model, machine or version")
+            share_cost = found.get("share_cost")
+            if share_cost is not None:
+                share_cost = {str(name): float(value) for name, value in dict(share_cost).items()}
+                is_sound = all(0 <= value < 1e12 for value in share_cost.values())
+                if share_cost.keys() != set(SHARE_CONSTANTS) or not is_sound:
+                    raise ValueError(f"share_cost: {share_cost}")
+            self.share_cost = share_cost
             return CostModel.from_mapping(found.get("costs"), clock)
-        except (OSError, ValueError, ConfigError) as error:
+        except (OSError, ValueError, TypeError, ConfigError) as error:
             logger.warning("costs are measured anew, %s cannot be used: %s", self.path, error)
             return None
 
     def write(self, costs: CostModel) -> None:
         """Keep it if that is possible: what is not kept is measured again."""
         try:
-            write_private(self.path, {**self._whose, "costs": costs.as_mapping()})
+            write_private(self.path, {**self._whose, "costs": costs.as_mapping(), "share_cost": self.share_cost})
         except OSError as error:
             logger.warning("costs are not kept, %s cannot be written: %s", self.path, error)
 

@@ -7,6 +7,7 @@ afterwards no slot is visible and no counter of the engine has moved.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -21,13 +22,18 @@ import numpy as np
 import torch
 
 from mneme.cachetier.chunk.header import U8Array
-from mneme.cachetier.policy.calibration import CostFile, measured_edges
+from mneme.cachetier.policy.calibration import SHARE_CONSTANTS, CostFile, measured_edges
 from mneme.cachetier.policy.cost_model import Calibration, CostModel, calibrated
 from mneme.kernels.native.library import cpu_features
-from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.kernels.page_table import FREE_SLOT_POSITION, PageTable, QueryRows, full_mask
+from mneme.kernels.plan import Plan
+from mneme.kernels.share_fit import features_of, fitted
+from mneme.kernels.triton.modules import triton_module
+from mneme.kernels.work import Share
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, make_chunk_pages
 from mneme.replicas.engine.engine import make_forest
+from mneme.replicas.model.graphs import CudaCapture
 from mneme.replicas.model.sampler import SampleRow, sample
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.scheduler import Scheduler
@@ -47,6 +53,11 @@ _PIECE_SHARE = 1 / 12  # of the time
 _FAR = 3.0  # times what was measured, or a part of it
 _EDGE_SHARE = 0.1  # of the time
 _USED_SHARE = 0.7  # of the pages
+# Steps that say what sharing costs: sequences, and tokens that they share; each with and without sharing.
+_SHARED = tuple(itertools.product((2, 8, 32), (128, 512, 1024, 1536)))
+_SHARES: tuple[Share, ...] = ("always", "never")
+_SHARE_ERROR = 0.25  # in the median: beyond it the times do not follow the model
+_NUM_REPLAYS = 5
 _GREEDY = SamplingParams(temperature=0, seed=0)
 
 Step = tuple[list[tuple[int, int]], float]  # (rows, context) of each sequence, seconds
@@ -66,7 +77,14 @@ def remembered_costs(
     One whose steps have turned out far from what was measured, on a machine that was busy then, is measured again.
     """
     found = file.read()
-    if found is not None and all(1 / _FAR <= scale <= _FAR for scale in found.step_scales):
+    is_near = found is not None and all(1 / _FAR <= scale <= _FAR for scale in found.step_scales)
+    was_kept = is_near and file.share_cost is not None
+    if not was_kept:
+        file.share_cost = _share_cost_here(runner)
+    runner.share_cost = replace(runner.share_cost, **file.share_cost or {})
+    if found is not None and is_near:
+        if not was_kept and file.share_cost is not None:
+            file.write(found)
         return found
     started_s = time.perf_counter()
     calibration = calibrate(runner, config, chunk_tokens=chunk_tokens, disk_folder=disk_folder, budget_s=budget_s)
@@ -74,6 +92,78 @@ def remembered_costs(
     logger.info("measured costs in %.1f s: %s", time.perf_counter() - started_s, calibration)
     file.write(costs)
     return costs
+
+
+def measured_share_cost(runner: Runner, time_s: Callable[[Plan, Callable[[], None]], float]) -> dict[str, float] | None:
+    """Fit the constants of `ShareCost` that kernels for a GPU have, with the heads, pages and layers that will serve.
+
+    time_s  of a step's attention alone, in all layers: its plan, and what runs it
+
+    None where the pool or the model's context has no room for the steps, or where their times do not follow the model.
+    No page is in use, before and afterwards.
+    """
+    position, page_size = runner.pool.slot_position, runner.page_size
+    num_shared = max(num_tokens for _, num_tokens in _SHARED) // page_size
+    num_pages = num_shared + max(batch for batch, _ in _SHARED)
+    end = num_shared * page_size  # where each sequence's own page stands
+    if num_pages > runner.num_pages or end + page_size >= runner.max_context:
+        return None
+    places = torch.arange(end + page_size, dtype=torch.int32, device=position.device)
+    position[:end] = places[:end]
+    position[end : num_pages * page_size] = places[end:].repeat(num_pages - num_shared)
+    features, picoseconds = list[list[float]](), list[float]()
+    try:
+        for batch, num_tokens in _SHARED:
+            rows = QueryRows(np.arange(batch), np.full(batch, end + page_size))
+            shared = range(num_tokens // page_size)
+            tables = [_table([*shared, num_shared + index], page_size) for index in range(batch)]
+            for share in _SHARES:
+                plan, run = runner.attention_of(tables, rows, share)
+                features.append(features_of(plan))
+                picoseconds.append(time_s(plan, run) * 1e12 / runner.num_layers)
+    finally:
+        position[: num_pages * page_size] = FREE_SLOT_POSITION
+    constants, error = fitted(features, picoseconds)
+    logger.info("constants of sharing: %s, median error %.3f", constants, error)
+    if error > _SHARE_ERROR or not constants["key_many"]:
+        return None
+    return {name: constants[name] for name in SHARE_CONSTANTS}
+
+
+def _table(page_ids: list[int], page_size: int) -> PageTable:
+    return PageTable(
+        np.array(page_ids, np.int32),
+        np.zeros(len(page_ids), np.int32),
+        np.full(len(page_ids), full_mask(page_size), np.int64),
+    )
+
+
+def _share_cost_here(runner: Runner) -> dict[str, float] | None:
+    """Measure it on a GPU; None on a CPU, and where it fails: then those that kernels come with hold."""
+    device = runner.pool.k_pages.device
+    if device.type != "cuda" or (steps := triton_module("step")) is None:
+        return None
+    capture = CudaCapture(device)
+
+    def time_s(_plan: Plan, run: Callable[[], None]) -> float:
+        with steps.OwnStep(device):
+            graph = capture(run)
+            times = list[float]()
+            for _ in range(_NUM_REPLAYS):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1000)
+        return min(times)
+
+    try:
+        with torch.inference_mode(), torch.cuda.device(device):
+            return measured_share_cost(runner, time_s)
+    except RuntimeError as error:  # no memory, or a capture that failed; whatever else is wrong, warm-up says
+        logger.warning("constants of sharing are those of an H100, they cannot be measured here: %s", error)
+        return None
 
 
 def machine_of(runner: Runner, config: EngineConfig) -> str:

@@ -23,6 +23,7 @@ from mneme.kernels.attention import (
     PageTable,
     Plan,
     QueryRows,
+    attend,
     build_plan,
     mark_free,
     mark_written,
@@ -32,6 +33,7 @@ from mneme.kernels.attention import (
 from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import ranges
 from mneme.kernels.upload import upload
+from mneme.kernels.work import Share
 from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.forest.moves import Moves
@@ -87,7 +89,7 @@ class Runner:
         self.device, self.dtype = str(decoder.device), str(decoder.dtype).removeprefix("torch.")
         self.vocab_size = config.vocab_size
         self.num_shared_segments = 0  # read once for several sequences, over all steps
-        self._share_cost = share_cost_of(decoder.device, decoder.dtype)
+        self.share_cost = share_cost_of(decoder.device, decoder.dtype)
         total = num_pages + _SPARE_PAGES
         shape = (config.num_layers, config.num_kv_heads, total, page_size, config.head_dim)
         self.pool = KvPool(
@@ -431,7 +433,7 @@ class Runner:
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int) -> Plan:
         return self._plan_of([*map(_page_table, paths), *[_NO_PAGES] * num_padding], rows)
 
-    def _plan_of(self, tables: list[PageTable], rows: QueryRows) -> Plan:
+    def _plan_of(self, tables: list[PageTable], rows: QueryRows, share: Share | None = None) -> Plan:
         config = self._decoder.config
         return build_plan(
             tables,
@@ -440,9 +442,23 @@ class Runner:
             num_q_heads=config.num_q_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            share=self._decoder.share,
-            cost=self._share_cost,
+            share=share or self._decoder.share,
+            cost=self.share_cost,
         )
+
+    def attention_of(
+        self, tables: list[PageTable], rows: QueryRows, share: Share
+    ) -> tuple[Plan, collections.abc.Callable[[], None]]:
+        """Return the plan of such a step, and what runs its attention alone, in all layers, to be measured."""
+        plan, decoder = self._plan_of(tables, rows, share), self._decoder
+        shape = (plan.num_rows, plan.num_q_heads, plan.head_dim)
+        q = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+
+        def run() -> None:
+            for k_pages, v_pages in zip(self.pool.k_pages, self.pool.v_pages, strict=True):
+                attend(q, k_pages, v_pages, self.pool.slot_position, decoder.rope, plan, softmax_scale=1.0)
+
+        return plan, run
 
     def _slots(self, ordered: list[StepRows]) -> IntArray:
         """Return where each row's KV is written; the spare slot for a last row without a run."""

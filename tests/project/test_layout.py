@@ -31,7 +31,7 @@ LEVELS = {
         "segments share_cost",
         "work",
         "plan",
-        "native reference torch triton",
+        "native reference share_fit torch triton",
         "kv_write linear ops sampling",
         "kv_deviation",
         "attention",

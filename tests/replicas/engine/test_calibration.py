@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.calibration import CostFile
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.kernels.plan import Plan
+from mneme.kernels.share_cost import TRITON
+from mneme.kernels.share_fit import features_of
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import calibration as module
-from mneme.replicas.engine.calibration import Step, calibrate, machine_of, measured_steps, remembered_costs
+from mneme.replicas.engine.calibration import (
+    Step,
+    calibrate,
+    machine_of,
+    measured_share_cost,
+    measured_steps,
+    remembered_costs,
+)
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.reporter import Reporter
@@ -180,3 +193,95 @@ def test_machines_differ_by_what_steps_depend_on(engine: Engine) -> None:
     runner = engine.runner
     assert machine_of(runner, SMALL) == machine_of(runner, replace(SMALL, max_waiting=7))
     assert machine_of(runner, SMALL) != machine_of(runner, replace(SMALL, max_batch_tokens=128))
+
+
+H100 = {"key_many": 0.558, "head_many": 0.013, "piece": 3e4, "merge": 47.0}
+
+
+def played(constants: dict[str, float], blur: float = 0.0) -> Callable[[Plan, Callable[[], None]], float]:
+    """A device that takes what the model says, with 8 us for a call, in each of 6 layers."""
+    draw = np.random.default_rng(0)
+
+    def time_s(plan: Plan, _run: Callable[[], None]) -> float:
+        weights = [0.0, 0.0, *constants.values(), 2.0, 8e6]
+        return 6e-12 * float(np.dot(features_of(plan), weights)) * float(draw.lognormal(0, blur))
+
+    return time_s
+
+
+@pytest.fixture(scope="module")
+def gpu_like() -> Engine:
+    """An engine whose runner shares by the constants of a GPU."""
+    engine = small_engine(num_pages=160)
+    engine.runner.share_cost = TRITON
+    return engine
+
+
+def test_constants_of_sharing_are_those_of_the_device(gpu_like: Engine) -> None:
+    before = settled(gpu_like)
+    for scale in (1.0, 4.0):  # a GPU with a quarter of the bandwidth
+        wanted = {name: scale * value for name, value in H100.items()}
+        assert measured_share_cost(gpu_like.runner, played(wanted)) == pytest.approx(wanted, rel=0.05)
+    assert settled(gpu_like) == before
+    assert bool((gpu_like.runner.pool.slot_position == FREE_SLOT_POSITION).all())
+
+
+def test_times_that_follow_no_model_change_nothing(gpu_like: Engine) -> None:
+    assert measured_share_cost(gpu_like.runner, played(H100, blur=1.5)) is None
+    assert measured_share_cost(small_engine().runner, played(H100)) is None  # no room
+
+
+def test_what_is_timed_runs_and_a_failure_leaves_no_slot_visible(gpu_like: Engine) -> None:
+    ran: list[int] = []
+
+    def time_s(plan: Plan, run: Callable[[], None]) -> float:
+        run()
+        ran.append(plan.work.num_pieces)
+        if len(ran) == 2:
+            raise RuntimeError("no memory")
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        measured_share_cost(gpu_like.runner, time_s)
+    assert ran == [3, 2]  # a shared prefix and two own pages, and two sequences
+    assert bool((gpu_like.runner.pool.slot_position == FREE_SLOT_POSITION).all())
+
+
+def test_constants_of_sharing_are_kept_with_the_costs(
+    gpu_like: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, found = gpu_like.runner, [H100]
+    monkeypatch.setattr(module, "_share_cost_here", lambda _runner: found.pop() if found else None)
+
+    def start() -> CostFile:
+        runner.share_cost = TRITON
+        file = CostFile(tmp_path, bytes(32), "a GPU")
+        remembered_costs(runner, SMALL, file, budget_s=0.1)
+        return file
+
+    file = start()
+    assert runner.share_cost == replace(TRITON, **H100)
+    start()  # nothing is measured again
+    assert runner.share_cost == replace(TRITON, **H100)
+    content = json.loads(file.path.read_text())
+    for broken in ([1], {"key_many": 1.0}, {**H100, "merge": -1.0}, {**H100, "piece": "x"}):
+        file.path.write_text(json.dumps({**content, "share_cost": broken}))
+        start()
+        assert runner.share_cost == TRITON
+    found.append(H100)
+    file.path.write_text(json.dumps({name: value for name, value in content.items() if name != "share_cost"}))
+    start()  # costs of before: the constants are measured and kept beside them
+    assert json.loads(file.path.read_text()) == content
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_measures_its_own_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
+    config = replace(SMALL, device="cuda", dtype="bfloat16", num_pages=256)
+    engine = load_engine("mneme-tiny", config, cache=CacheConfig(enabled=False))
+    engine.close()
+    (file,) = tmp_path.glob("costs-*.json")
+    kept = json.loads(file.read_text())["share_cost"]
+    assert kept is not None
+    assert engine.runner.share_cost == replace(TRITON, **kept)
