@@ -117,10 +117,12 @@ def host_shape(pool: DevicePool, num_pages: int) -> tuple[int, ...]:
     return (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, alignment: int = 1) -> Tensor:
     """Zeros that take memory when they are first written. Raises `ConfigError` if the system would never have it."""
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        memory = np.zeros(num_bytes + alignment - 1, np.uint8)
+        start = -memory.ctypes.data % alignment
+        return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
     except MemoryError:
         raise ConfigError(f"host tier: {shape[1]} pages take {num_bytes} bytes, which this machine refuses") from None

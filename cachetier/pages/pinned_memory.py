@@ -6,23 +6,33 @@
 `Transfers` says what is copied next, layer by layer, as on a CPU. Of a load the thread only launches: the engine's
 thread waits until a layer is launched, its stream until the layer is there. Of a save the thread waits for each layer,
 so at most one layer of a few pages is before a load, and nothing that was launched need be overtaken.
+
+The memory is pinned slab by slab behind the start, as 64 GiB take 13 to 19 s. A copy works without that too: the driver
+stages it, and the thread waits meanwhile. It must not cross the border of two slabs.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from mneme.cachetier.pages.host_memory import DevicePool, HostMemory, host_shape, zeros
-from mneme.cachetier.pages.streams import CudaStreams, Event, EventSpans, Stream, Streams
+from mneme.cachetier.pages.streams import PIN_BYTES, CudaStreams, Event, EventSpans, Stream, Streams
 from mneme.cachetier.pages.tier import JoinedLoad, KvTier, Load, NoTier, SpanRecorder, checked_pages
 from mneme.cachetier.pages.transfers import QueuedLoad, Transfers
+from mneme.errors import ConfigError
 from mneme.kernels.page_table import IntArray
 
+logger = logging.getLogger(__name__)
+
+_SLAB_BYTES = 64 << 20  # other threads' calls of CUDA may wait while so much is pinned, about 20 ms
 _STAGING_BYTES = 16 << 20  # one way, for one layer of some pages
 _SAVE_BYTES = 1 << 20  # of one layer of a save: what a load waits for
 
@@ -48,6 +58,38 @@ class LaunchedLoad:
         self._streams.current().wait(self._transfer.ends[layer])
 
 
+class _Pinning:
+    """Pins slabs one after the other, the first before it returns, the others on a thread of its own."""
+
+    def __init__(self, slabs: Sequence[Tensor], streams: Streams) -> None:
+        """Raises `ConfigError` if nothing can be pinned. What cannot be pinned later stays as it is, with a warning."""
+        self._slabs, self._streams = slabs, streams
+        self._unpins = [streams.pin(slabs[0])]
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-pinning", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for slab in self._slabs[1:]:
+            if self._is_closed:
+                return
+            try:
+                self._unpins.append(self._streams.pin(slab))
+            except ConfigError as error:
+                logger.warning("copies to and from the rest of the host tier are slower: %s", error)
+                return
+
+    def wait(self) -> None:
+        """Return when all is pinned that can be."""
+        self._thread.join()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.wait()
+        for unpin in self._unpins:
+            unpin()
+
+
 class PinnedHostMemory:
     """See `tier.KvTier`."""
 
@@ -60,26 +102,33 @@ class PinnedHostMemory:
         spans: SpanRecorder | None = None,
         staging_bytes: int = _STAGING_BYTES,
         save_bytes: int = _SAVE_BYTES,
+        slab_bytes: int = _SLAB_BYTES,
     ) -> None:
-        """Raises `ConfigError` if there is no such memory, or if it cannot be pinned."""
+        """Raises `ConfigError` if there is no such memory, or if none of it can be pinned."""
         self.num_pages = num_pages
         self._pool, self._streams = pool, streams
         num_layers, self._num_device_pages = pool.k_pages.shape[0], pool.k_pages.shape[2]
-        self._memory = zeros(host_shape(pool, num_pages), pool.k_pages.dtype)
-        page_bytes = self._memory[0, 0].nbytes
+        shape = host_shape(pool, num_pages)
+        page_bytes = math.prod(shape[2:]) * pool.k_pages.dtype.itemsize
+        unit = PIN_BYTES // math.gcd(PIN_BYTES, page_bytes)  # pages that end where the system's pages do
+        self._slab_pages = max(unit, slab_bytes // page_bytes // unit * unit)
+        room = (num_layers, -(-num_pages // unit) * unit, *shape[2:])
+        self._memory = zeros(room, pool.k_pages.dtype, PIN_BYTES)[:, :num_pages]
         self._num_staged, self._num_saved = (max(1, size // page_bytes) for size in (staging_bytes, save_bytes))
         self._loads, self._saves = streams.new(), streams.new()
-        shape = self._memory.shape[2:]
-        self._read = streams.empty((self._num_staged, *shape), self._memory.dtype)
-        self._write = streams.empty((self._num_saved, *shape), self._memory.dtype)
+        self._read = streams.empty((self._num_staged, *shape[2:]), self._memory.dtype)
+        self._write = streams.empty((self._num_saved, *shape[2:]), self._memory.dtype)
         allocated = streams.current().record()  # the engine may still use the memory that these got
         for stream in (self._loads, self._saves):
             stream.wait(allocated)
         self._spans = None if spans is None else EventSpans(spans, streams)
         self._loaded: Event | None = None  # the end of what was launched of loads
+        # Pages that are given out first, in all layers, come first.
+        starts = range(0, num_pages, self._slab_pages)
+        slabs = [layer[start : start + self._slab_pages] for start in starts for layer in self._memory]
+        self._pinning = _Pinning(slabs, streams)
         self._transfers = Transfers(num_layers, self._num_device_pages, num_pages)
-        unpin = streams.pin(self._memory)
-        self._close = weakref.finalize(self, _release, self._transfers, unpin, self._memory)
+        self._close = weakref.finalize(self, _release, self._transfers, self._pinning, self._memory)
 
     @property
     def is_idle(self) -> bool:
@@ -107,6 +156,10 @@ class PinnedHostMemory:
         self._transfers.before_reuse(checked_pages(device_pages, self._num_device_pages))
         if self._loaded is not None:
             self._streams.current().wait(self._loaded)
+
+    def wait_pinned(self) -> None:
+        """Return when copies are as fast as they will be, for measurements."""
+        self._pinning.wait()
 
     def close(self) -> None:
         self._close()
@@ -149,7 +202,7 @@ class PinnedHostMemory:
         return transfer.page_ids
 
     def _copy_runs(self, layer: int, host: IntArray, buffer: Tensor, *, into_host: bool) -> None:
-        for offset, first, end in runs(host):
+        for offset, first, end in runs(host, self._slab_pages):
             memory, staged = self._memory[layer, first:end], buffer[offset : offset + end - first]
             source, target = (staged, memory) if into_host else (memory, staged)
             target.copy_(source, non_blocking=True)
@@ -168,19 +221,19 @@ class PinnedHostMemory:
             self._spans.add(f"{what} layer {layer}", start, end, f"{what}s", pages=num_pages)
 
 
-def runs(pages: IntArray) -> list[tuple[int, int, int]]:
-    """(offset, first, end) of each run of neighbours: pages[offset:][:end - first] are first..end-1."""
+def runs(pages: IntArray, slab_pages: int) -> list[tuple[int, int, int]]:
+    """(offset, first, end) of each run of neighbours in a slab: pages[offset:][:end - first] are first..end-1."""
     if not len(pages):
         return []
-    starts = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
+    starts = np.flatnonzero((np.diff(pages, prepend=pages[0] - 2) != 1) | (pages % slab_pages == 0))
     lengths = np.diff(starts, append=len(pages))
     return [(int(s), int(pages[s]), int(pages[s] + n)) for s, n in zip(starts, lengths, strict=True)]
 
 
-def _release(transfers: Transfers, unpin: Callable[[], None], memory: Tensor) -> None:
+def _release(transfers: Transfers, pinning: _Pinning, memory: Tensor) -> None:
     """`memory` is kept until here: the device may copy from and to it."""
     transfers.close()
-    unpin()
+    pinning.close()
 
 
 def make_tier(pool: DevicePool, num_pages: int, spans: SpanRecorder | None = None) -> KvTier:

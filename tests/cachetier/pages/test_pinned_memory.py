@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier.pages.host_memory import zeros
 from mneme.cachetier.pages.pinned_memory import PinnedHostMemory, make_tier, runs
-from mneme.cachetier.pages.streams import CudaStreams
+from mneme.cachetier.pages.streams import CudaStreams, near_node, take_from
 from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.model.timeline import Timeline
 from tests.cachetier.model_tier import Operation, operations, run_operations
@@ -174,10 +179,11 @@ def test_memory_that_cannot_be_pinned_names_the_setting_that_asked_for_it(monkey
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    streams, memory = CudaStreams(torch.device("cuda")), torch.zeros(2, most_bytes // 4, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
+    streams, memory = CudaStreams(torch.device("cuda")), torch.ones(2, most_bytes // 4, dtype=torch.bfloat16)
     unpin = streams.pin(memory)
     assert registered == [(memory.data_ptr(), most_bytes)]
-    assert not memory.any()
+    assert memory.all()  # a save may have come before
     unpin()
     assert not registered
     with pytest.raises(ConfigError, match=r"^engine\.host_cache_bytes: CUDA error 2 while 2097152 bytes .* give less"):
@@ -185,9 +191,104 @@ def test_memory_that_cannot_be_pinned_names_the_setting_that_asked_for_it(monkey
 
 
 def test_neighbours_are_one_run() -> None:
-    assert runs(np.array([4, 5, 6, 2, 3, 9, 8])) == [(0, 4, 7), (3, 2, 4), (5, 9, 10), (6, 8, 9)]
-    assert runs(np.array([0])) == [(0, 0, 1)]
-    assert runs(np.array([], np.int64)) == []
+    assert runs(np.array([4, 5, 6, 2, 3, 9, 8]), 20) == [(0, 4, 7), (3, 2, 4), (5, 9, 10), (6, 8, 9)]
+    assert runs(np.array([0]), 1) == [(0, 0, 1)]
+    assert runs(np.array([], np.int64), 1) == []
+
+
+def test_no_copy_crosses_the_border_of_two_slabs() -> None:
+    assert runs(np.array([2, 3, 4, 5, 6, 7, 8, 11]), 3) == [(0, 2, 3), (1, 3, 6), (4, 6, 9), (7, 11, 12)]
+
+
+class SlowStreams(PlayedStreams):
+    """Pins what it is let to pin, and then no more."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.may_pin, self.most = threading.Event(), most
+        self.slabs: list[torch.Tensor] = []
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        if self.slabs:
+            self.may_pin.wait()
+        if len(self.slabs) == self.most:
+            raise ConfigError("engine.host_cache_bytes: CUDA error 2")
+        self.slabs.append(memory)
+        return super().pin(memory)
+
+
+def make_slow(pool: Pool, most: int) -> tuple[PinnedHostMemory, SlowStreams]:
+    """A slab has as many pages as end where the system's pages do: 32 of 384 bytes a layer; there are three in each."""
+    streams = SlowStreams(most)
+    return PinnedHostMemory(pool, 80, streams, save_bytes=1, staging_bytes=1, slab_bytes=1), streams
+
+
+def test_the_tier_is_there_before_all_of_it_is_pinned() -> None:
+    pool = make_pool(8)
+    tier, streams = make_slow(pool, most=1000)
+    assert len(streams.slabs) == 1
+    tier.save(np.array([0]), np.array([79]))
+    wait_all(tier.load(np.array([79]), np.array([7])))
+    streams.finish()
+    assert torch.equal(pool.k_pages[:, :, 7], pool.k_pages[:, :, 0])
+    streams.may_pin.set()
+    tier.wait_pinned()
+    ranges = sorted((slab.data_ptr(), slab.data_ptr() + slab.nbytes) for slab in streams.slabs)
+    assert len(ranges) == 3 * NUM_LAYERS
+    assert all(start % 4096 == 0 and end <= following for (start, end), (following, _) in pairwise(ranges))
+    assert sum(slab.nbytes for slab in streams.slabs) == NUM_LAYERS * 80 * LAYER_BYTES
+    tier.load(np.array([79]), np.array([6]))
+    tier.before_reuse(np.array([6]))
+    streams.finish()
+    assert torch.equal(pool.k_pages[:, :, 6], pool.k_pages[:, :, 0])
+    tier.close()
+    assert not streams.pinned
+
+
+def test_a_limit_that_is_met_later_is_said_and_the_tier_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.host_cache_bytes"):
+        make_slow(make_pool(8), most=0)
+    pool = make_pool(8)
+    tier, streams = make_slow(pool, most=2)
+    streams.may_pin.set()
+    tier.wait_pinned()
+    assert "engine.host_cache_bytes" in caplog.text
+    tier.save(np.array([0]), np.array([79]))
+    wait_all(tier.load(np.array([79]), np.array([7])))
+    streams.finish()
+    assert torch.equal(pool.k_pages[:, :, 7], pool.k_pages[:, :, 0])
+    tier.close()
+    assert not streams.pinned
+
+
+def test_a_tier_that_is_closed_pins_no_more() -> None:
+    tier, streams = make_slow(make_pool(8), most=1000)
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    streams.may_pin.set()
+    closing.join()
+    assert not streams.pinned
+
+
+@pytest.mark.parametrize(
+    ("online", "node", "found"), [("0-1", "1", 1), ("0,2", "2", 2), ("0", "0", None), ("0-1", "-1", None)]
+)
+def test_memory_is_asked_of_the_gpu_s_node(tmp_path: Path, online: str, node: str, found: int | None) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    assert near_node(properties, tmp_path) is None
+    for name, text in (("devices/system/node/online", online), ("bus/pci/devices/0000:1b:00.0/numa_node", node)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert near_node(properties, tmp_path) == found
+    assert near_node(SimpleNamespace(), tmp_path) is None
+
+
+def test_memory_that_is_taken_of_a_node_keeps_its_content() -> None:
+    memory = zeros((3 << 20,), torch.uint8, 4096)
+    memory[:] = 7
+    for node in (None, 0, 70):  # one that there is not is refused by the system, which changes nothing
+        take_from(memory, node)
+    assert (memory == 7).all()
 
 
 @pytest.mark.gpu
