@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
 from mneme.kernels.linear import Linear, make_linear
 from mneme.replicas.model.config import DecoderConfig
 
+_PIECE_BYTES = 8 << 20  # that is read and copied at once
+_SMALL_BYTES = 1 << 20  # a tensor that is not worth a piece
+_NUM_READERS = 4
 Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
 
 
@@ -133,11 +139,50 @@ def _expected_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
                 yield f"{prefix}mlp.{name}.bias", (rows,)
 
 
+class Upload:
+    """Brings tensors of a mapped file to a device: threads read pieces into pinned memory, which is copied meanwhile.
+
+    From memory that is not pinned the driver copies alone, at the speed of one thread and of the file.
+    """
+
+    def __init__(self, streams: Streams, readers: Executor, piece_bytes: int = _PIECE_BYTES) -> None:
+        self._streams, self._stream, self._readers, self._piece_bytes = streams, streams.new(), readers, piece_bytes
+        # Pinned memory, and when the device has copied what was in it.
+        self._buffers = SimpleQueue[tuple[torch.Tensor, Event | None]]()
+        for _ in range(2 * _NUM_READERS):
+            self._buffers.put((streams.host_memory(piece_bytes), None))
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, for the stream that computes."""
+        found = self._streams.empty(tuple(tensor.shape), tensor.dtype)
+        self._stream.wait(self._streams.current().record())  # others may have had its memory
+        source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, found))
+        pieces = [slice(start, start + self._piece_bytes) for start in range(0, len(source), self._piece_bytes)]
+        list(self._readers.map(lambda piece: self._copy(source[piece], target[piece]), pieces))
+        self._streams.current().wait(self._stream.record())
+        return found
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        buffer, copied = self._buffers.get()
+        if copied is not None:
+            copied.wait()
+        staged = buffer[: len(source)].copy_(source)
+
+        def launch() -> None:
+            target.copy_(staged, non_blocking=True)
+
+        self._stream.run(launch)
+        self._buffers.put((buffer, self._stream.record()))
+
+
 class _Reader:
     """Opens the shards and reads tensors by name."""
 
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, stack: ExitStack) -> None:
         self._model_dir, self._device, self._dtype, self._stack = model_dir, device, dtype, stack
+        self._upload: Upload | None = None
+        if device.type == "cuda":
+            self._upload = Upload(CudaStreams(device), stack.enter_context(ThreadPoolExecutor(_NUM_READERS)))
         self._file_by_name: dict[str, tuple[Path, Any]] = {}
         for path in shard_paths(model_dir):
             handle = self._open(path)
@@ -175,6 +220,8 @@ class _Reader:
             raise CheckpointError(f"{path}: {name} cannot be read ({error})") from error
         if not tensor.dtype.is_floating_point:
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; weights must be floating point")
+        if self._upload is not None and tensor.nbytes > _SMALL_BYTES:
+            tensor = self._upload(tensor)
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def _lookup(self, name: str) -> tuple[Path, Any]:

@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from mneme.errors import CheckpointError
 from mneme.replicas.engine import load as load_module
 from mneme.replicas.engine.load import choose_dtype
 from mneme.replicas.model.config import load_model_config
-from mneme.replicas.model.weights import load_weights
+from mneme.replicas.model.weights import Upload, load_weights
+from tests.cachetier.played_streams import PlayedStreams
 from tests.replicas.checkpoints import write_checkpoint
 
 
@@ -66,6 +68,27 @@ def test_shards_are_read_like_one_file(sound: Path, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     rows = torch.eye(64)  # the weight's columns, in whatever form it is kept
     assert torch.equal(load(tmp_path).layers[2].gate_up(rows), load(sound).layers[2].gate_up(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_device_gets_through_pinned_memory_is_what_was_read(dtype: torch.dtype) -> None:
+    """Few small buffers, and a device that copies late and in its own order: a buffer must not be filled too early."""
+    streams = PlayedStreams()
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(7)).to(dtype) for size in ((97, 13), (5,), ())]
+    with ThreadPoolExecutor(4) as readers:
+        upload = Upload(streams, readers, piece_bytes=64)
+        copies = [upload(tensor) for tensor in tensors]
+        used: list[list[torch.Tensor]] = []
+        streams.current().run(lambda: used.append([copy.clone() for copy in copies]))
+        streams.finish(lambda n: 0)  # who computes first wherever it can
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(used[0], tensors, strict=True))
+
+
+def test_what_a_reader_raises_ends_the_loading() -> None:
+    streams = PlayedStreams()
+    streams.host_memory = lambda _num_bytes: torch.zeros(8, dtype=torch.uint8)  # type: ignore[method-assign]
+    with ThreadPoolExecutor(4) as readers, pytest.raises(RuntimeError, match="size"):
+        Upload(streams, readers, piece_bytes=64)(torch.zeros(100))
 
 
 @pytest.mark.parametrize("multiplies", [False, True])
