@@ -25,6 +25,7 @@ from gpu.predictions import DECODE_STEP
 from gpu.steps import Row, Run, Step
 from random_models import layer_weights, model_config, random_weights
 
+from mneme.kernels import ops
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import StepInputs
 
@@ -47,6 +48,7 @@ def steps(is_dry: bool) -> list[Step]:
         ),
         Step("kernels", 30, {"kernels": _kernels}),
         Step("traffic", 100, {"decode, traffic": _traffic}),
+        Step("draws", 20, {"draws": _draws}),
         Step("first token", 60, {"first token": _first_tokens}),
         Step("library calls", 60, {"library calls": _library_calls}),
         Step("llama-2-7b", 60, {"llama-2-7b": _other_model}),
@@ -260,6 +262,28 @@ def _first_tokens(run: Run) -> Iterator[Row]:
     ms = statistics.median(times[2:] or times)
     read_ms = weight_bytes(model) / roofs.copy_bytes_per_s * 1e3
     yield Row(f"ttft {_TURN_TOKENS} on a cached {len(history)}", ms, "ms", read_ms / ms)
+
+
+def _draws(run: Run) -> Iterator[Row]:
+    """Tokens of 128 rows, from the host's call to its answer; the limit reads the logits once."""
+    copy_per_s, batch = _copy_per_s(run), run.pick(128, 2)
+    generator = torch.Generator(run.device).manual_seed(0)
+    uniform = [(row + 0.5) / batch for row in range(batch)]
+    for vocab in run.pick((128256, 262144), (300,)):
+        flat = torch.empty(batch, vocab, device=run.device).normal_(generator=generator)
+        for shape, logits in (("flat", flat), ("peaked", 8 * flat)):
+            for kind, temperature, top_p in (("greedy", 0.0, 1.0), ("drawn", 1.0, 1.0), ("top-p 0.9", 1.0, 0.9)):
+                times = []
+                for _ in range(run.pick(12, 1)):
+                    started = time.perf_counter()
+                    ops.draw_tokens(
+                        logits, temperature=[temperature] * batch, top_k=[0] * batch, top_p=[top_p] * batch,
+                        min_p=[0.0] * batch, uniform=uniform,
+                    )  # fmt: skip
+                    times.append((time.perf_counter() - started) * 1e3)
+                ms, floor_ms = statistics.median(times), logits.nbytes / copy_per_s * 1e3
+                is_detail = kind != "top-p 0.9" or shape == "flat"
+                yield Row(f"{kind} of {vocab}, {shape}", ms, "ms", floor_ms / ms, is_detail=is_detail)
 
 
 def _library_calls(run: Run) -> Iterator[Row]:

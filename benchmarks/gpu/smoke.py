@@ -179,8 +179,10 @@ def _row_wise(run: Run) -> Iterator[Row]:
         turned = scene.rope.rotate(k.float(), positions)
         errors += [_error(keys.flatten(1, 2)[:, slots].transpose(0, 1), turned)]
         errors += [_error(values.flatten(1, 2)[:, slots].transpose(0, 1), v)]
-        logits = torch.empty(8, vocab, device=run.device).normal_(generator=generator)
-        _check_draws(logits.clone(), run)
+        for num_tokens in (vocab, 2 * vocab + 5632):  # the largest vocabularies have 262144
+            logits = torch.empty(8, num_tokens, device=run.device).normal_(generator=generator)
+            for scale in (1.0, 8.0):  # flat, and peaked
+                _check_draws(scale * logits, run)
     yield _row("norms, gate, KV write, draw", max(errors), TOLERANCE[dtype])
 
 

@@ -323,7 +323,7 @@ def attention_kernel(
     q                       [T, num_q_heads, HEAD_DIM], rows `stride_q` elements apart
     k_pages, v_pages        [NUM_KV_HEADS, num_pages, PAGE_SIZE, HEAD_DIM]
     key_position            int32, of every key of every listed page; see `key_position_kernel`
-    rope_table              float32 [num_rope_positions, 3, ROTARY_DIM / 2]; not read where ROTARY_DIM is 0
+    rope_table              float32 [num_rope_positions, 2, ROTARY_DIM / 2]; not read where ROTARY_DIM is 0
     alibi_slopes            float32 [num_q_heads]; not read without HAS_SLOPES
     out, lse                as q, contiguous, and float32 [T, num_q_heads]: rows with one part
     partial_out, _lse       float32 [num_slots, num_q_heads, HEAD_DIM], [num_slots, num_q_heads]: rows with more
