@@ -28,8 +28,8 @@ from attention.scenes import Heads, prefix_scene
 from attention.timing import interleaved
 from harness import load_average
 
-from mneme.kernels.share_fit import features_of, fitted
 from mneme.kernels.work import Share
+from mneme.replicas.engine.share_fit import features_of, fitted
 
 _HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))
 

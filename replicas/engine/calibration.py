@@ -27,12 +27,12 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel, calibrated
 from mneme.kernels.native.library import cpu_features
 from mneme.kernels.page_table import FREE_SLOT_POSITION, PageTable, QueryRows, full_mask
 from mneme.kernels.plan import Plan
-from mneme.kernels.share_fit import features_of, fitted
 from mneme.kernels.triton.modules import triton_module
 from mneme.kernels.work import Share
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, make_chunk_pages
 from mneme.replicas.engine.engine import make_forest
+from mneme.replicas.engine.share_fit import features_of, fitted
 from mneme.replicas.model.graphs import CudaCapture
 from mneme.replicas.model.sampler import SampleRow, sample
 from mneme.replicas.request import GenerationRequest, SamplingParams

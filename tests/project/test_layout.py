@@ -31,7 +31,7 @@ LEVELS = {
         "segments share_cost",
         "work",
         "plan",
-        "native reference share_fit torch triton",
+        "native reference torch triton",
         "kv_write linear ops sampling",
         "kv_deviation",
         "attention",

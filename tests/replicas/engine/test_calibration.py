@@ -20,7 +20,6 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
 from mneme.kernels.share_cost import TRITON
-from mneme.kernels.share_fit import features_of
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import calibration as module
 from mneme.replicas.engine.calibration import (
@@ -34,6 +33,7 @@ from mneme.replicas.engine.calibration import (
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.reporter import Reporter
+from mneme.replicas.engine.share_fit import features_of
 from tests.kernels.cases import needs_native
 from tests.replicas.tiered_engine import answers, draw, run, submit
 
