@@ -95,6 +95,25 @@ class Paths:
             note_gaps(path, max(num_pages - 1, len(path.root.kept)))
         return position - before
 
+    def write_next(self, path: Path, ids: Sequence[int]) -> tuple[int, int, int] | None:
+        """Take the slot of the one token that follows, if it goes into the path's own last page, where no other path is
+        found: what `extend` and `take_rows` do for a decode, but once in a page. Returns the run; None: ask those."""
+        position = path.num_tokens
+        offset = position % self.page_size
+        if not offset or path.gaps or not path.pages or len(ids) != position + 1:
+            return None
+        page = path.pages[-1]
+        if page.writer is not path or page.children or page.end != position:
+            return None
+        page_id = page.ids[DEVICE]
+        assert page_id is not None
+        page.tokens.append(ids[position])
+        page.filled[DEVICE] += 1
+        path.num_tokens = position + 1
+        if offset + 1 == self.page_size and self._device.changed is not None:
+            self._device.changed.add(page)
+        return page_id, offset, 1
+
     def take_rows(self, path: Path, ids: Sequence[int], budget: int) -> Rows:
         """Take at most `budget` rows: holes first, then `ids[path.num_tokens:]`, which `extend` did not find.
 

@@ -232,6 +232,9 @@ class Scheduler:
                 )  # perhaps more than the cache tier had of it
                 num_history = max(sequence.path.num_tokens, num_history)
                 sequence.path = self._opener.shorten(sequence, sequence.path, num_history)
+            if (part := self._take_next(sequence)) is not None:
+                batch.append(part)
+                continue
             is_decode = self._num_pending(sequence) <= 1
             num_prefills -= not is_decode
             limit = 1 if is_decode else self._limit(sequence, has_others=bool(num_prefills or self.waiting))
@@ -422,8 +425,10 @@ class Scheduler:
         for index, part in enumerate(batch):
             path, ids = part.sequence.path, part.sequence.context
             assert path is not None
+            if part.is_last or part.sequence.found is not None or part.sequence.is_comparing:
+                continue
             num_rows = budget.num_rows(part.end)
-            if num_rows == 0 or part.is_last or part.sequence.found is not None or part.sequence.is_comparing:
+            if num_rows == 0:
                 continue
             if self._forest.extend(path, ids, len(ids)):
                 continue
@@ -467,6 +472,14 @@ class Scheduler:
                 self._suspend(victim)
                 if victim is sequence:
                     return None
+
+    def _take_next(self, sequence: Sequence) -> StepRows | None:
+        """Take a decode's row where that is the next slot of its own page; None: `_take_rows` looks at all else."""
+        path = sequence.path
+        if path is None or sequence.found is not None or sequence.blend is not None or not sequence.num_output:
+            return None
+        run = self._forest.write_next(path, sequence.context)
+        return None if run is None else StepRows(sequence, [(path.num_tokens - 1, path.num_tokens)], [run], [0])
 
     def _take_rows(self, sequence: Sequence, budget: int) -> StepRows | None:
         """Take at most so many rows.
