@@ -15,6 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from mneme.kernels.lineages import Lineages, LineageSegments, find_lineage_segments
 from mneme.kernels.page_table import (
     ALL_VISIBLE,
     MAX_ABS_POSITION,
@@ -52,11 +53,11 @@ class Plan:
     sequence: IntArray  # [T] of each query row
     position: IntArray  # [T]
     num_pages: int  # one more than the highest page id
-    laid_out: tuple[PageTable, ...]  # the tables for which segments were looked for
-    references: References  # of those tables
-    segments: Segments
+    laid_out: tuple[PageTable, ...] | Lineages  # the tables for which segments were looked for
+    segments: Segments | LineageSegments
     appended: tuple[References, ...]  # pages begun since
-    known_pages: set[int]  # every page of this plan and of those made from it by appending
+    # Whether a page is in this plan or was in one when it was made from this one by appending; [num_pages] or more.
+    is_known: npt.NDArray[np.bool_]
     work: WorkList
     # What a backend derives once per step and reads in every layer, by the backend's own key.
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -69,7 +70,7 @@ class Plan:
     @property
     def page_tables(self) -> tuple[PageTable, ...]:
         """Return what each sequence sees."""
-        tables = list(self.laid_out)
+        tables = list(self.laid_out.page_tables if isinstance(self.laid_out, Lineages) else self.laid_out)
         for added in self.appended:
             for sequence, page_id, delta, mask in zip(*added, strict=True):
                 tables[sequence] = tables[sequence].append([page_id], [delta], [mask])
@@ -108,25 +109,45 @@ class Plan:
         mask: npt.ArrayLike = ALL_VISIBLE,
     ) -> Plan:
         """Add a page to a sequence or, as vectors of one length, to several; the rows stay as they are."""
-        sequences, page_ids, deltas, masks = _vectors(sequence=sequence, page_id=page_id, delta=delta, mask=mask)
-        if sequences.size and not 0 <= sequences.min() <= sequences.max() < self.num_sequences:
-            raise ValueError(f"sequence: must be in [0, {self.num_sequences}) (got {sequences.tolist()})")
-        added = References(sequences, page_ids, deltas, masks & full_mask(self.page_size))
+        added = self._references(sequence, page_id, delta, mask)
+        grown = self._grown(added)
+        if grown is not None:
+            return grown
+        tables = replace(self, appended=(*self.appended, added)).page_tables
+        return self._rebuilt(tables, self.sequence, self.position)
+
+    def append_new_pages(self, sequence: npt.ArrayLike, page_id: npt.ArrayLike) -> Plan | None:
+        """Add pages with delta 0 as `append_page` does; None where segments would have to be looked for again."""
+        return self._grown(self._references(sequence, page_id, 0, ALL_VISIBLE))
+
+    def _references(
+        self, sequence: npt.ArrayLike, page_id: npt.ArrayLike, delta: npt.ArrayLike, mask: npt.ArrayLike
+    ) -> References:
+        added = References(*_vectors(sequence=sequence, page_id=page_id, delta=delta, mask=mask))
+        if added.sequence.size and not 0 <= added.sequence.min() <= added.sequence.max() < self.num_sequences:
+            raise ValueError(f"sequence: must be in [0, {self.num_sequences}) (got {added.sequence.tolist()})")
         check_references(added)
-        new_pages = set(page_ids.tolist())
-        is_new = len(new_pages) == len(page_ids) and self.known_pages.isdisjoint(new_pages)
-        grown = self.work.append(added) if is_new else None
-        appended = (*self.appended, References(sequences, page_ids, deltas, masks))
-        if grown is None:
-            tables = replace(self, appended=appended).page_tables
-            return self._rebuilt(tables, self.sequence, self.position)
-        self.known_pages.update(new_pages)
-        num_pages = max(self.num_pages, 1 + max(new_pages, default=-1))
-        return replace(self, num_pages=num_pages, appended=appended, work=grown, prepared={})
+        return added
+
+    def _grown(self, added: References) -> Plan | None:
+        """Fill the room behind sequences' own pages; None if a page is not new to all tables, or there is no room."""
+        page_ids = added.page_id
+        known = page_ids[page_ids < len(self.is_known)]
+        if len(set(page_ids.tolist())) < len(page_ids) or self.is_known[known].any():
+            return None
+        work = self.work.append(added._replace(mask=added.mask & full_mask(self.page_size)))
+        if work is None:
+            return None
+        num_pages, is_known = max(self.num_pages, 1 + int(page_ids.max(initial=-1))), self.is_known
+        if num_pages > len(is_known):
+            is_known = np.pad(is_known, (0, num_pages))
+        is_known[page_ids] = True
+        return replace(
+            self, num_pages=num_pages, appended=(*self.appended, added), is_known=is_known, work=work, prepared={}
+        )
 
     def _arranged(self, sequence: IntArray) -> WorkList:
         return arrange(
-            self.references,
             self.segments,
             sequence,
             self.num_sequences,
@@ -151,7 +172,7 @@ class Plan:
 
 
 def build_plan(
-    page_tables: Sequence[PageTable | Sequence[PageRef]],
+    page_tables: Sequence[PageTable | Sequence[PageRef]] | Lineages,
     rows: QueryRows,
     *,
     page_size: int,
@@ -164,26 +185,34 @@ def build_plan(
     """Find the segments of these tables and lay out the step's work.
 
     Sequences should be ordered depth-first through the forest of prefixes: the rows of a shared prefix are then one
-    slice of q, which is faster; any order is correct. `share` decides per segment by `cost` (`share_cost_of` the device
+    slice of q, which is faster; any order is correct. For `Lineages` that takes less time. `share` decides per segment by `cost` (`share_cost_of` the device
     that will run it), or overrides that.
 
     Raises ValueError, naming the argument, for sizes or rows that break a rule and for a slot that one sequence shows
     twice with one delta.
     """
     _check_sizes(page_size, num_q_heads, num_kv_heads, head_dim, share)
-    tables = tuple(PageTable.from_refs(table) for table in page_tables)
     sequence, position = _checked_rows(rows)
-    refs = unite_repeats(references_of(tables, page_size))
-    found = find_segments(refs)
+    tables: tuple[PageTable, ...] | Lineages
+    found: Segments | LineageSegments
+    if isinstance(page_tables, Lineages):
+        tables, page_ids = page_tables, page_tables.page_ids
+        found = find_lineage_segments(tables, page_size)
+    else:
+        tables = tuple(PageTable.from_refs(table) for table in page_tables)
+        refs = unite_repeats(references_of(tables, page_size))
+        found, page_ids = find_segments(refs), refs.page_id
     work = arrange(
-        refs, found, sequence, len(tables), page_size=page_size, num_groups=num_q_heads // num_kv_heads,
+        found, sequence, len(tables), page_size=page_size, num_groups=num_q_heads // num_kv_heads,
         head_dim=head_dim, share=share, cost=cost,
     )  # fmt: skip
+    num_pages = int(page_ids.max(initial=-1)) + 1
+    is_known = np.zeros(num_pages, bool)
+    is_known[page_ids] = True
     return Plan(
         page_size=page_size, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        share=share, cost=cost, sequence=sequence, position=position,
-        num_pages=int(refs.page_id.max(initial=-1)) + 1, known_pages=set(refs.page_id.tolist()),
-        laid_out=tables, references=refs, segments=found, appended=(), work=work,
+        share=share, cost=cost, sequence=sequence, position=position, num_pages=num_pages,
+        laid_out=tables, segments=found, appended=(), is_known=is_known, work=work,
     )  # fmt: skip
 
 

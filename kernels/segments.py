@@ -27,7 +27,7 @@ class Segment(NamedTuple):
     page_ids: IntArray  # [n] in the order of the first sharer's table
     sequences: IntArray  # [c] of the sharers, ascending
     deltas: IntArray  # [c]
-    masks: IntArray  # [c, n]
+    masks: IntArray  # [c, n], or [1, n] where all sharers see the same of each page
 
 
 class Segments(NamedTuple):
@@ -35,6 +35,12 @@ class Segments(NamedTuple):
 
     segments: tuple[Segment, ...]
     segment_of_ref: IntArray  # [N] index into `segments`, or PRIVATE
+    references: References  # N
+
+    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> References:
+        """List the references outside the chosen segments, in the order of the tables."""
+        wanted = ~np.append(is_chosen, False)[self.segment_of_ref]  # the last one is PRIVATE's
+        return References(*(column[wanted] for column in self.references))
 
 
 class _Runs(NamedTuple):
@@ -108,7 +114,7 @@ def find_segments(refs: References) -> Segments:
     sharer_key, sharer = _sharers(refs)
     runs = _shared_runs(refs.page_id, sharer, len(sharer_key))
     if not len(runs.start):
-        return Segments((), segment_of_ref)
+        return Segments((), segment_of_ref, refs)
     segment_of_run = _group_equal_runs(runs) * 2 + _masks_agree(refs.mask, runs)
     by_segment = np.lexsort((runs.ref[runs.start], segment_of_run))  # table order within a segment
     bounds = run_starts(segment_of_run[by_segment])
@@ -118,8 +124,9 @@ def find_segments(refs: References) -> Segments:
         sequences, deltas = split_sharer_keys(sharer_key[runs.sharer[entries[0]]])
         in_segment = runs.ref[entries]
         segment_of_ref[in_segment] = len(segments)
-        segments.append(Segment(refs.page_id[in_segment[:, 0]], sequences, deltas, refs.mask[in_segment].T))
-    return Segments(tuple(segments), segment_of_ref)
+        masks_of = in_segment[:, :1] if segment_of_run[members[0]] % 2 else in_segment
+        segments.append(Segment(refs.page_id[in_segment[:, 0]], sequences, deltas, refs.mask[masks_of].T))
+    return Segments(tuple(segments), segment_of_ref, refs)
 
 
 def _sharers(refs: References) -> tuple[IntArray, IntArray]:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mneme.kernels.page_table import IntArray, References
-from mneme.kernels.segments import Segment, Segments, ranges, run_lengths, run_starts, sharer_keys, split_sharer_keys
+from mneme.kernels.segments import Segment, ranges, run_lengths, run_starts, sharer_keys, split_sharer_keys
 from mneme.kernels.share_cost import ShareCost
 
 Int32Array = npt.NDArray[np.int32]
@@ -125,9 +125,18 @@ def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
     return _RowSpans(start, count)
 
 
+class Found(Protocol):
+    """Segments of page tables, and what is in none: `Segments` or `LineageSegments`."""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]: ...
+
+    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> References:
+        """List the references outside the chosen segments, in the order of the tables."""
+
+
 def arrange(
-    refs: References,
-    found: Segments,
+    found: Found,
     sequence: IntArray,
     num_sequences: int,
     *,
@@ -139,7 +148,7 @@ def arrange(
 ) -> WorkList:
     """Decide for each segment whether it is shared, and lay out all work for the given rows."""
     spans = row_spans(sequence, num_sequences)
-    chosen = np.zeros(len(found.segments) + 1, bool)  # the last one is PRIVATE's
+    chosen = np.zeros(len(found.segments), bool)
     pieces: dict[bytes, list[_SharedRun]] = {}
     for index, segment in enumerate(found.segments):
         rows = spans.num_rows[segment.sequences]
@@ -153,7 +162,7 @@ def arrange(
             run = _shared_run(segment, spans)
             pieces.setdefault(run.row.tobytes(), []).append(run)
     shared = _shared_runs(list(pieces.values()))
-    private, sharers = _private_runs(refs, ~chosen[found.segment_of_ref], spans)
+    private, sharers = _private_runs(found.unshared(chosen), spans)
     return _work_list(shared, private, sharers)
 
 
@@ -163,8 +172,8 @@ def _shared_run(segment: Segment, spans: _RowSpans) -> _SharedRun:
     counts = spans.num_rows[segment.sequences[active]]
     row = ranges(spans.start[segment.sequences[active]], counts)
     delta = np.repeat(segment.deltas[active], counts)
-    masks = segment.masks[active]
-    if (masks == masks[0]).all():
+    masks = segment.masks if len(segment.masks) == 1 else segment.masks[active]
+    if len(masks) == 1 or (masks == masks[0]).all():
         return _SharedRun(row, delta, np.zeros(len(row), np.int64), segment.page_ids, masks[:1])
     return _SharedRun(row, delta, np.repeat(np.arange(len(active)), counts), segment.page_ids, masks)
 
@@ -186,11 +195,9 @@ def _shared_runs(pieces: list[list[_SharedRun]]) -> _Runs:
     )
 
 
-def _private_runs(
-    refs: References, is_private: npt.NDArray[np.bool_], spans: _RowSpans
-) -> tuple[_Runs, list[tuple[int, int]]]:
+def _private_runs(refs: References, spans: _RowSpans) -> tuple[_Runs, list[tuple[int, int]]]:
     """One piece per sequence, one run per delta with room for more pages; and the (sequence, delta) of each run."""
-    wanted = np.flatnonzero(is_private & (spans.num_rows[refs.sequence] > 0))
+    wanted = np.flatnonzero(spans.num_rows[refs.sequence])
     keys = sharer_keys(refs.sequence[wanted], refs.delta[wanted])
     if (keys[1:] < keys[:-1]).any():
         order = np.argsort(keys, kind="stable")

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
@@ -275,8 +276,9 @@ class PrefixForest(Paths):
         for index, (page, start, end, *_) in enumerate(path.root.kept[first:last], first):
             self.tiers.add(page)
             page.filled[DEVICE] = end - start
-            page_id = path.page_ids[index] = page.ids[DEVICE]
+            page_id = page.ids[DEVICE]
             assert page_id is not None
+            path.page_ids[index] = page_id
             runs.append((page_id, start % self.page_size, end - start))
         ends = [(kept.start + kept.delta, kept.end + kept.delta) for kept in path.root.kept[first:last]]
         return GraftPiece(chunk, ends[0][0], ends[-1][1], runs, tuple(path.pages[first:last]))
@@ -295,7 +297,8 @@ class PrefixForest(Paths):
         elif pages:
             self.tiers.free(pages)
         self._drop_root(root)
-        path.pages, path.page_ids, path.masks, path.gaps, path.num_tokens = [], [], [], [], root.start
+        path.pages, path.page_ids, path.masks = [], array("i"), array("q")
+        path.gaps, path.num_tokens = [], root.start
 
     def claim(self, owner: Owner, page: Page) -> None:
         """Let the path up to this page be the owner's too."""

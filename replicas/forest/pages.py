@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ALL_SLOTS = -1  # a mask with every bit set
+NOWHERE = -1  # stands for the page id of a page that the device has not
 PUBLIC_SALT = "*"  # no tenant's: every tenant's prompts may begin with what was computed under it
 DEVICE, HOST = 0, 1  # tiers, as indices of what a page keeps for each
 _WORD_BITS = 64  # of a mask
@@ -202,7 +203,7 @@ class Owner:
 class Path:
     """Lists what one sequence sees, in order: its page table. The root's kept tokens come first.
 
-    `page_ids[i]` with `masks[i]` are the references; None where the device has no page. Between changes that
+    `page_ids[i]` with `masks[i]` are the references; NOWHERE where the device has no page. Between changes that
     `num_changes` counts they are only appended to. A tenant's path may begin with public pages; what it adds is
     its own.
     """
@@ -214,8 +215,8 @@ class Path:
         self.root = root
         self.salt = root.salt if salt is None else salt
         self.pages: list[Page] = []
-        self.page_ids: list[int | None] = []
-        self.masks: list[int] = []
+        self.page_ids = array("i")
+        self.masks = array("q")
         self.gaps: list[int] = []  # in order, the pages of which the device may lack something that the path has
         self.num_tokens = root.start  # tokens on this path
         self.num_changes = 0
@@ -227,13 +228,14 @@ class Path:
     def append(self, page: Page, mask: int = ALL_SLOTS) -> None:
         """Go on to a page; whoever appends it counts the reference."""
         self.pages.append(page)
-        self.page_ids.append(page.ids[DEVICE])
+        page_id = page.ids[DEVICE]
+        self.page_ids.append(NOWHERE if page_id is None else page_id)
         self.masks.append(mask)
 
     def copy(self) -> Path:
         """Make another path over the same pages; whoever makes it counts the references."""
         other = Path(self.root, self.salt)
-        other.pages, other.page_ids, other.masks = list(self.pages), list(self.page_ids), list(self.masks)
+        other.pages, other.page_ids, other.masks = list(self.pages), self.page_ids[:], self.masks[:]
         other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
         return other
 

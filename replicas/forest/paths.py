@@ -262,7 +262,9 @@ class Paths:
             if not self._device.has(page):
                 self.tiers.add(page)
                 loaded += [loaded_span(path, index)] if page.filled[DEVICE] else []
-            path.page_ids[index] = page.ids[DEVICE]
+            page_id = page.ids[DEVICE]
+            assert page_id is not None
+            path.page_ids[index] = page_id
             path.num_changes += 1
         return loaded
 
@@ -347,7 +349,7 @@ def slots_of(path: Path, page_size: int, wanted: IntArray | None = None) -> tupl
     """
     firsts, starts, counts, deltas = np.array(
         [
-            ((page_id or 0) * page_size + kept.start % page_size, kept.start, kept.end - kept.start, kept.delta)
+            (max(page_id, 0) * page_size + kept.start % page_size, kept.start, kept.end - kept.start, kept.delta)
             for page_id, kept in zip(path.page_ids, references_of(path), strict=True)
             if kept.page.positions is None  # private tokens are nobody's to look at
         ],

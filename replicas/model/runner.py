@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections.abc
 import math
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -29,13 +30,14 @@ from mneme.kernels.attention import (
     new_slot_position,
     share_cost_of,
 )
+from mneme.kernels.lineages import Lineages
 from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import ranges
 from mneme.kernels.upload import upload
 from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.pages import NOWHERE, Path
 from mneme.replicas.forest.paths import slots_of
 from mneme.replicas.fuse.fusor import DocumentRows, Fusor
 from mneme.replicas.fuse.selectors import FloatArray, filter_counts
@@ -393,12 +395,13 @@ class Runner:
         )
 
     def _in_plan_order(self, batch: list[StepRows]) -> list[StepRows]:
-        """Order a batch as the kept plan does if it holds the same sequences, else depth-first through the forest."""
-        part_by_path = {id(_path(part)): part for part in batch}
-        kept = [part_by_path.get(id(seen.path)) for seen in self._seen]
-        if len(kept) == len(batch) and all(kept):
+        """Order a batch as the kept plan does if its sequences only began pages since that no other has, else
+        depth-first through the forest."""
+        part_by_path = {id(part.sequence.path): part for part in batch}
+        kept = [part_by_path.get(id(seen.path)) for seen in self._seen] if len(batch) == len(self._seen) else []
+        if kept and all(kept) and not any(map(_is_moved, self._seen)):
             return [part for part in kept if part is not None]
-        return sorted(batch, key=lambda part: [page_id or 0 for page_id in _path(part).page_ids])
+        return sorted(batch, key=lambda part: _path(part).page_ids.tobytes())
 
     def _step_plan(self, ordered: list[StepRows], positions: IntArray, bucket: int | None) -> Plan:
         """Plan the step; rows that fill it up to a bucket are at position 0 of sequences that have no pages."""
@@ -407,31 +410,48 @@ class Runner:
         sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
         rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
         paths = [_path(part) for part in ordered]
-        plan = self._appended(paths, len(ordered) + num_padding)
-        self._plan = self._new_plan(paths, rows, num_padding) if plan is None else plan.with_rows(rows)
-        self._seen = [_Seen(path, len(path.page_ids), path.num_changes) for path in paths]
+        plan = self._appended(paths, rows, len(ordered) + num_padding)
+        if plan is None:
+            self._plan = self._new_plan(paths, rows, num_padding)
+            self._seen = [_Seen(path, len(path.page_ids), path.num_changes) for path in paths]
+        else:
+            self._plan = plan.with_rows(rows)
         return self._plan
 
-    def _appended(self, paths: list[Path], num_sequences: int) -> Plan | None:
+    def _appended(self, paths: list[Path], rows: QueryRows, num_sequences: int) -> Plan | None:
         """Append the pages begun since to the kept plan; None where that is not all that changed."""
-        if self._plan is None or [id(path) for path in paths] != [id(seen.path) for seen in self._seen]:
+        plan, all_seen = self._plan, self._seen
+        if plan is None or plan.num_sequences != num_sequences or len(paths) != len(all_seen):
             return None
-        if self._plan.num_sequences != num_sequences:
-            return None
-        grown: list[tuple[int, int]] = []
-        for index, (path, seen) in enumerate(zip(paths, self._seen, strict=True)):
-            if path.num_changes != seen.num_changes:
+        indices: list[int] = []
+        page_ids = array("i")
+        for index, (path, seen) in enumerate(zip(paths, all_seen, strict=True)):
+            if path is not seen.path or path.num_changes != seen.num_changes:
                 return None
-            grown.extend((index, page_id) for page_id in path.page_ids[seen.num_pages :] if page_id is not None)
-        if not grown:
-            return self._plan
-        sequences, page_ids = np.array(grown, np.int64).T
-        return self._plan.append_page(sequences, page_ids)
+            if len(path.page_ids) > seen.num_pages:
+                page_ids += path.page_ids[seen.num_pages :]
+                indices += [index] * (len(path.page_ids) - seen.num_pages)
+        if (indices or plan.appended) and not np.array_equal(plan.sequence, np.asarray(rows.sequence)):
+            return None  # work is laid out anew, which the tree does faster than the tables
+        if not indices:
+            return plan
+        plan = plan.append_new_pages(np.array(indices), np.array(page_ids))
+        if plan is not None:
+            self._plan = plan
+            for index in indices:
+                path = paths[index]
+                all_seen[index] = _Seen(path, len(path.page_ids), path.num_changes)
+        return plan
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int) -> Plan:
-        return self._plan_of([*map(_page_table, paths), *[_NO_PAGES] * num_padding], rows)
+        if any(path.gaps or path.root.is_own for path in paths):
+            return self._plan_of([*map(_page_table, paths), *[_NO_PAGES] * num_padding], rows)
+        page_ids = np.frombuffer(b"".join([path.page_ids for path in paths]), np.int32)
+        masks = np.frombuffer(b"".join([path.masks for path in paths]), np.int64)
+        counts = np.array([len(path.page_ids) for path in paths] + [0] * num_padding, np.int64)
+        return self._plan_of(Lineages(page_ids, masks, counts), rows)
 
-    def _plan_of(self, tables: list[PageTable], rows: QueryRows) -> Plan:
+    def _plan_of(self, tables: list[PageTable] | Lineages, rows: QueryRows) -> Plan:
         config = self._decoder.config
         return build_plan(
             tables,
@@ -466,16 +486,19 @@ def _path(part: StepRows) -> Path:
     return part.sequence.path
 
 
+def _is_moved(seen: _Seen) -> bool:
+    """Return whether a path may stand elsewhere among others than it did when it was seen."""
+    path = seen.path
+    return path.num_changes != seen.num_changes or any(page.refs > 1 for page in path.pages[seen.num_pages :])
+
+
 def _page_table(path: Path) -> PageTable:
     """Return what the device has of the path, root first."""
     deltas = np.zeros(len(path.page_ids), np.int32)
     deltas[: len(path.root.kept)] = [kept.delta for kept in path.root.kept]
-    masks = np.array(path.masks, np.int64)
-    if not path.gaps:
-        return PageTable(np.array(path.page_ids, np.int32), deltas, masks)
-    present = [index for index, page_id in enumerate(path.page_ids) if page_id is not None]
-    page_ids = np.array([path.page_ids[index] for index in present], np.int32)
-    return PageTable(page_ids, deltas[present], masks[present])
+    page_ids, masks = np.array(path.page_ids, np.int32), np.array(path.masks, np.int64)
+    present = slice(None) if not path.gaps else page_ids != NOWHERE
+    return PageTable(page_ids[present], deltas[present], masks[present])
 
 
 def _sampled_rows(batch: list[StepRows], ordered: list[StepRows]) -> IntArray:

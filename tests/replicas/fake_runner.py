@@ -21,6 +21,7 @@ import torch
 from mneme.errors import TransferFailed
 from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
+from mneme.replicas.forest.pages import NOWHERE
 from mneme.replicas.model.sampler import Expected
 from mneme.replicas.sequence import StepRows
 
@@ -215,7 +216,7 @@ class FakeRunner:
         deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.pages)
         seen = []
         for page_id, mask, delta in zip(path.page_ids, path.masks, deltas, strict=False):
-            for offset in range(self.page_size if page_id is not None else 0):
+            for offset in range(self.page_size if page_id != NOWHERE else 0):
                 position = self.slots.get((page_id, offset), (FREE, -1, 0))[0] + delta
                 if mask >> offset & 1 and first <= position <= query_position:
                     seen.append((position, (page_id, offset)))

@@ -12,7 +12,7 @@ import torch
 from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostEdge
-from mneme.kernels.segments import PRIVATE
+from mneme.kernels.segments import PRIVATE, Segments
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.engine.engine import Engine
@@ -273,9 +273,11 @@ def test_requests_of_one_batch_read_a_document_once(checkpoint: tuple[Path, Any]
         ask(engine, f"r{index}", prompt_of(order), 8, mode="full_reuse")
     run(engine)
     plan = next(plan for plan in plans if plan.num_rows == plan.num_sequences == 3)  # all decode
+    found = plan.segments
+    assert isinstance(found, Segments)
     num_readers: dict[int, int] = {}
     segments_of: dict[int, set[int]] = {}
-    for page, segment in zip(plan.references.page_id.tolist(), plan.segments.segment_of_ref.tolist(), strict=True):
+    for page, segment in zip(found.references.page_id.tolist(), found.segment_of_ref.tolist(), strict=True):
         num_readers[page] = num_readers.get(page, 0) + 1
         segments_of.setdefault(page, set()).add(segment)
     of_all = {page for page, number in num_readers.items() if number == 3}
@@ -283,5 +285,5 @@ def test_requests_of_one_batch_read_a_document_once(checkpoint: tuple[Path, Any]
     for page in of_all:
         (segment,) = segments_of[page]
         assert segment != PRIVATE
-    deltas = [set(segment.deltas.tolist()) for segment in plan.segments.segments if len(segment.sequences) == 3]
+    deltas = [set(segment.deltas.tolist()) for segment in found.segments if len(segment.sequences) == 3]
     assert max(map(len, deltas)) == 3
