@@ -8,6 +8,7 @@ Cartesian tree over them, found with a stack. `find_segments` finds the same, an
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.kernels.page_table import ALL_VISIBLE, IntArray, PageTable, References, full_mask
-from mneme.kernels.segments import Segment, ranges, run_starts
+from mneme.kernels.segments import Segment, ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +65,21 @@ class LineageSegments:
     nodes: tuple[_Node, ...]  # of each segment
     first_own: IntArray  # [S] depth from which on a sequence's pages are nobody else's
 
+    @property
+    def page_ids(self) -> IntArray:
+        """List every page, those that are shared once."""
+        own = ranges(np.cumsum(self.lineages.counts) - self.lineages.counts + self.first_own, self._num_own)
+        return np.concatenate([*(each.page_ids for each in self.segments), self.lineages.page_ids[own]])
+
+    @property
+    def _num_own(self) -> IntArray:
+        return self.lineages.counts - self.first_own
+
     def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> References:
         """See `Segments.unshared`."""
         ends = np.cumsum(self.lineages.counts)
         starts = ends - self.lineages.counts
-        begins, sizes = [starts + self.first_own], [self.lineages.counts - self.first_own]
+        begins, sizes = [starts + self.first_own], [self._num_own]
         sequences = [np.arange(len(starts))]
         for index in np.flatnonzero(~is_chosen).tolist():
             first, last, depths = self.nodes[index]
@@ -92,34 +103,40 @@ class LineageSegments:
 def find_lineage_segments(lineages: Lineages, page_size: int) -> LineageSegments:
     """Find what neighbours share, in time proportional to the pages of the tables, by comparing them once."""
     ids, masks, counts = lineages.page_ids, lineages.masks, lineages.counts
+    if ids.min(initial=0) < 0:
+        raise ValueError(f"page_tables: page ids must be in [0, 2**31) (got {ids.min()})")
     starts = np.cumsum(counts) - counts
     common = _common_prefixes(ids, starts, counts)
     masked = np.flatnonzero(masks != ALL_VISIBLE)
-    masked_sequence = np.searchsorted(starts, masked, side="right") - 1
-    masked_depth = masked - starts[masked_sequence]
+    owners = np.searchsorted(starts, masked, side="right") - 1
+    all_masked = list(zip((masked - starts[owners]).tolist(), owners.tolist(), masks[masked].tolist(), strict=True))
+    masked_owners: list[int] = owners.tolist()
     full = full_mask(page_size)
     segments: list[Segment] = []
     nodes: list[_Node] = []
     for first, last, low, high in _inner_nodes(common.tolist()):
         page_ids = ids[starts[first] + low : starts[first] + high].astype(np.int64)
-        sequences = np.arange(first, last)
-        deltas = np.zeros(last - first, np.int64)
-        own = slice(*np.searchsorted(masked_sequence, (first, last)).tolist())
-        inside = (masked_depth[own] >= low) & (masked_depth[own] < high)
-        if not inside.any():
-            segments.append(Segment(page_ids, sequences, deltas, np.full((1, high - low), full)))
-            nodes.append(_Node(first, last, [(low, high)]))
-            continue
-        shown = np.full((last - first, high - low), full)
-        at = masked_sequence[own][inside] - first, masked_depth[own][inside] - low
-        shown[at] = masks[masked[own][inside]] & full
-        agrees = (shown == shown[0]).all(0)
-        for some in (agrees, ~agrees):
-            chosen = np.flatnonzero(some)
-            if len(chosen):
-                masks_of = shown[:1, chosen] if some is agrees else shown[:, chosen]
-                segments.append(Segment(page_ids[chosen], sequences, deltas, masks_of))
-                nodes.append(_Node(first, last, _as_ranges(chosen + low)))
+        sequences, deltas = np.arange(first, last), np.zeros(last - first, np.int64)
+        near = all_masked[bisect_left(masked_owners, first) : bisect_left(masked_owners, last)]
+        masks_by_page: dict[int, IntArray] = {}
+        for depth, owner, mask in near:
+            if low <= depth < high:
+                masks_by_page.setdefault(depth - low, np.full(last - first, full))[owner - first] = mask & full
+        alike, apart = np.full((1, high - low), full), list[int]()
+        for page, shown in sorted(masks_by_page.items()):
+            if (shown == shown[0]).all():
+                alike[0, page] = shown[0]
+            else:
+                apart.append(page)
+        depths = _between(apart, high - low)
+        if depths:
+            rest = np.concatenate([np.arange(*some) for some in depths]) if apart else slice(None)
+            segments.append(Segment(page_ids[rest], sequences, deltas, alike[:, rest]))
+            nodes.append(_Node(first, last, [(low + begin, low + end) for begin, end in depths]))
+        if apart:
+            columns = np.stack([masks_by_page[page] for page in apart], 1)
+            segments.append(Segment(page_ids[apart], sequences, deltas, columns))
+            nodes.append(_Node(first, last, [(low + page, low + page + 1) for page in apart]))
     neighbours = np.concatenate(([0], common, [0]))
     first_own = np.maximum(neighbours[1:], neighbours[:-1]) if len(counts) else np.zeros(0, np.int64)
     return LineageSegments(tuple(segments), lineages, page_size, tuple(nodes), first_own)
@@ -138,7 +155,8 @@ def _common_prefixes(ids: npt.NDArray[np.int32], starts: IntArray, counts: IntAr
     theirs = ranges(starts[1:], sizes)
     differ = np.flatnonzero(ids[theirs] != ids[theirs - np.repeat(starts[1:] - starts[:-1], sizes)])
     first = np.append(differ, len(theirs))[np.searchsorted(differ, ends - sizes)]
-    return np.minimum(first, ends) - (ends - sizes)
+    common: IntArray = np.minimum(first, ends) - (ends - sizes)
+    return common
 
 
 def _inner_nodes(common: list[int]) -> list[tuple[int, int, int, int]]:
@@ -155,9 +173,7 @@ def _inner_nodes(common: list[int]) -> list[tuple[int, int, int, int]]:
     return nodes
 
 
-def _as_ranges(numbers: IntArray) -> list[tuple[int, int]]:
-    """Group ascending numbers to ranges [low, high)."""
-    begins = run_starts(numbers - np.arange(len(numbers)))
-    ends = np.append(begins[1:], len(numbers)) - 1
-    return list(zip(numbers[begins].tolist(), (numbers[ends] + 1).tolist(), strict=True))
-
+def _between(places: list[int], end: int) -> list[tuple[int, int]]:
+    """List the ranges of [0, end) that these places, in order, leave."""
+    edges = zip([-1, *places], [*places, end], strict=True)
+    return [(before + 1, after) for before, after in edges if before + 1 < after]

@@ -196,16 +196,15 @@ def build_plan(
     tables: tuple[PageTable, ...] | Lineages
     found: Segments | LineageSegments
     if isinstance(page_tables, Lineages):
-        tables, page_ids = page_tables, page_tables.page_ids
-        found = find_lineage_segments(tables, page_size)
+        tables, found = page_tables, find_lineage_segments(page_tables, page_size)
     else:
         tables = tuple(PageTable.from_refs(table) for table in page_tables)
-        refs = unite_repeats(references_of(tables, page_size))
-        found, page_ids = find_segments(refs), refs.page_id
+        found = find_segments(unite_repeats(references_of(tables, page_size)))
     work = arrange(
         found, sequence, len(tables), page_size=page_size, num_groups=num_q_heads // num_kv_heads,
         head_dim=head_dim, share=share, cost=cost,
     )  # fmt: skip
+    page_ids = found.page_ids
     num_pages = int(page_ids.max(initial=-1)) + 1
     is_known = np.zeros(num_pages, bool)
     is_known[page_ids] = True

@@ -37,6 +37,11 @@ class Segments(NamedTuple):
     segment_of_ref: IntArray  # [N] index into `segments`, or PRIVATE
     references: References  # N
 
+    @property
+    def page_ids(self) -> IntArray:
+        """List the pages of all references."""
+        return self.references.page_id
+
     def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> References:
         """List the references outside the chosen segments, in the order of the tables."""
         wanted = ~np.append(is_chosen, False)[self.segment_of_ref]  # the last one is PRIVATE's

@@ -41,18 +41,23 @@ class ShareCost:
         many = self.key_many + num_rows * num_groups * self.head_many
         return np.where(num_rows * num_groups < self.many_heads, few, many)
 
-    def pays(self, rows_per_sharer: IntArray, num_tokens: int, *, num_groups: int, head_dim: int) -> bool:
-        """Tell whether one pass for all sharers and its overhead cost less than a pass for each; KV heads are alike.
+    def pay(
+        self, rows_per_sharer: IntArray, begin: IntArray, num_tokens: IntArray, *, num_groups: int, head_dim: int
+    ) -> npt.NDArray[np.bool_]:
+        """Tell for each segment whether one pass for all sharers and its overhead cost less than a pass for each; KV
+        heads are alike.
 
-        rows_per_sharer   int [c]  query rows of each sharer in this step
-        num_tokens        of the segment
+        rows_per_sharer   int [c]  query rows in this step of each sharer of each segment, 0 where it has none
+        begin             int [s]  of each segment's sharers
+        num_tokens        int [s]  of each segment
         num_groups        query heads per KV head
         """
-        total = rows_per_sharer.sum()
-        apart, together = self.pass_(rows_per_sharer, num_groups).sum(), float(self.pass_(total, num_groups))
-        saved = (apart - together) * num_tokens * head_dim
-        overhead = self.piece + self.merge * float(total) * num_groups * head_dim
-        return bool(saved > overhead)
+        total = np.add.reduceat(rows_per_sharer, begin)
+        passes = np.where(rows_per_sharer > 0, self.pass_(rows_per_sharer, num_groups), 0.0)
+        saved = (np.add.reduceat(passes, begin) - self.pass_(total, num_groups)) * num_tokens * head_dim
+        overhead = self.piece + self.merge * total * num_groups * head_dim
+        worthwhile: npt.NDArray[np.bool_] = saved > overhead
+        return worthwhile
 
 
 # One core of a CPU with AVX-512 BF16.

@@ -149,18 +149,18 @@ def arrange(
     """Decide for each segment whether it is shared, and lay out all work for the given rows."""
     spans = row_spans(sequence, num_sequences)
     chosen = np.zeros(len(found.segments), bool)
+    if len(chosen) and share != "never":
+        counts = np.array([len(segment.sequences) for segment in found.segments])
+        begin = np.cumsum(counts) - counts
+        rows = spans.num_rows[np.concatenate([segment.sequences for segment in found.segments])]
+        chosen = np.add.reduceat(rows > 0, begin, dtype=np.int64) > 1
+        if share == "auto":
+            num_tokens = page_size * np.array([len(segment.page_ids) for segment in found.segments])
+            chosen &= cost.pay(rows, begin, num_tokens, num_groups=num_groups, head_dim=head_dim)
     pieces: dict[bytes, list[_SharedRun]] = {}
-    for index, segment in enumerate(found.segments):
-        rows = spans.num_rows[segment.sequences]
-        rows = rows[rows > 0]
-        if share == "never" or len(rows) < 2:
-            continue
-        if share == "always" or cost.pays(
-            rows, len(segment.page_ids) * page_size, num_groups=num_groups, head_dim=head_dim
-        ):
-            chosen[index] = True
-            run = _shared_run(segment, spans)
-            pieces.setdefault(run.row.tobytes(), []).append(run)
+    for index in np.flatnonzero(chosen).tolist():
+        run = _shared_run(found.segments[index], spans)
+        pieces.setdefault(run.row.tobytes(), []).append(run)
     shared = _shared_runs(list(pieces.values()))
     private, sharers = _private_runs(found.unshared(chosen), spans)
     return _work_list(shared, private, sharers)

@@ -110,6 +110,7 @@ def test_segments_are_the_pages_with_equal_sharers(seed: int, masked: bool, cons
 
 def check_masks(refs: References, segment: segments.Segment) -> None:
     mask_by_use = {tuple(use): mask for *use, mask in zip(*(array.tolist() for array in refs), strict=True)}
+    masks = np.broadcast_to(segment.masks, (len(segment.sequences), len(segment.page_ids)))
     for sharer, (sequence, delta) in enumerate(zip(segment.sequences, segment.deltas, strict=True)):
         for column, page in enumerate(segment.page_ids):
-            assert segment.masks[sharer, column] == mask_by_use[(sequence, page, delta)]
+            assert masks[sharer, column] == mask_by_use[(sequence, page, delta)]

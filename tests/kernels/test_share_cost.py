@@ -14,7 +14,10 @@ COSTS = pytest.mark.parametrize("cost", [COMPILED_BFLOAT16, COMPILED_FLOAT32, TO
 
 
 def pays(cost: ShareCost, rows: list[int], num_tokens: int) -> bool:
-    return cost.pays(np.array(rows), num_tokens, num_groups=4, head_dim=128)
+    """Of one segment, between others that have no say in it."""
+    sharers = np.array([1, 1, 0, *rows, 0, 600, 0])
+    begin, tokens = np.array([0, 3, 4 + len(rows)]), np.array([1, num_tokens, 20_000])
+    return bool(cost.pay(sharers, begin, tokens, num_groups=4, head_dim=128)[1])
 
 
 @COSTS
