@@ -185,8 +185,8 @@ def build_plan(
     """Find the segments of these tables and lay out the step's work.
 
     Sequences should be ordered depth-first through the forest of prefixes: the rows of a shared prefix are then one
-    slice of q, which is faster; any order is correct. For `Lineages` that takes less time. `share` decides per segment by `cost` (`share_cost_of` the device
-    that will run it), or overrides that.
+    slice of q, which is faster; any order is correct. For `Lineages` that takes less time. `share`
+    decides per segment by `cost` (`share_cost_of` the device that will run it), or overrides that.
 
     Raises ValueError, naming the argument, for sizes or rows that break a rule and for a slot that one sequence shows
     twice with one delta.

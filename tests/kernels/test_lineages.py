@@ -141,7 +141,7 @@ def num_calls(tables: list[Table]) -> int:
 
 @pytest.mark.parametrize("num_own", [0, 3])
 def test_calls_do_not_grow_with_the_shared_prefix(num_own: int) -> None:
-    """128 sequences over a shared prefix of 8k tokens in pages of 32, or four times that: 33,000 references, or 131,000."""
+    """128 sequences over a prefix of 8k tokens in pages of 32, or four times that: 33,000 references, or 131,000."""
 
     def tables(num_sequences: int, num_shared: int) -> list[Table]:
         own = [[2000 + 10 * i + j for j in range(num_own)] for i in range(num_sequences)]

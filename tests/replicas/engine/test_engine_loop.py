@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import gc
 import queue
+import sys
 import threading
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -198,3 +202,60 @@ def test_the_thread_that_makes_an_engine_steps_it(monkeypatch: pytest.MonkeyPatc
 def test_what_a_thread_cannot_make_is_raised_where_it_was_asked_for() -> None:
     with pytest.raises(ZeroDivisionError):
         Workers("engine", 1).call(lambda: 1 / 0)
+
+
+def test_the_process_is_given_back_as_it_was_by_the_last_engine() -> None:
+    before = gc.get_threshold(), sys.getswitchinterval()
+    loops = [EngineLoop(Engine(FakeRunner(40, 4), None, EngineConfig())) for _ in range(2)]  # type: ignore[arg-type]
+    for loop in loops:
+        loop.start()
+    tuned = gc.get_threshold(), sys.getswitchinterval()
+    assert tuned != before
+    loops[0].stop()
+    assert (gc.get_threshold(), sys.getswitchinterval()) == tuned
+    loops[1].stop()
+    assert (gc.get_threshold(), sys.getswitchinterval()) == before
+    assert gc.get_freeze_count() == 0
+
+
+class SlowClock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_statistics_are_gathered_every_50_ms_and_whenever_there_is_nothing_to_do() -> None:
+    clock = SlowClock()
+    engine = Engine(FakeRunner(4_000, 4), None, EngineConfig(), clock=clock)  # type: ignore[arg-type]
+    gathered: list[tuple[int, int]] = []  # steps that each tells of, and requests that run
+    stats = engine.stats
+
+    def note() -> dict[str, Any]:
+        found = stats()
+        gathered.append((found["steps"], found["requests"]["running"]))
+        return found
+
+    engine.stats = note  # type: ignore[method-assign]
+    step = engine.step
+
+    def move() -> list[TokenEvent]:
+        clock.now_s += 0.011
+        return step()
+
+    engine.step = move  # type: ignore[method-assign]
+    loop = EngineLoop(engine)
+    loop.start()
+    messages = subscribe(loop, "one")
+    sampling = SamplingParams(temperature=0, max_tokens=100)
+    assert loop.submit_many([make_request("r", [1, 2], sampling, subscriber="one")]) == [None]
+    until_finished(messages, "r")
+    loop.check_health()  # the loop is past the last step
+    loop.stop()
+    while_running = [steps for steps, running in gathered if running]
+    assert 15 < len(while_running) < 25
+    assert min(after - before for before, after in pairwise(while_running)) == 5
+    assert (100, 0) in gathered
