@@ -116,9 +116,13 @@ class Plan:
         tables = replace(self, appended=(*self.appended, added)).page_tables
         return self._rebuilt(tables, self.sequence, self.position)
 
-    def append_new_pages(self, sequence: npt.ArrayLike, page_id: npt.ArrayLike) -> Plan | None:
-        """Add pages with delta 0 as `append_page` does; None where segments would have to be looked for again."""
-        return self._grown(self._references(sequence, page_id, 0, ALL_VISIBLE))
+    def append_new_pages(self, sequence: IntArray, page_id: IntArray) -> Plan | None:
+        """Add a page with delta 0 to each of these sequences, which are not checked, as `append_page` does.
+
+        None where segments would have to be looked for again.
+        """
+        zeros = np.zeros_like(page_id)
+        return self._grown(References(sequence, page_id, zeros, zeros + ALL_VISIBLE))
 
     def _references(
         self, sequence: npt.ArrayLike, page_id: npt.ArrayLike, delta: npt.ArrayLike, mask: npt.ArrayLike
@@ -131,14 +135,13 @@ class Plan:
 
     def _grown(self, added: References) -> Plan | None:
         """Fill the room behind sequences' own pages; None if a page is not new to all tables, or there is no room."""
-        page_ids = added.page_id
-        known = page_ids[page_ids < len(self.is_known)]
-        if len(set(page_ids.tolist())) < len(page_ids) or self.is_known[known].any():
+        page_ids, new_pages = added.page_id, set(added.page_id.tolist())
+        num_pages, is_known = max(self.num_pages, 1 + max(new_pages, default=-1)), self.is_known
+        if len(new_pages) < len(page_ids) or any(is_known[page] for page in new_pages if page < len(is_known)):
             return None
         work = self.work.append(added._replace(mask=added.mask & full_mask(self.page_size)))
         if work is None:
             return None
-        num_pages, is_known = max(self.num_pages, 1 + int(page_ids.max(initial=-1))), self.is_known
         if num_pages > len(is_known):
             is_known = np.pad(is_known, (0, num_pages))
         is_known[page_ids] = True

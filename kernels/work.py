@@ -67,9 +67,9 @@ class WorkList:
         """
         sharers = zip(added.sequence.tolist(), added.delta.tolist(), strict=True)
         found = [self.run_of_sharer.get(sharer) for sharer in sharers]
-        runs = np.array([run for run in found if run is not None], np.int64)
-        if len(runs) < len(found) or len(np.unique(runs)) < len(runs):
+        if None in found or len(set(found)) < len(found):
             return None
+        runs = np.array(found, np.int64)
         at = self.page_end[runs]
         if (at >= self.room_end[runs]).any() or (self.filled_end[runs] > at).any():
             return None

@@ -469,7 +469,8 @@ class StepRows:
         self.num_rows = self.end - start
         for start, end in self.spans[:-1]:
             self.num_rows += end - start
-        self.samples = self.is_last and not self.sequence.is_probing
+        blend = self.sequence.blend
+        self.samples = self.end == len(self.sequence.context) and (blend is None or not blend.is_probing)
         self.is_shifted = self.shifts != [0] and any(self.shifts)
 
     @property

@@ -85,6 +85,9 @@ class Outbox:
         self, sequence: Sequence, finish_reason: str | None = None, error: str | MnemeError | None = None
     ) -> None:
         """Tell of its output since the last report and, the first time, of its prompt's usage."""
+        if finish_reason is None and sequence.num_reported and sequence.request.sampling.logprobs is None:
+            self._report_next(sequence)
+            return
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
         usage = sequence.take_usage()
         if usage is not None and sequence.begun_s is not None:
@@ -114,6 +117,13 @@ class Outbox:
         of_prompt = sequence.take_prompt_logprobs() if fresh and usage is not None else None
         told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding, of_prompt)
         self._events.append(TokenEvent(*told))
+
+    def _report_next(self, sequence: Sequence) -> None:
+        """Tell of output of which nothing else is to be told: of all tokens of an answer but two."""
+        request, ids = sequence.request, sequence.ids[sequence.num_prompt + sequence.num_reported :]
+        sequence.num_reported += len(ids)
+        self.num_tokens["generated"] += 0 if request.is_warm_up else len(ids)
+        self._events.append(TokenEvent(request.request_id, tuple(ids), None, None, None))
 
     def report_unstarted(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:
         """Tell that a request which waited for its session ends unstarted; "error" without a refusal is our fault."""

@@ -435,7 +435,7 @@ class Runner:
             return None  # work is laid out anew, which the tree does faster than the tables
         if not indices:
             return plan
-        plan = plan.append_new_pages(np.array(indices), np.array(page_ids))
+        plan = plan.append_new_pages(np.array(indices), np.array(page_ids, np.int64))
         if plan is not None:
             self._plan = plan
             for index in indices:
@@ -489,6 +489,8 @@ def _path(part: StepRows) -> Path:
 def _is_moved(seen: _Seen) -> bool:
     """Return whether a path may stand elsewhere among others than it did when it was seen."""
     path = seen.path
+    if path.num_changes == seen.num_changes and len(path.pages) == seen.num_pages:
+        return False
     return path.num_changes != seen.num_changes or any(page.refs > 1 for page in path.pages[seen.num_pages :])
 
 

@@ -213,8 +213,9 @@ class Scheduler:
         loading = self._loading()
         decodes, prefills = list[Sequence](), list[Sequence]()
         running = [sequence for sequence in self.running if not sequence.is_ending]
-        for sequence in [s for s in running if s not in loading]:
-            (decodes if self._num_pending(sequence) <= 1 else prefills).append(sequence)
+        for sequence in running:
+            if not loading or sequence not in loading:
+                (decodes if self._num_pending(sequence) <= 1 else prefills).append(sequence)
         num_prefills = len(prefills)
         budget = self._budget = self._make_budget(decodes)
         order = running
@@ -223,7 +224,7 @@ class Scheduler:
         for sequence in order:
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
-            if sequence in loading:
+            if loading and sequence in loading:
                 budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
                 continue
             if sequence.is_over:
@@ -249,8 +250,9 @@ class Scheduler:
         if self.gathering and self._note_arriving():
             self._admit(batch, budget)
         self._widen(batch, budget)
-        for sequence in [part.sequence for part in batch if part.samples]:
-            self.waiting.charge(sequence, OUTPUT_WEIGHT)
+        for part in batch:
+            if part.samples:
+                self.waiting.charge(part.sequence, OUTPUT_WEIGHT)
         return batch
 
     def _make_budget(self, decodes: Collection[Sequence]) -> StepBudget:
@@ -424,9 +426,9 @@ class Scheduler:
         """Give the rows that are left to prompts that were cut, the oldest first."""
         for index, part in enumerate(batch):
             path, ids = part.sequence.path, part.sequence.context
-            assert path is not None
-            if part.is_last or part.sequence.found is not None or part.sequence.is_comparing:
+            if part.end == len(ids) or part.sequence.found is not None or part.sequence.is_comparing:
                 continue
+            assert path is not None
             num_rows = budget.num_rows(part.end)
             if num_rows == 0:
                 continue
@@ -546,6 +548,8 @@ class Scheduler:
     def _num_pending(self, sequence: Sequence) -> int:
         """Count the rows before its next token: 1 in decode; 0 where all has KV and only the logits are missing."""
         assert sequence.path is not None
+        if sequence.blend is None and not sequence.path.gaps:
+            return len(sequence.context) - sequence.path.num_tokens
         num_compared = 0
         if sequence.blend is not None and sequence.is_comparing:
             num_compared = len(sequence.blend.reused) - sequence.blend.num_scored
