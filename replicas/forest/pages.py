@@ -262,8 +262,8 @@ def resident(root: Root, ids: Sequence[int], salt: str | None = None) -> Residen
 
 def common_prefix(tokens: array[int], offset: int, ids: Sequence[int], position: int, limit: int) -> int:
     """Length of the common prefix of `tokens[offset:]` and `ids[position:limit]`."""
-    ours = tokens[offset:].tolist()
-    theirs = list(ids[position : min(limit, position + len(ours))])
+    ours = (tokens[offset:] if offset else tokens).tolist()
+    theirs = ids[position : min(limit, position + len(ours))]  # equal to ours as a whole if both are lists
     if ours == theirs:
         return len(ours)
     for count, (a, b) in enumerate(zip(ours, theirs, strict=False)):

@@ -79,17 +79,19 @@ class Paths:
         if not self._sharing:
             return 0
         before = position = path.num_tokens
-        num_pages = len(path.pages)
+        num_pages, page = len(path.pages), path.tail
         while position < limit:
-            page = path.tail
-            if position < page.end:
-                position += common_prefix(page.tokens, position - page.start, ids, position, limit)
+            offset = position - page.start
+            if offset < len(page.tokens):
+                position += common_prefix(page.tokens, offset, ids, position, limit)
             child = page.child(position, ids[position], path.salt) if position < limit else None
             if child is None:
                 break
-            self._leave(path, position)
+            if position % self.page_size:
+                self._leave(path, position)
             self.tiers.hold(child)
             path.append(child)
+            page = child
         if position > before:
             path.num_tokens = position
             note_gaps(path, max(num_pages - 1, len(path.root.kept)))
@@ -292,8 +294,14 @@ class Paths:
 
 def note_gaps(path: Path, first: int) -> None:
     """Look at the path's pages from index `first` on, to which tokens were added."""
-    known = set(path.gaps)
-    path.gaps += [i for i in range(first, len(path.pages)) if i not in known and not _is_whole(path, i)]
+    lacking = [  # most pages are whole, whatever of them the path needs
+        index
+        for index, page in enumerate(path.pages[first:], first)
+        if page.filled[DEVICE] < len(page.tokens) or path.page_ids[index] != page.ids[DEVICE]
+    ]
+    if lacking:
+        known = set(path.gaps)
+        path.gaps += [index for index in lacking if index not in known and not _is_whole(path, index)]
 
 
 def visible_gaps(path: Path, num_ids: int, window: int | None) -> list[int]:
