@@ -15,7 +15,6 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mneme.kernels.lineages import Lineages, LineageSegments, find_lineage_segments
 from mneme.kernels.page_table import (
     ALL_VISIBLE,
     MAX_ABS_POSITION,
@@ -31,7 +30,14 @@ from mneme.kernels.page_table import (
     references_of,
     signed_integers,
 )
-from mneme.kernels.segments import Segments, find_segments, unite_repeats
+from mneme.kernels.segments import (
+    Lineages,
+    LineageSegments,
+    Segments,
+    find_lineage_segments,
+    find_segments,
+    unite_repeats,
+)
 from mneme.kernels.share_cost import COMPILED_FLOAT32, ShareCost
 from mneme.kernels.work import Share, WorkList, arrange
 

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.kernels.lineages import Lineages
 from mneme.kernels.page_table import ALL_VISIBLE, PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
-from mneme.kernels.segments import Segments
+from mneme.kernels.segments import Lineages, Segments
 from mneme.kernels.share_cost import TRITON
 from mneme.kernels.work import Share
-from tests.kernels.plans import pieces_of, segments_of
 
 PAGE_SIZE = 4
 SIZES: dict[str, Any] = {"page_size": PAGE_SIZE, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "cost": TRITON}
@@ -60,6 +58,30 @@ def both(tables: list[Table], rows: QueryRows, share: Share = "auto") -> tuple[P
         for pages, masks in tables
     ]
     return build_plan(listed, rows, **SIZES, share=share), build_plan(lineages_of(tables), rows, **SIZES, share=share)
+
+
+def segments_of(plan: Plan) -> set[Any]:
+    found = set()
+    for page_ids, sequences, deltas, masks in plan.segments.segments:
+        shown = np.broadcast_to(masks, (len(sequences), len(page_ids)))
+        found.add((*map(tuple, (page_ids.tolist(), sequences.tolist(), deltas.tolist(), shown.ravel().tolist())),))
+    return found
+
+
+def pieces_of(plan: Plan) -> tuple[list[Any], list[Any]]:
+    """Shared pieces in any order, each with its runs, and private ones in theirs: rows, pages, deltas and masks."""
+    work, pieces = plan.work, []
+    for piece in range(work.num_pieces):
+        rows = work.row[work.row_begin[piece] : work.row_begin[piece + 1]].tolist()
+        runs = []
+        for run in range(work.run_begin[piece], work.run_begin[piece + 1]):
+            begin, end = work.page_begin[run], work.page_end[run]
+            entries = slice(work.delta_begin[run], work.delta_begin[run] + len(rows))
+            first = work.mask_begin[run] + work.mask_number[entries] * work.mask_stride[run]
+            masks = work.mask[first[:, None] + np.arange(end - begin)]
+            runs.append((work.page_id[begin:end].tolist(), work.delta[entries].tolist(), masks.tolist()))
+        pieces.append((rows, sorted(runs)))
+    return sorted(pieces[: work.num_shared]), pieces[work.num_shared :]
 
 
 @given(seed=st.integers(0, 2**32), share=st.sampled_from(["auto", "always", "never"]))

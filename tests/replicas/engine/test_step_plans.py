@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mneme.kernels.attention import build_plan
-from mneme.kernels.lineages import Lineages
+from mneme.kernels.segments import Lineages
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Moves
@@ -19,7 +19,7 @@ from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sequence import StepRows
-from tests.kernels.plans import pieces_of, segments_of
+from tests.kernels.test_lineages import pieces_of, segments_of
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.schedule.test_engine_policy import make_request
 
