@@ -31,7 +31,14 @@ from mneme.kernels.page_table import (
     references_of,
     signed_integers,
 )
-from mneme.kernels.segments import Segments, find_segments, unite_repeats
+from mneme.kernels.segments import (
+    Lineages,
+    LineageSegments,
+    Segments,
+    find_lineage_segments,
+    find_segments,
+    unite_repeats,
+)
 from mneme.kernels.share_cost import COMPILED_FLOAT32, ShareCost
 from mneme.kernels.work import Share, WorkList, arrange
 

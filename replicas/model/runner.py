@@ -31,9 +31,8 @@ from mneme.kernels.attention import (
     new_slot_position,
     share_cost_of,
 )
-from mneme.kernels.lineages import Lineages
 from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
-from mneme.kernels.segments import ranges
+from mneme.kernels.segments import Lineages, ranges
 from mneme.kernels.upload import upload
 from mneme.kernels.work import Share
 from mneme.replicas.connector.load import ChunkLoader

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.kernels.lineages import Lineages
 from mneme.kernels.page_table import ALL_VISIBLE, PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
-from mneme.kernels.segments import Segments
+from mneme.kernels.segments import Lineages, Segments
 from mneme.kernels.share_cost import TRITON
 from mneme.kernels.work import Share
 

@@ -29,7 +29,7 @@ LEVELS = {
     "kernels": (
         "page_bounds page_table rope upload",
         "segments share_cost",
-        "lineages work",
+        "work",
         "plan",
         "native reference torch triton",
         "kv_write linear ops sampling",
