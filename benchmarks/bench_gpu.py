@@ -1,4 +1,4 @@
-"""What is measured on a GPU: `python benchmarks/bench_gpu.py check|attention|engine|tiers [--dry] [--out FOLDER]`.
+"""What is measured on a GPU: `python benchmarks/bench_gpu.py TARGET [--dry] [--out FOLDER]`.
 
 | target    | what it says                                                                                   |
 |-----------|------------------------------------------------------------------------------------------------|
@@ -6,11 +6,12 @@
 | attention | share of the bandwidth, of Eq. 10 and of the intercept; rotation, documents, prefill, tuning   |
 | engine    | decode steps split into host and device time; first tokens; the same layers by library calls   |
 | tiers     | the bus, the cache tier per 4k tokens, decode beside both                                      |
+| served    | `mneme serve` under load: tokens/s, TTFT, ITL, what HTTP adds, a replica that is killed         |
 
-Run in this order (`make gpu` does): a figure means nothing where `check` fails. Each takes under nine minutes, needs
-no Ray and no network, and ends in one table of at most 40 lines, with what was predicted (`gpu/predictions.py`) beside
-each figure, and one archive, in $OUT where that is set. `--only` runs some of a target's steps. `--dry` runs all of it
-on a CPU at tiny shapes: the table says "dry" for a figure.
+Run in this order (`make gpu` does, but for `served`): a figure means nothing where `check` fails. Each takes under nine
+minutes, needs no network and no Ray (`served`: all that `mneme serve` does), and ends in one table of at most 40 lines,
+with what was predicted (`gpu/predictions.py`) beside each figure, and one archive, in $OUT where that is set. `--only`
+runs some of a target's steps. `--dry` runs all of it on a CPU at tiny shapes: the table says "dry" for a figure.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from gpu.preflight import reason_against
 
-BUDGET_S = {"check": 500.0, "attention": 500.0, "engine": 500.0, "tiers": 400.0}
+BUDGET_S = {"check": 500.0, "attention": 500.0, "engine": 500.0, "tiers": 400.0, "served": 470.0}
 _DRY_BUDGET_S = 1200.0  # what a busy machine makes of seconds is no failure
 
 
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=_seconds, help="for everything; what does not fit is 'not run'")
     parser.add_argument("--only", metavar="STEP,...", help="these steps of the target, such as smoke,engine")
     parser.add_argument("--out", type=Path, help="folder; default: one in results/")
+    parser.add_argument("--mode", choices=("ray", "local"), default="ray", help="of served: with Ray, or one process")
     args = parser.parse_args()
     _prepare(args.dry)
     if (reason := reason_against(needs_device=not args.dry)) is not None:
@@ -61,16 +64,24 @@ def main() -> int:
 
     triton_module("backend")  # imported once, before jobs fork
     targets = {"check": check.steps, "attention": attention.steps, "engine": engine.steps, "tiers": tiers.steps}
+    if args.target == "served":
+        from gpu import served
+
+        targets["served"] = partial(served.steps, mode=args.mode)
     chosen = targets[args.target](args.dry)
     if args.only is not None:
         wanted, names = set(args.only.split(",")), [step.name for step in chosen]
         if unknown := wanted.difference(names):
             parser.error(f"{args.target} has no step {', '.join(sorted(unknown))}: it has {', '.join(names)}")
         chosen = [step for step in chosen if step.name in wanted]
-    return steps.run_steps(
-        args.target, chosen, folder / args.target, is_dry=args.dry,
-        budget_s=args.budget_s or (_DRY_BUDGET_S if args.dry else BUDGET_S[args.target]),
-    )  # fmt: skip
+    try:
+        return steps.run_steps(
+            args.target, chosen, folder / args.target, is_dry=args.dry,
+            budget_s=args.budget_s or (_DRY_BUDGET_S if args.dry else BUDGET_S[args.target]),
+        )  # fmt: skip
+    finally:
+        if args.target == "served":
+            served.clean_up(folder / args.target)
 
 
 def _seconds(text: str) -> float:

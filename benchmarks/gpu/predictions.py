@@ -147,3 +147,35 @@ for (_b, _s), (_gpu, _host, _step) in DECODE_STEP.items():
     # Less for the weights, more for the KV, and the same work for the host.
     _more_ms = (_s + _b * _own) * (_MHA_BYTES - _TOKEN_BYTES) / (_OF_COPY * COPY_TB_S * 1e9)
     PREDICTED[f"llama-2-7b {_kind.split()[0]} b{_b}, step"] = _step - LINEARS_MS[_b] * (1 - _OF_WEIGHTS) + _more_ms
+
+# `gpu-served` on one H100, Llama-3-8B in bf16: the engine's steps as measured there on 2026-11-26 and what HTTP adds,
+# guessed from a CPU's figures: (tokens/s, median ms to the first token, between tokens, over the engine's step).
+# Prefill runs at 37,000 tokens/s.
+SERVED = {
+    "1 in flight": (135.0, 30.0, 7.3, 0.3),
+    "32 in flight": (2600.0, 150.0, 8.7, 0.5),
+    "128 in flight": (4200.0, 600.0, 16.7, 3.5),
+    "128, 2048 shared": (7100.0, 150.0, 16.4, 3.5),
+    "Poisson": (2900.0, 60.0, 12.0, 1.0),
+    "64 x 4 turns": (1900.0, 80.0, 10.0, 1.0),
+    "top-p 0.95, 32": (2200.0, 150.0, 10.7, 0.5),
+}
+SERVED_AHEAD = {  # ms between tokens once the next step is launched before the last one's tokens are there
+    "served 1 in flight, ITL": 6.8,
+    "served 32 in flight, ITL": 7.8,
+    "served 128 in flight, ITL": 11.5,
+    "served 128, 2048 shared, ITL": 10.5,
+    "served top-p 0.95, 32, ITL": 9.7,
+}
+for _load, _figures in SERVED.items():
+    _names = (f"served {_load}, {what}" for what in ("tokens/s", "TTFT", "ITL", "over step"))
+    PREDICTED |= dict(zip(_names, _figures, strict=True))
+PREDICTED |= {
+    "model written": 20.0,
+    "served ready": 70.0,
+    "served ready again": 55.0,
+    "two replicas ready": 45.0,
+    "kill -9 under 16 streams, failed": 0.0,
+    "kill -9 under 16 streams, identical": 16.0,
+    "kill -9 under 16 streams, pause": 300.0,
+}
