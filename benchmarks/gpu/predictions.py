@@ -172,9 +172,9 @@ for _load, _figures in SERVED.items():
     PREDICTED |= dict(zip(_names, _figures, strict=True))
 PREDICTED |= {
     "model written": 20.0,
-    "served ready": 70.0,
-    "served ready again": 55.0,
-    "two replicas ready": 45.0,
+    "served ready": 100.0,
+    "served ready again": 60.0,
+    "two replicas ready": 60.0,
     "kill -9 under 16 streams, failed": 0.0,
     "kill -9 under 16 streams, identical": 16.0,
     "kill -9 under 16 streams, pause": 300.0,

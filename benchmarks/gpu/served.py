@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from gpu import precompile
 from gpu.predictions import DATA_SHEETS, SERVED_AHEAD
 from gpu.steps import Row, Run, Step
 from harness import NOT_RUN
@@ -49,6 +48,7 @@ MARKER = "MNEME_SERVED_RUN"
 _STREAMS_PER_CLIENT = 32
 _NUM_CLIENTS = 4
 _LOOK_S = 0.2
+_NOT_OF_SERVERS = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "OUT")  # of the environment: a server has its own
 _STOP_S = 12.0
 _KILLED_MODEL = "mneme-tiny"  # in float32: its tokens are the same whatever is computed beside them
 _NAMES = {  # of Hugging Face, with rows and columns as sizes of the shape
@@ -81,18 +81,17 @@ TRAFFIC = {
 _SECONDS = {"128 in flight": 35, "Poisson": 30, "64 x 4 turns": 35}
 
 
-def steps(is_dry: bool, mode: str) -> list[Step]:
+def steps(_is_dry: bool, mode: str) -> list[Step]:
     """What matters most first: what does not fit is not run."""
-    compiled = {} if is_dry else {"compile llama-3-8b": precompile.jobs(is_dry)["compile llama-3-8b"]}
     return [
-        Step("model", 55, {"model": _write_model, **compiled}, 2, must_pass=True),
-        Step("serve", 110, {"serve": partial(_serve, mode=mode)}, must_pass=True),
+        Step("model", 40, {"model": _write_model}, must_pass=True),
+        Step("serve", 200, {"serve": partial(_serve, mode=mode)}, must_pass=True),
         *(
             Step(f"load {name}", _SECONDS.get(name, 25), {name: partial(_load, name=name, number=number)})
             for number, name in enumerate(TRAFFIC)
         ),
         Step("stop", 15, {"stop": _stop}),
-        Step("kill", 70, {"kill": partial(_kill, mode=mode)}),
+        Step("kill", 90, {"kill": partial(_kill, mode=mode)}),
         Step("restart", 70, {"restart": partial(_restart, mode=mode)}),
     ]
 
@@ -192,7 +191,7 @@ def _start(run: Run, name: str, mode: str, model: str, *settings: str) -> Iterat
     command = [sys.executable, "-m", "mneme.cluster.cli.main", "serve", model, "--port", str(_free_port())]
     command += ["--local"] * (mode == "local")
     command += [part for setting in settings for part in ("--set", setting)]
-    environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "OUT")}
+    environment = {key: value for key, value in os.environ.items() if key not in _NOT_OF_SERVERS}
     paths = [str(ROOT / "src"), *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {MARKER: str(run.folder.resolve()), "PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "token"}
     began_s = time.monotonic()
@@ -293,25 +292,30 @@ def _load(run: Run, name: str, number: int) -> Iterator[Row]:
     (run.folder / f"load-{number}.json").write_text(json.dumps({"load": name, **figures}) + "\n")
     if not figures["num_ok"]:
         raise SystemExit(f"nothing was answered: {figures['first_error']}")
-    yield from _rows(run, f"served {name}", traffic, figures, seen)
-    yield Row(f"served {name}, busiest client", busiest, "cores", is_detail=True)
+    yield from _rows(run, f"served {name}", traffic, figures, seen, busiest)
 
 
-def _rows(run: Run, name: str, traffic: Traffic, figures: dict[str, Any], seen: dict[str, float]) -> Iterator[Row]:
+def _rows(
+    run: Run, name: str, traffic: Traffic, figures: dict[str, Any], seen: dict[str, float], busiest: float
+) -> Iterator[Row]:
     itl, ttft, failed = figures["itl_ms"], figures["ttft_ms"], figures["num_failed"]
     cut = traffic.num_requests - figures["num_requests"]
-    trouble = [f"{failed} failed: {figures['first_error']}"] * bool(failed) + [f"cut short by {cut}"] * (cut > 0)
-    hits = f"{figures['cached_share'] or 0:.0%} cached"
-    yield Row(f"{name}, tokens/s", figures["output_tokens_per_s"], note=", ".join([*trouble, hits]))
+    notes = [f"{failed} failed: {figures['first_error']}"] * bool(failed) + [f"cut short by {cut}"] * (cut > 0)
+    if run.is_dry and notes:
+        raise SystemExit(", ".join(notes))
+    notes += [f"{figures['cached_share'] or 0:.0%} cached"]
+    notes += [f"{seen[what]:.0f} {what}" for what in ("shared segments", "host tokens") if seen[what]]
+    yield Row(f"{name}, tokens/s", figures["output_tokens_per_s"], note=", ".join(notes))
     yield Row(f"{name}, TTFT", ttft["p50"], "ms", note=f"p99 {ttft['p99']:.0f}")
     floor_ms, ahead = _floor_ms(run, traffic, figures, seen), SERVED_AHEAD.get(f"{name}, ITL")
     later = "" if ahead is None else f"; one step ahead: {ahead:g}"
     yield Row(f"{name}, ITL", itl["p50"], "ms", floor_ms and floor_ms / itl["p50"], f"p99 {itl['p99']:.1f}{later}")
-    step_ms = seen.get("step_ms")
-    note = f"step {step_ms:.2f}, replayed {seen['replayed']:.0%}, GPU {seen['gpu']:.0%}" if step_ms else "no step seen"
+    step_ms, busy = seen.get("step_ms"), f"GPU {seen['gpu']:.0%}, client {busiest:.0%} of a core"
+    note = f"step {step_ms:.2f}, replayed {seen['replayed']:.0%}, {busy}" if step_ms else f"no step seen, {busy}"
     yield Row(f"{name}, over step", step_ms and itl["p50"] - step_ms, "ms", note=note)
     yield Row(f"{name}, TTFT p99", ttft["p99"], "ms", is_detail=True)
     yield Row(f"{name}, ITL p99", itl["p99"], "ms", is_detail=True)
+    yield Row(f"{name}, per token", figures["tpot_ms"] and figures["tpot_ms"]["p50"], "ms", is_detail=True)
     for key, value in seen.items():
         yield Row(f"{name}, {key}", value, is_detail=True)
 
@@ -329,7 +333,12 @@ def _floor_ms(run: Run, traffic: Traffic, figures: dict[str, Any], seen: dict[st
 
 
 def _device_name(run: Run) -> str:
-    return "" if run.is_dry else torch.cuda.get_device_name()
+    if run.is_dry:
+        return ""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
 
 
 def _measured_rate(run: Run, name: str) -> float:
@@ -469,6 +478,8 @@ def _kill(run: Run, mode: str) -> Iterator[Row]:
     yield Row("kill -9 under 16 streams, failed", failed, note=figures["first_error"] or "")
     texts = {answer.session: answer.text for answer in undisturbed}
     same = sum(texts.get(answer.session) == answer.text for answer in disturbed)
+    if run.is_dry and (failed or same < 16 or victims):
+        raise SystemExit(f"{failed} failed: {figures['first_error']}; {same} identical; {len(victims)} not killed")
     moved = f"one of {len(engines)} engines, {max(len(text) for text in texts.values())} characters"
     yield Row("kill -9 under 16 streams, identical", same, note=f"{moved}; float32")
     pause_s = max((gap for answer in disturbed for gap in answer.itl_s), default=0.0)

@@ -48,13 +48,22 @@ FIGURES = {
         "decode top-p 0.95 b2, step",
         "ttft 64",
     },
+    "served": {
+        "served ready",
+        "served Poisson, over step",
+        "kill -9 under 16 streams, identical",
+        "served ready again",
+    },
     "tiers": {"host tier load, runs of 64", "cache tier load of 4k", "decode b2, cache tier on"},
 }
 
 
 @pytest.mark.parametrize(
     "target",
-    [pytest.param(each, marks=[pytest.mark.slow] if each in ("check", "attention") else []) for each in FIGURES],
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if each in ("check", "attention", "served") else [])
+        for each in FIGURES
+    ],
 )
 def test_a_target_runs_dry_without_what_it_does_not_ask_for(target: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OUT"}
