@@ -155,17 +155,17 @@ SERVED = {
     "1 in flight": (135.0, 30.0, 7.3, 0.3),
     "32 in flight": (2600.0, 150.0, 8.7, 0.5),
     "128 in flight": (4200.0, 600.0, 16.7, 3.5),
-    "128, 2048 shared": (7100.0, 150.0, 16.4, 3.5),
+    "128 over 2048 shared": (7100.0, 150.0, 16.4, 3.5),
     "Poisson": (2900.0, 60.0, 12.0, 1.0),
     "64 x 4 turns": (1900.0, 80.0, 10.0, 1.0),
-    "top-p 0.95, 32": (2200.0, 150.0, 10.7, 0.5),
+    "top-p 0.95 at 32": (2200.0, 150.0, 10.7, 0.5),
 }
 SERVED_AHEAD = {  # ms between tokens once the next step is launched before the last one's tokens are there
     "served 1 in flight, ITL": 6.8,
     "served 32 in flight, ITL": 7.8,
     "served 128 in flight, ITL": 11.5,
-    "served 128, 2048 shared, ITL": 10.5,
-    "served top-p 0.95, 32, ITL": 9.7,
+    "served 128 over 2048 shared, ITL": 10.5,
+    "served top-p 0.95 at 32, ITL": 9.7,
 }
 for _load, _figures in SERVED.items():
     _names = (f"served {_load}, {what}" for what in ("tokens/s", "TTFT", "ITL", "over step"))

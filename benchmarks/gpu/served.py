@@ -72,11 +72,11 @@ _LONG, _BEHIND_SHARED = Shape(words=512, max_tokens=128), Shape(words=64, prefix
 TRAFFIC = {
     "32 in flight": Traffic(_LONG, 8 * 32, 32),
     "128 in flight": Traffic(_LONG, 4 * 128, 128),
-    "128, 2048 shared": Traffic(_BEHIND_SHARED, 5 * 128, 128),
+    "128 over 2048 shared": Traffic(_BEHIND_SHARED, 5 * 128, 128),
     "1 in flight": Traffic(_LONG, 8, 1),
     "Poisson": Traffic(_LONG, 320, None),  # at 0.7 of what 128 in flight came to
     "64 x 4 turns": Traffic(Shape(turns=4, words=512, max_tokens=128), 64 * 4, None, think_s=2.0),
-    "top-p 0.95, 32": Traffic(_LONG, 4 * 32, 32, options={"temperature": 1.0, "top_p": 0.95, "seed": 0}),
+    "top-p 0.95 at 32": Traffic(_LONG, 4 * 32, 32, options={"temperature": 1.0, "top_p": 0.95, "seed": 0}),
 }
 _SECONDS = {"128 in flight": 35, "Poisson": 30, "64 x 4 turns": 35}
 
