@@ -8,7 +8,8 @@
 #
 # `make gpu` needs a CUDA device and a PYTHON that has torch >= 2.11, triton >= 3.6 and what benchmarks/gpu/preflight.py names
 # (pytest-xdist is worth having), or finds it on PYTHONPATH; it installs nothing and needs neither Ray nor a network.
-# `make gpu-served` needs what `mneme serve` does, too: benchmarks/gpu/carry.py packs that for a machine without a network.
+# `make gpu-served` needs what `mneme serve` does, too, and `make gpu-beside` vLLM 0.26.0: benchmarks/gpu/carry.py packs both
+# for a machine without a network.
 # A target that fails ends it, as the smoke test should: `make -k gpu` goes on with the others.
 
 PYTHON ?= python3
@@ -82,11 +83,11 @@ format: $(DEV_READY) # what style can mend by itself
 GPU_OUT ?= benchmarks/results/gpu-$(shell date +%Y-%m-%d)
 GPU_TARGETS := gpu-check gpu-attention gpu-engine gpu-tiers
 
-.PHONY: $(GPU_TARGETS) gpu-served
+.PHONY: $(GPU_TARGETS) gpu-served gpu-beside
 
 gpu: $(GPU_TARGETS) # the checks and benchmarks of a GPU machine
 
-$(GPU_TARGETS) gpu-served: gpu-%:
+$(GPU_TARGETS) gpu-served gpu-beside: gpu-%:
 	@PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) benchmarks/bench_gpu.py $* --out $(GPU_OUT) $(GPU_ARGS)
 
 train: $(DEV_READY) # the embedded model anew

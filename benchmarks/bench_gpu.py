@@ -7,11 +7,13 @@
 | engine    | decode steps split into host and device time; first tokens; the same layers by library calls   |
 | tiers     | the bus, the cache tier per 4k tokens, decode beside both                                      |
 | served    | `mneme serve` under load: tokens/s, TTFT, ITL, what HTTP adds, a replica that is killed         |
+| beside    | our engine and vLLM's in turns: time per token, first tokens                                   |
 
-Run in this order (`make gpu` does, but for `served`): a figure means nothing where `check` fails. Each takes under nine
-minutes, needs no network and no Ray (`served`: all that `mneme serve` does), and ends in one table of at most 40 lines,
-with what was predicted (`gpu/predictions.py`) beside each figure, and one archive, in $OUT where that is set. `--only`
-runs some of a target's steps. `--dry` runs all of it on a CPU at tiny shapes: the table says "dry" for a figure.
+Run in this order (`make gpu` does, but for the last two): a figure means nothing where `check` fails. Each takes under
+nine minutes, needs no network and no Ray (`served`: all that `mneme serve` does; `beside`: vLLM), and ends in one table
+of at most 40 lines, with what was predicted (`gpu/predictions.py`) beside each figure, and one archive, in $OUT where
+that is set. `--only` runs some of a target's steps. `--dry` runs all of it on a CPU at tiny shapes: the table says
+"dry" for a figure.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pathlib import Path
 
 from gpu.preflight import reason_against
 
-BUDGET_S = {"check": 500.0, "attention": 500.0, "engine": 500.0, "tiers": 400.0, "served": 470.0}
+BUDGET_S = {"check": 500.0, "attention": 500.0, "engine": 500.0, "tiers": 400.0, "served": 470.0, "beside": 500.0}
 _DRY_BUDGET_S = 1200.0  # what a busy machine makes of seconds is no failure
 
 
@@ -68,6 +70,10 @@ def main() -> int:
         from gpu import served
 
         targets["served"] = partial(served.steps, mode=args.mode)
+    elif args.target == "beside":
+        from gpu import beside_vllm
+
+        targets["beside"] = beside_vllm.steps
     chosen = targets[args.target](args.dry)
     if args.only is not None:
         wanted, names = set(args.only.split(",")), [step.name for step in chosen]

@@ -54,6 +54,7 @@ FIGURES = {
         "kill -9 under 16 streams, identical",
         "served ready again",
     },
+    "beside": {"ours private b128", "ours ttft 64 on a cached 3840", "vllm private b1"},
     "tiers": {"host tier load, runs of 64", "cache tier load of 4k", "decode b2, cache tier on"},
 }
 
