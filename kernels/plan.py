@@ -15,7 +15,6 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mneme.kernels.lineages import Lineages, LineageSegments, find_lineage_segments
 from mneme.kernels.page_table import (
     ALL_VISIBLE,
     MAX_ABS_POSITION,
