@@ -20,11 +20,11 @@ from attention.timing import Arm, interleaved
 from gpu import precompile
 from gpu.smoke import backend_of
 from gpu.steps import Row, Run, Step
-from gpu.tune import SCENES, timed, tuning_scenes
+from gpu.tune import SCENES, timed, timed_wide, tuning_scenes, wide_scenes
 from harness import PartResult
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mneme.kernels.triton.configs import candidates
+from mneme.kernels.triton.configs import WIDE, candidates
 
 _GQA = Heads(32, 8, 128)
 _POINT_S = 0.12
@@ -38,6 +38,7 @@ def steps(is_dry: bool) -> list[Step]:
     return [
         *([Step("precompile", 60, compiled, precompile.NUM_JOBS)] if compiled else []),
         Step("tune", 110, {"tune": _tune}),
+        Step("wide", 40, {"wide": _wide}),
         Step("bandwidth", 45, {"bandwidth": _bandwidth}),
         Step("Eq. 10", 130, {"Eq. 10": _relay}),
         Step("intercept", 20, {"intercept": _intercept}),
@@ -133,6 +134,26 @@ def _tune(run: Run) -> Iterator[Row]:
         best = min(times, key=lambda config: times[config], default=rule)
         gain = times[rule] / times[best] if rule in times else None
         yield Row(f"tune {name}", gain, "x", note=f"rule {tuple(rule)} over best {tuple(best)}")
+
+
+def _wide(run: Run) -> Iterator[Row]:
+    """Wide tiles by themselves over the same in the launch of the others; the best way over the one that is chosen."""
+    cache_bytes = 0 if run.is_dry else torch.cuda.get_device_properties(0).L2_cache_size
+    chosen = f"wide {'x'.join(map(str, WIDE))}"
+    scenes = wide_scenes(cache_bytes, run.device, shrink=run.pick(1, 256))
+    for index, (name, scene) in enumerate(scenes.items()):
+        if run.is_dry and backend_of(run) != "triton":
+            yield Row(f"wide {name}", None)
+            continue
+        times = timed_wide(scene, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
+        length, rows = scene.lengths[0], scene.q.shape[0]
+        pairs = sum(range(length - rows + 1, length + 1)) if len(scene.tables) == 1 else rows * length
+        flops = 4.0 * scene.heads.q * scene.heads.dim * pairs
+        for how, ms in sorted(times.items(), key=lambda item: item[1]):
+            yield Row(f"wide {name}, {how}", ms * 1e3, "us", note=f"{flops / ms / 1e9:.0f} TFLOP/s", is_detail=True)
+        best = min(times, key=lambda how: times[how])
+        gain = times["one launch"] / times[chosen] if {"one launch", chosen} <= set(times) else None
+        yield Row(f"wide {name}, over one launch", gain, "x", note=f"best: {best}, {times[best] * 1e3:.1f} us")
 
 
 def _intercept(run: Run) -> Iterator[Row]:

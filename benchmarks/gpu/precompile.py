@@ -19,9 +19,9 @@ from attention.scenes import Heads, prefix_scene
 from gpu.model import Model, Prompts
 from gpu.smoke import backend_of
 from gpu.steps import Job, Row, Run
-from gpu.tune import timed
+from gpu.tune import timed, wide_arms
 
-from mneme.kernels.triton.configs import Config, Kind, candidates
+from mneme.kernels.triton.configs import WIDE_CANDIDATES, Config, Kind, candidates
 from mneme.kernels.triton.modules import triton_trouble
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.warm_up import variants_of
@@ -70,6 +70,16 @@ def _candidate(run: Run, kind: Kind, config: Config, rows: int) -> Iterator[Row]
     shared, options = 512 if kind == "mixed" and rows == 1 else 0, {"heads": _GQA, "dtype": torch.bfloat16}
     scene = prefix_scene(1 if rows > 1 else 8, shared, 512, rows_per_sequence=rows, device=run.device, **options)
     timed(scene, [config], 0.0)
+    return
+    yield
+
+
+def _wide(run: Run, number: int) -> Iterator[Row]:
+    """One way of launching wide tiles, and what runs beside them."""
+    scene = prefix_scene(
+        8, 512, 512, rows_per_sequence=8, heads=_GQA, dtype=torch.bfloat16, device=run.device, page_size=64
+    )
+    wide_arms(scene)[1 + number].output()
     return
     yield
 
@@ -124,6 +134,8 @@ def _variants(is_dry: bool) -> dict[str, Job]:
                 found[f"compile {kind}"] = partial(_attention, heads=heads, dtype=dtype, rows=rows)
     if is_dry:
         return dict(list(found.items())[2:5])
+    for number in range(1 + len(WIDE_CANDIDATES)):
+        found[f"compile wide {number}"] = partial(_wide, number=number)
     for kind in get_args(Kind):
         _, *others = candidates(head_dim=_GQA.dim, element_bytes=2, num_groups=_GQA.group, kind=kind)
         for config in others:

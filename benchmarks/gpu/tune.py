@@ -11,11 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from attention.arms import own_buffers
+from attention.arms import ours, own_buffers
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import Arm, interleaved
 
-from mneme.kernels.triton.configs import Config, Kind
+from mneme.kernels.triton.configs import WIDE_CANDIDATES, Config, Kind
 
 _PAGE = 32
 
@@ -65,6 +65,65 @@ def timed(scene: Scene, configs: list[Config], budget_s: float) -> dict[Config, 
         timings = interleaved(arms, scene.q.device, budget_s=budget_s)
     names = [arm.name for arm in arms if timings.launched[arm.name] != "eager"]  # that would be the time of launches
     return {Config(*json.loads(name)): timings.ms(name) for name in names}
+
+
+def wide_scenes(cache_bytes: int, device: torch.device, shrink: int = 1) -> dict[str, Scene]:
+    """What has wide tiles, in pages of 64: prefills with a past, and decodes over a shared prefix."""
+    heads = Heads(32, 8, 128) if shrink == 1 else Heads(8, 2, 64)
+    options: dict[str, Any] = {
+        "heads": heads, "dtype": torch.bfloat16, "device": device, "cache_bytes": cache_bytes, "page_size": 64,
+    }  # fmt: skip
+    sizes = {
+        "prefill 2048 rows of 8192": (1, 0, 8192, 2048), "prefill 2048 rows of 32768": (1, 0, 32768, 2048),
+        "decode b128, 8192 shared, 128 own": (128, 8192, 128, 1),
+        "decode b32, 2048 shared, 128 own": (32, 2048, 128, 1),
+    }  # fmt: skip
+    return {
+        name: prefix_scene(
+            max(1, batch // shrink), *(-(-n // shrink // 64) * 64 for n in (shared, private)),
+            rows_per_sequence=max(1, rows // shrink), **options,
+        )
+        for name, (batch, shared, private, rows) in sizes.items()
+    }  # fmt: skip
+
+
+def timed_wide(scene: Scene, budget_s: float) -> dict[str, float]:
+    """Median milliseconds per layer of each arm that a GPU does not refuse."""
+    runs = []
+    for arm in wide_arms(scene):
+        try:
+            arm.output()
+        except Exception as error:  # too much shared memory or too many registers; Triton's errors are no RuntimeError
+            print(f"  {arm.name}: {error}")
+        else:
+            runs.append(arm)
+    timings = interleaved(runs, scene.q.device, budget_s=budget_s)
+    return {arm.name: timings.ms(arm.name) for arm in runs}
+
+
+def wide_arms(scene: Scene) -> list[Arm]:
+    """Wide tiles in the launch of the others, by themselves in each way worth a try, and as served, where cuDNN may
+    take a part."""
+    from mneme.kernels.triton import backend as triton_backend
+
+    arms = [ours(scene, "served")]
+    for wide in (None, *WIDE_CANDIDATES):
+        name = "one launch" if wide is None else f"wide {'x'.join(map(str, wide))}"
+        plan, buffers = scene.plan(), own_buffers(scene.q.device)
+
+        def call(layer: int, wide: Any = wide, plan: Any = plan, buffers: Any = buffers) -> torch.Tensor:
+            with (
+                buffers,
+                patch.object(triton_backend, "wide_config_of", lambda **_: wide),
+                patch.object(triton_backend, "_given_up", []),
+            ):
+                found = scene.attend(layer, plan, backend="triton")
+                if triton_backend._given_up:
+                    raise RuntimeError(triton_backend._given_up[0])
+                return found
+
+        arms.append(Arm(name, call, len(scene.layers)))
+    return arms
 
 
 def _arm(scene: Scene, config: Config, stack: ExitStack) -> Arm:

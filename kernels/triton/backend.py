@@ -1,4 +1,5 @@
-"""`attend` on CUDA: one launch for all of a layer's attention, and one to merge rows that have several parts.
+"""`attend` on CUDA: one launch for all of a layer's attention, or one for its wide tiles and one beside it for the
+others; and one to merge rows that have several parts.
 
 Once per step the work is cut into tiles and what changed is uploaded; every layer of the step then launches with the
 same buffers, which keep their addresses from step to step unless they must grow.
@@ -6,6 +7,8 @@ same buffers, which keep their addresses from step to step unless they must grow
 
 from __future__ import annotations
 
+import logging
+import threading
 from functools import cache
 from typing import Any, NamedTuple, get_args
 
@@ -19,10 +22,24 @@ from mneme.kernels.page_table import IntArray
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.triton.attention import attention_kernel, merge_kernel
-from mneme.kernels.triton.configs import MAX_GROUPS, Config, Kind, config_of, next_power_of_2
+from mneme.kernels.triton.configs import (
+    MAX_GROUPS,
+    Config,
+    Kind,
+    WideConfig,
+    config_of,
+    next_power_of_2,
+    programs_per_processor,
+    wide_config_of,
+)
+from mneme.kernels.triton.modules import triton_trouble
 from mneme.kernels.triton.step import DeviceStep, step_of
 from mneme.kernels.triton.tiles import Grid
+from mneme.kernels.triton.wide import wide_kernel
 from mneme.kernels.work import Int32Array, WorkList
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_DIM = 256
 # Cutting long pieces apart stops at this many bytes of partial results.
@@ -72,15 +89,64 @@ def attend_triton(
     slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
     switches = {"HAS_WINDOW": window is not None, "HAS_SLOPES": alibi_slopes is not None}
     switches |= {"HAS_CAP": soft_cap is not None}
+    arguments = (
+        step.key_position, table, slopes, out, lse, *step.partials, step.words, k_pages.shape[1], q.stride(0),
+        num_positions, window or 0, *_scales(softmax_scale, soft_cap),
+    )  # fmt: skip
     with step.active():
-        attention_kernel[(_num_programs(q.device, launch.config.programs_per_processor),)](
-            q, k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials, step.words,
-            k_pages.shape[1], q.stride(0), num_positions, window or 0, *_scales(softmax_scale, soft_cap),
-            **_plan_constants(plan, launch.config, rotary_dim, q.dtype), **switches,
-        )  # fmt: skip
+        side = _SIDE.stream(q.device) if launch.wide is not None and q.is_cuda else None
+        if side is not None:  # what is bound by memory runs beside what is bound by products
+            side.wait_stream(torch.cuda.current_stream())
+        if launch.wide is not None:
+            # What may be replayed must not depend on the work; else the device deals out programs, and does it well.
+            programs = step.num_apart * plan.num_kv_heads
+            if is_staged or not q.is_cuda:
+                programs = _num_programs(q.device, _SATURATING)
+            try:
+                wide_kernel[(programs,)](
+                    q, *_descriptors(k_pages, v_pages), *arguments,
+                    **_wide_constants(plan, launch.wide, rotary_dim, q.dtype), **switches,
+                )  # fmt: skip
+            except Exception as error:  # Triton's are no RuntimeErrors
+                if is_staged or (trouble := triton_trouble(error, "wide_kernel")) is None:
+                    raise
+                give_up_wide(trouble)
+                return attend_triton(
+                    q, k_pages, v_pages, slot_position, rope, plan, softmax_scale=softmax_scale, window=window,
+                    alibi_slopes=alibi_slopes, soft_cap=soft_cap,
+                )  # fmt: skip
+        with torch.cuda.stream(side):
+            attention_kernel[(_num_programs(q.device, _per_processor(q.device, q.dtype, plan, launch.config)),)](
+                q, k_pages, v_pages, *arguments, **_plan_constants(plan, launch.config, rotary_dim, q.dtype), **switches
+            )
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
         if launch.merges:
             _merge(out, lse, step, plan)
     return out, lse
+
+
+class _Side(threading.local):
+    """Each thread its own streams: what one captures must not hold what another launches."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, torch.cuda.Stream] = {}
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream beside that of the caller."""
+        if device not in self._by_device:
+            self._by_device[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._by_device[device]
+
+
+_SIDE = _Side()
+_given_up: list[str] = []  # why wide tiles get no launch of their own any more
+
+
+def give_up_wide(reason: str) -> None:
+    """Let wide tiles share the launch of the others from now on, on all devices."""
+    logger.warning("wide tiles share the launch of the others from now on: %s", reason)
+    _given_up.append(reason)
 
 
 def _prepared_step(
@@ -113,11 +179,35 @@ def _plan_constants(plan: Plan, config: Config, rotary_dim: int, dtype: torch.dt
     }
 
 
+def _descriptors(k_pages: Tensor, v_pages: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Keys in pages of half a head, as rotation pairs them, and values in pages."""
+    _, _, page_size, head_dim = k_pages.shape
+    shape = [k_pages.numel() // head_dim, head_dim]
+    return (
+        TensorDescriptor(k_pages, shape, [head_dim, 1], [page_size, head_dim // 2]),
+        TensorDescriptor(v_pages, shape, [head_dim, 1], [page_size, head_dim]),
+    )
+
+
+def _wide_constants(plan: Plan, wide: WideConfig, rotary_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    options = {} if wide.max_registers is None else {"maxnreg": wide.max_registers}
+    return {
+        "NUM_KV_HEADS": plan.num_kv_heads,
+        "GROUPS": plan.num_q_heads // plan.num_kv_heads,
+        "INTERPRET": is_interpreted(),
+        "num_warps": wide.num_warps,
+        "num_stages": wide.num_stages,
+        **wide_launch_constants(wide, plan.head_dim, rotary_dim, plan.page_size, dtype),
+        **options,
+    }
+
+
 class Launch(NamedTuple):
     """Holds what launches depend on beside the shapes of their tensors; the numbers of programs follow from it."""
 
     config: Config
     merges: bool  # whether rows may have several parts
+    wide: WideConfig | None = None  # of tiles that get a launch of their own
 
 
 def reserve(plan: Plan, slot_position: Tensor, dtype: torch.dtype) -> None:
@@ -133,8 +223,10 @@ def launches_of(plan: Plan, device: torch.device, dtype: torch.dtype) -> list[La
         return []
     narrow, mixed = (_config(device, dtype, plan, kind) for kind in get_args(Kind))
     found = [Launch(narrow, merges=False), Launch(narrow, merges=True)]
-    has_wide = plan.num_rows * (plan.num_q_heads // plan.num_kv_heads) > narrow.narrow_m
-    return [*found, Launch(mixed, merges=True)] if has_wide else found
+    if plan.num_rows * (plan.num_q_heads // plan.num_kv_heads) <= narrow.narrow_m:
+        return found
+    wide = _wide_config(device, dtype, plan)
+    return [*found, Launch(narrow if wide else mixed, merges=True, wide=wide)]
 
 
 def stage(
@@ -164,6 +256,13 @@ def stage(
     launch = launch or _launch(choice, step)
     step.staged, step.launch = plan, launch
     return launch
+
+
+def has_wide(device: torch.device, dtype: torch.dtype, *, head_dim: int, num_groups: int, page_size: int) -> bool:
+    """Tell whether wide tiles of a model get a launch of their own in pages of this size."""
+    sizes = {"head_dim": head_dim, "num_groups": num_groups, "page_size": page_size}
+    found = wide_config_of(**sizes, element_bytes=dtype.itemsize, architecture=_architecture(device))
+    return found is not None and not _given_up
 
 
 def is_interpreted() -> bool:
@@ -198,31 +297,54 @@ def launch_constants(
         "WIDE_M": config.wide_m if config.wide_m > config.narrow_m else 0,  # else no tile has more rows
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # 16-bit products have one precision
+        "PRECISION": _precision(dtype),
     }
+
+
+def wide_launch_constants(
+    wide: WideConfig, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the constants of `wide_kernel` that follow from a configuration and a model."""
+    return {
+        "HEAD_DIM": head_dim,
+        "ROTARY_DIM": rotary_dim,
+        "PAGE_SIZE": page_size,
+        "BLOCK_M": wide.block_m,
+        "STAGES": wide.num_stages,
+        "PRECISION": _precision(dtype),
+    }
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"  # 16-bit products have one precision
 
 
 class _Choice(NamedTuple):
     config: Config
     grid: Grid
+    wide: WideConfig | None  # of tiles that get a launch of their own
 
 
 def _choice(device: torch.device, dtype: torch.dtype, plan: Plan) -> _Choice:
     """Choose how a plan's work is launched; done once per work."""
-    key = ("triton", "choice", device, dtype)
+    key = ("triton", "choice", device, dtype, not _given_up)
     choice: _Choice | None = plan.work.derived.get(key)
     if choice is None:
         config = _config(device, dtype, plan, "narrow")
         num_groups = plan.num_q_heads // plan.num_kv_heads
+        wide = None
         if np.diff(plan.work.row_begin).max(initial=0) * num_groups > config.narrow_m:
-            config = _config(device, dtype, plan, "mixed")
-        choice = plan.work.derived[key] = _Choice(config, _grid(device, plan, config))
+            wide = _wide_config(device, dtype, plan)
+            config = config if wide else _config(device, dtype, plan, "mixed")
+        at_once = _num_programs(device, min(_per_processor(device, dtype, plan, config), _SATURATING))
+        choice = plan.work.derived[key] = _Choice(config, _grid(plan, config, wide, at_once), wide)
     return choice
 
 
 def _launch(choice: _Choice, step: DeviceStep) -> Launch:
     """Return how a plan that is prepared is launched; one with wide tiles seldom has nothing to merge."""
-    return Launch(choice.config, choice.config.wide_m > 0 or step.num_merged > 0)
+    has_wide = choice.config.wide_m > 0 or choice.wide is not None
+    return Launch(choice.config, has_wide or step.num_merged > 0, choice.wide)
 
 
 def _config(device: torch.device, dtype: torch.dtype, plan: Plan, kind: Kind) -> Config:
@@ -232,6 +354,25 @@ def _config(device: torch.device, dtype: torch.dtype, plan: Plan, kind: Kind) ->
         num_groups=plan.num_q_heads // plan.num_kv_heads,
         kind=kind,
         architecture=_architecture(device),
+    )
+
+
+def _wide_config(device: torch.device, dtype: torch.dtype, plan: Plan) -> WideConfig | None:
+    if _given_up:
+        return None
+    return wide_config_of(
+        head_dim=plan.head_dim,
+        element_bytes=dtype.itemsize,
+        num_groups=plan.num_q_heads // plan.num_kv_heads,
+        page_size=plan.page_size,
+        architecture=_architecture(device),
+    )
+
+
+def _per_processor(device: torch.device, dtype: torch.dtype, plan: Plan, config: Config) -> int:
+    architecture = _architecture(device)
+    return programs_per_processor(
+        config, head_dim=plan.head_dim, element_bytes=dtype.itemsize, architecture=architecture
     )
 
 
@@ -251,16 +392,17 @@ def _architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _grid(device: torch.device, plan: Plan, config: Config) -> Grid:
+def _grid(plan: Plan, config: Config, wide: WideConfig | None, at_once: int) -> Grid:
     slot_bytes = 4 * plan.num_q_heads * (plan.head_dim + 1)
     return Grid(
         page_size=plan.page_size,
         num_groups=plan.num_q_heads // plan.num_kv_heads,
         num_kv_heads=plan.num_kv_heads,
         narrow_m=config.narrow_m,
-        wide_m=config.wide_m,
-        num_at_once=_num_programs(device, min(config.programs_per_processor, _SATURATING)),
+        wide_m=config.wide_m if wide is None else wide.block_m,
+        num_at_once=at_once,
         max_split_slots=_SPLIT_SCRATCH_BYTES // slot_bytes,
+        is_apart=wide is not None,
     )
 
 

@@ -4,7 +4,10 @@ Registers and shared memory decide. A stage of the pipeline holds one block of k
 head_dim elements. Where all tiles are narrow, bound by memory and by the loads that a program begins with, a
 multiprocessor of sm_90 holds four programs of two warps, with 16 KB per stage; where some are wide, which want
 registers for their sums, two of four warps, with 32 KB. Both were the fastest on an H100, or within 2% of it
-(benchmarks/results/2026-11-26-h100.md). sm_80 multiplies out of registers, and gets half the keys.
+(benchmarks/results/2026-11-26-h100.md). Where products are not wgmma's or tcgen05's (sm_80, 89, 120) they multiply out
+of registers, and get half the keys; sm_89 and sm_120 have 100 KB of shared memory, of which two programs fit.
+
+What ran on a device, an H100, are the rules for sm_90. Those for the others only compile (`make kernels-compile`).
 """
 
 from __future__ import annotations
@@ -32,15 +35,54 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
 
-    @property
-    def programs_per_processor(self) -> int:
-        """Count the programs that one multiprocessor holds, by registers (up to 255 for each thread)."""
-        return max(1, 8 // self.num_warps)
+
+class WideConfig(NamedTuple):
+    """Sizes of one launch of `wide_kernel`, whose blocks of keys are pages."""
+
+    block_m: int  # rows
+    num_warps: int
+    num_stages: int
+    max_registers: int | None  # of a thread, so that two programs share a multiprocessor
+
+
+# On an H100, 2,048 rows of 8,192 keys: 494 TFLOP/s with 2 stages, 471 with 3, 349 with 64 rows; 345 in one launch.
+WIDE = WideConfig(128, 8, 2, 128)
+WIDE_CANDIDATES = (WIDE, WideConfig(128, 8, 3, 128), WideConfig(64, 4, 3, None))
 
 
 def next_power_of_2(number: int) -> int:
     """Return the least power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()
+
+
+def has_warpgroups(architecture: int) -> bool:
+    """Tell whether several warps multiply together out of shared memory (wgmma, tcgen05). sm_120's do not."""
+    return 90 <= architecture < 120
+
+
+def shared_bytes(architecture: int) -> int:
+    """Return the shared memory of a multiprocessor; one program may have 1 KB less."""
+    if architecture in (80, 87):
+        return 164 * 1024
+    return 228 * 1024 if has_warpgroups(architecture) else 100 * 1024
+
+
+def programs_per_processor(config: Config, *, head_dim: int, element_bytes: int, architecture: int) -> int:
+    """Count the programs that one multiprocessor holds, by registers (up to 255 for each thread) and shared memory."""
+    num_buffers = config.num_stages if has_warpgroups(architecture) else config.num_stages - 1  # as compiled
+    used = 2 * config.block_n * num_buffers * max(32, next_power_of_2(head_dim)) * element_bytes + 2048
+    return max(1, min(8 // config.num_warps, shared_bytes(architecture) // used))
+
+
+def wide_config_of(
+    *, head_dim: int, element_bytes: int, num_groups: int, page_size: int, architecture: int
+) -> WideConfig | None:
+    """Return how wide tiles are launched by themselves; None where they share the launch of the others.
+
+    On sm_90 alone, as it was not tried on any later one, and for pages that are a block of keys.
+    """
+    is_tried = architecture // 10 == 9 and element_bytes == 2 and head_dim in (64, 128) and page_size == 64
+    return WIDE if is_tried and num_groups <= WIDE.block_m // 2 else None
 
 
 def config_of(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind, architecture: int = 90) -> Config:
@@ -54,17 +96,21 @@ def config_of(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind,
         wide_m = max(32 if dim <= 128 else 16, rows)
         return Config(narrow_m, wide_m if is_mixed else 0, 32 if dim <= 128 else 16, 8, 2)
     if dim == 256:
-        wide_m = max(64 if architecture >= 90 else 32, rows)
-        return Config(narrow_m, wide_m if is_mixed else 0, 32, 8, 3 if architecture >= 90 else 2)
-    block_n = (64 if architecture >= 90 else 32) * 128 // max(64, dim)
+        wide_m = max(64 if has_warpgroups(architecture) else 32, rows)
+        return Config(narrow_m, wide_m if is_mixed else 0, 32, 8, 3 if has_warpgroups(architecture) else 2)
+    block_n = (64 if has_warpgroups(architecture) else 32) * 128 // max(64, dim)
     if is_mixed or narrow_m > 16:
         return Config(narrow_m, max(64, rows) if is_mixed else 0, block_n, 4, 3)
     return Config(16, 0, block_n // 2, 2, 3)
 
 
-def candidates(*, head_dim: int, element_bytes: int, num_groups: int, kind: Kind) -> Iterator[Config]:
-    """Every configuration worth a measurement on an sm_90 GPU, that of the rule first."""
-    rule = config_of(head_dim=head_dim, element_bytes=element_bytes, num_groups=num_groups, kind=kind)
+def candidates(
+    *, head_dim: int, element_bytes: int, num_groups: int, kind: Kind, architecture: int = 90
+) -> Iterator[Config]:
+    """Every configuration worth a measurement on a GPU, that of the rule first."""
+    rule = config_of(
+        head_dim=head_dim, element_bytes=element_bytes, num_groups=num_groups, kind=kind, architecture=architecture
+    )
     others = []
     if element_bytes == 2 and head_dim <= 128:
         shapes = ((64, 4), (128, 8)) if kind == "mixed" else ((0, 2), (0, 4))

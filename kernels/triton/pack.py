@@ -30,6 +30,7 @@ class Header(IntEnum):
 
     num_tiles = 0
     num_taken = auto()  # of tiles and heads, while a launch is under way; else 0
+    num_apart = auto()  # wide tiles behind these, which a launch of their own takes
     num_merged = auto()
     is_prefill = auto()
     position = auto()
@@ -107,7 +108,8 @@ class PackedWork:
             if not may_grow:
                 raise NoRoom
             self._make_room(arrays)
-        self.words[Header.num_tiles] = len(tiles.tile)
+        self.words[Header.num_tiles] = len(tiles.tile) - tiles.num_apart
+        self.words[Header.num_apart] = tiles.num_apart
         self.words[Header.num_merged] = len(tiles.merged_row)
         self.words[Header.is_prefill] = tiles.is_prefill
         return [(0, _HEADER_WORDS), *(self._write(section, arrays[section]) for section in _SECTIONS)]

@@ -45,6 +45,7 @@ class DeviceStep:
         self.words = torch.zeros(0, dtype=torch.int32, device=device)
         self.key_position = torch.zeros(0, dtype=torch.int32, device=device)
         self.partials = (torch.zeros(0, device=device), torch.zeros(0, device=device))
+        self.num_apart = 0
         self.num_merged = 0
         self.has_empty_rows = False  # that have no keys
         self.uploaded_bytes = 0  # since the start, for tests and metrics
@@ -126,6 +127,7 @@ class DeviceStep:
         self._copy(self._packed.words, spans)
         self._last = (plan.work, grid, tiles)
         self.num_merged, self.has_empty_rows = len(tiles.merged_row), not tiles.num_parts.all()
+        self.num_apart = tiles.num_apart
 
     def _tiles_of(self, plan: Plan, grid: Grid) -> Tiles:
         """Tiles are cut once per work; those of the work that this one was appended to are still right."""

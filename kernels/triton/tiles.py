@@ -37,10 +37,12 @@ class Grid(NamedTuple):
     wide_m: int  # for all others
     num_at_once: int  # programs that run at the same time on the whole device
     max_split_slots: int  # cutting for parallelism must not leave more partial results than this
+    is_apart: bool = False  # tiles of more rows than narrow_m get a launch of their own
 
 
 class Tiles(NamedTuple):
-    """Tiles in the order in which they should start, and where rows with several parts find them.
+    """Tiles in the order in which they should start, those that stand apart behind the others, and where rows with
+    several parts find them.
 
     tile        int32 [n, TILE_WORDS]  first entry (index into `row`), number of entries, first entry's number in its
     piece, first run, end of runs, first page in the first run, end of pages in the last run, slot of the first
@@ -53,6 +55,7 @@ class Tiles(NamedTuple):
     part_begin: Int32Array  # [len(merged_row) + 1] row i has the slots part[part_begin[i]:part_begin[i + 1]]
     part: Int32Array
     num_slots: int
+    num_apart: int
     is_prefill: bool  # pieces with many rows have more keys to read than the others: look for those that rows can see
 
 
@@ -86,12 +89,17 @@ def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
     piece, block, start, stop, is_last = piece[order], block[order], start[order], stop[order], is_last[order]
     first_entry = block * pieces.rows_per_tile[piece]
     num_entries = np.minimum(pieces.rows_per_tile[piece], pieces.num_rows[piece] - first_entry)
+    is_apart = grid.is_apart & (num_entries * grid.num_groups > grid.narrow_m)
+    order = np.argsort(is_apart, kind="stable")
+    piece, start, stop, is_last = piece[order], start[order], stop[order], is_last[order]
+    first_entry, num_entries = first_entry[order], num_entries[order]
     tile = np.empty((len(piece), TILE_WORDS), np.int32)
     tile[:, 0] = work.row_begin[piece] + first_entry
     tile[:, 1] = num_entries
     tile[:, 2] = first_entry
     tile[:, 3:7] = _page_ranges(work, page_counts, page_ends, piece, pieces.first_page[piece], start, stop, is_last)
-    return _with_parts(tile, work.row, num_rows, is_prefill=_is_prefill(pieces, grid))
+    num_apart = int(is_apart.sum())
+    return _with_parts(tile, work.row, num_rows, num_apart=num_apart, is_prefill=_is_prefill(pieces, grid))
 
 
 def _is_prefill(pieces: _Pieces, grid: Grid) -> bool:
@@ -175,7 +183,7 @@ def _page_ranges(
     return np.stack((first_run, run_end, from_page, np.where(is_open, OPEN_END, to_page)), 1)
 
 
-def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int, *, is_prefill: bool) -> Tiles:
+def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int, *, num_apart: int, is_prefill: bool) -> Tiles:
     """Number the partial results of rows that have several."""
     num_entries = tile[:, 1].astype(np.int64)
     tile_of_entry = np.repeat(np.arange(len(tile)), num_entries)
@@ -197,5 +205,6 @@ def _with_parts(tile: Int32Array, row: Int32Array, num_rows: int, *, is_prefill:
         part_begin=part_begin.astype(np.int32),
         part=parts.astype(np.int32),
         num_slots=int(num_slots.sum()),
+        num_apart=num_apart,
         is_prefill=is_prefill,
     )

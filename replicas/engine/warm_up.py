@@ -64,9 +64,10 @@ def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: En
     config = replace(
         _without_limits(config), prefix_sharing=False, max_waiting=max(config.max_waiting, config.max_running)
     )
-    num_rows = config.max_batch_tokens // config.max_running
-    num_pages = config.max_running * (-(-num_rows // config.page_size) + 1)
-    runner = Runner(decoder, max(num_pages, 4 * _PREFILL_ROWS // config.page_size), config.page_size)
+    num_rows, page_size = config.max_batch_tokens // config.max_running, config.page_size
+    assert page_size is not None  # whoever loads has chosen it
+    num_pages = config.max_running * (-(-num_rows // page_size) + 1)
+    runner = Runner(decoder, max(num_pages, 4 * _PREFILL_ROWS // page_size), page_size)
     with _saying_trouble():
         _compile(runner, tokenizer, config, report)
         _run_once(runner, tokenizer, config)
@@ -102,7 +103,14 @@ def _saying_trouble() -> Iterator[None]:
 
 def _compile(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress) -> None:
     if runner.device.startswith("cuda") and (precompile := triton_module("precompile")) is not None:
-        precompile.compile_all(variants_of(runner, tokenizer, config), lambda share: report("kernels", share))
+        variants = variants_of(runner, tokenizer, config)
+        try:
+            precompile.compile_all(variants, lambda share: report("kernels", share))
+        except precompile.CompileError as error:
+            if not any(variant.kernel == "wide_kernel" for variant in variants):
+                raise
+            triton_module("backend").give_up_wide(str(error))  # others do what it does, only slower
+            precompile.compile_all(variants_of(runner, tokenizer, config), lambda share: report("kernels", share))
 
 
 def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> None:

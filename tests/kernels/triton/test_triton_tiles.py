@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from mneme.kernels.attention import PageTable, Plan, QueryRows, build_plan
 from mneme.kernels.triton import tiles as triton_tiles
-from mneme.kernels.triton.configs import HEAD_DIMS, MAX_GROUPS, Kind, candidates, config_of, next_power_of_2
+from mneme.kernels.triton.configs import (
+    HEAD_DIMS,
+    MAX_GROUPS,
+    Kind,
+    candidates,
+    config_of,
+    next_power_of_2,
+    programs_per_processor,
+    wide_config_of,
+)
 from mneme.kernels.triton.pack import Header, PackedWork
 from mneme.kernels.triton.tiles import OPEN_END, Grid, Tiles, cut
 from mneme.kernels.work import WorkList
@@ -204,3 +213,44 @@ def test_an_open_range_is_bounded_by_its_run_only() -> None:
     by_start = tiles.tile[np.argsort(tiles.tile[:, 5])]
     assert by_start[-1, 6] == OPEN_END
     np.testing.assert_array_equal(by_start[:-1, 6], by_start[1:, 5])
+
+
+def test_a_multiprocessor_holds_as_many_programs_as_its_registers_and_its_shared_memory_allow() -> None:
+    for kind, architecture, wanted in (
+        ("narrow", 90, 4), ("mixed", 90, 2), ("narrow", 80, 4), ("mixed", 80, 2), ("mixed", 89, 2), ("mixed", 120, 2)
+    ):  # fmt: skip
+        sizes = {"head_dim": 128, "element_bytes": 2, "architecture": architecture}
+        config = config_of(**sizes, num_groups=4, kind=kind)
+        assert programs_per_processor(config, **sizes) == wanted
+
+
+def test_architectures_without_products_of_several_warps_get_what_fits_them() -> None:
+    for head_dim in HEAD_DIMS:
+        for kind in get_args(Kind):
+            sizes = {"head_dim": head_dim, "element_bytes": 2, "num_groups": 4, "kind": kind}
+            assert config_of(**sizes, architecture=120) == config_of(**sizes, architecture=89)
+            assert config_of(**sizes, architecture=100) == config_of(**sizes, architecture=90)
+
+
+def test_wide_tiles_stand_behind_the_others_and_are_launched_apart_where_that_was_tried() -> None:
+    prompt = build_plan(
+        [PageTable.own(range(64)), PageTable.own([70])], QueryRows([0] * 256 + [1], [*range(1792, 2048), 40]),
+        page_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128,
+    )  # fmt: skip
+    tiles = cut(prompt.work, prompt.num_rows, H200._replace(wide_m=128, is_apart=True))
+    is_wide = tiles.tile[:, 1] * 4 > 16
+    assert tiles.num_apart == is_wide.sum() > 0
+    assert is_wide[-tiles.num_apart :].all()
+    packed = PackedWork(32)
+    packed.update(prompt.work, tiles, prompt.position.astype(np.int32))
+    assert packed.words[Header.num_tiles] + packed.words[Header.num_apart] == len(tiles.tile)
+    for page_size, architecture, dim, groups in (
+        (64, 90, 128, 4),
+        (32, 90, 128, 4),
+        (64, 120, 128, 4),
+        (64, 100, 64, 8),
+    ):
+        wide = wide_config_of(
+            head_dim=dim, element_bytes=2, num_groups=groups, page_size=page_size, architecture=architecture
+        )
+        assert (wide is not None) == ((page_size, architecture) == (64, 90))

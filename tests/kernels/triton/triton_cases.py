@@ -10,11 +10,21 @@ import torch
 
 from mneme.kernels.triton import sampling as triton_sampling
 from mneme.kernels.triton.attention import attention_kernel, key_position_kernel, merge_kernel
-from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, merge_constants
-from mneme.kernels.triton.configs import HEAD_DIMS, Config, Kind, candidates, config_of
+from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, merge_constants, wide_launch_constants
+from mneme.kernels.triton.configs import (
+    HEAD_DIMS,
+    WIDE,
+    WIDE_CANDIDATES,
+    Config,
+    Kind,
+    WideConfig,
+    candidates,
+    config_of,
+)
 from mneme.kernels.triton.kv import write_constants, write_kv_kernel
 from mneme.kernels.triton.ops import add_rms_norm_kernel, gated_kernel, num_warps_of, rms_norm_kernel, rows_per_tile
 from mneme.kernels.triton.sampling import best_kernel, draw_kernel, gather_kernel, weigh_kernel
+from mneme.kernels.triton.wide import wide_kernel
 from tests.kernels.triton.triton_compile import ARCHITECTURES, Case
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -54,6 +64,36 @@ def attention_case(
     )
 
 
+def wide_case(
+    wide: WideConfig, *, dtype: str = "bf16", head_dim: int = 128, page_size: int = 64, **switches: Any
+) -> Case:
+    """One launch of wide tiles; spills in its loops are counted in reports of what was chosen with them."""
+    element = _POINTERS[dtype]
+    plain = attention_case(config_of(head_dim=head_dim, element_bytes=2, num_groups=4, kind="narrow"), dtype=dtype)
+    descriptors = {
+        "k_pages": f"tensordesc<{dtype}[{page_size}, {head_dim // 2}]>",
+        "v_pages": f"tensordesc<{dtype}[{page_size}, {head_dim}]>",
+    }
+    constexprs = {
+        "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False,
+        "INTERPRET": False, **wide_launch_constants(wide, head_dim, head_dim, page_size, _DTYPES[dtype]),
+    }  # fmt: skip
+    options = {"num_warps": wide.num_warps, "num_stages": wide.num_stages}
+    return Case(
+        name=f"wide-{dtype}-d{head_dim}-p{page_size}-{'x'.join(map(str, wide))}"
+        + "".join(f"-{key}={v}" for key, v in switches.items()),
+        kernel=wide_kernel,
+        signature=plain.signature | descriptors | {"q": element, "out": element},
+        constexprs=constexprs | switches,
+        options=options | ({} if wide.max_registers is None else {"maxnreg": wide.max_registers}),
+        tensor_cores="wgmma",
+        aligned=("stride_q",),
+        architectures=(90,),
+        most_loop_spills=_WIDE_LOOP_SPILLS,
+        most_stack_bytes=1280,
+    )
+
+
 def merge_case(dtype: str, head_dim: int) -> Case:
     """The merge of rows of 32 heads."""
     constexprs = merge_constants(32, head_dim)
@@ -66,6 +106,22 @@ def _key_position_case(page_size: int) -> Case:
     signature = dict.fromkeys(("key_position", "slot_position", "work"), "*i32") | {"num_listed": "i32"}
     constexprs = {"PAGE_SIZE": page_size, "PAGES": 1024 // page_size}
     return Case(f"key-position-p{page_size}", key_position_kernel, signature, constexprs, {"num_warps": 4})
+
+
+# In all loops together: most of them in the second, careful pass, which hardly ever runs.
+_WIDE_LOOP_SPILLS = 256
+
+
+def _wide_cases() -> Iterator[Case]:
+    """What serving launches on sm_90, other types and switches once, and on sm_100 so that it is known to compile."""
+    for dtype, head_dim in product(("bf16", "fp16"), (64, 128)):
+        is_sample = (dtype, head_dim) == ("bf16", 128)
+        architectures = (90, 100) if is_sample else (90,)
+        yield wide_case(WIDE, dtype=dtype, head_dim=head_dim)._replace(architectures=architectures)
+    for switches in ({"HAS_WINDOW": True}, {"HAS_CAP": True}, {"HAS_SLOPES": True}, {"ROTARY_DIM": 32}, {"GROUPS": 7}):
+        yield wide_case(WIDE, **switches)
+    for wide in WIDE_CANDIDATES[1:]:
+        yield wide_case(wide)
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -181,6 +237,7 @@ def _draw_cases() -> Iterator[Case]:
 CASES = [
     *_attention_cases(),
     *_tuning_cases(),
+    *_wide_cases(),
     *(merge_case(dtype, head_dim) for dtype in _POINTERS for head_dim in (64, 80, 256)),
     *(_key_position_case(page_size) for page_size in (16, 32, 64)),
     *_row_cases(),
