@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from mneme.kernels.cudnn import backend as cudnn
 from mneme.kernels.kv_write import mark_free, mark_written, new_slot_position, write_kv
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import library as native_library
@@ -114,6 +116,8 @@ def choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Pla
         obstacle = "is not installed" if triton_backend is None else triton_backend.reason_against(device, plan)
         if triton_backend is not None and obstacle is None:
             attend_triton: _Attention = triton_backend.attend_triton
+            if backend == "auto" and cudnn.has_long(device, dtype, plan):
+                return partial(cudnn.attend_long, rest=attend_triton)
             return attend_triton
         if backend == "triton":
             raise ValueError(f"backend: 'triton' {obstacle}")

@@ -33,7 +33,7 @@ LEVELS = {
         "plan",
         "native reference torch triton",
         "kv_write linear ops sampling",
-        "kv_deviation",
+        "cudnn kv_deviation",
         "attention",
     ),
     "cachetier": (

@@ -1,0 +1,157 @@
+"""Long prompts by cuDNN, in whose place plain products stand: what it gets, and what is merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from mneme.kernels.attention import PageRef, QueryRows, RopeTable, new_slot_position
+from mneme.kernels.cudnn import backend as cudnn
+from mneme.kernels.torch.backend import attend_torch
+from tests.kernels.cases import Scene, assert_close, make_scene
+
+PAGE = 4
+
+
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
+    scores = q.double() @ k.mT * scale
+    if is_causal:
+        assert q.shape[2] == k.shape[2]
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1).float()
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """Small sizes; rows, keys and causality of what cuDNN is asked."""
+    asked: list[tuple[int, int, bool]] = []
+
+    def note(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> object:
+        asked.append((q.shape[2], k.shape[2], bool(options["is_causal"])))
+        return plain(q, k, v, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cudnn, "sdpa", note)
+    monkeypatch.setattr(cudnn, "_given_up", [])
+    for name, value in (("LEAST_ROWS", 6), ("LEAST_KEYS", 8), ("ROW_STEP", 4), ("KEY_STEP", 8)):
+        monkeypatch.setattr(cudnn, name, value)
+    return asked
+
+
+def prompt(num_rows: int, length: int, *, shared: int = 0, scattered: bool = False, hole: bool = False) -> Scene:
+    """A prompt's last rows beside a decode that shares its first pages; free slots hold NaN."""
+    num_pages = -(-length // PAGE)
+    ids = np.random.default_rng(2).permutation(32)[:num_pages] if scattered else np.arange(3, 3 + num_pages)
+    slot_position = new_slot_position(40 * PAGE)
+    for index, page in enumerate(ids.tolist()):
+        positions = torch.arange(index * PAGE, min((index + 1) * PAGE, length), dtype=torch.int32)
+        slot_position[page * PAGE : page * PAGE + len(positions)] = positions
+    if hole:
+        slot_position[int(ids[1]) * PAGE + 1] = 2**30
+    slot_position[39 * PAGE] = shared * PAGE
+    pages = [PageRef(int(page)) for page in ids]
+    tables = [pages, [*pages[:shared], PageRef(39)]]
+    rows = QueryRows([0] * num_rows + [1], [*range(length - num_rows, length), shared * PAGE])
+    rope = RopeTable.from_theta(100.0, 8, 256)
+    return make_scene(
+        np.random.default_rng(1), tables, rows, page_size=PAGE, head_dim=16, rope=rope, slot_position=slot_position
+    )
+
+
+def check(scene: Scene) -> None:
+    plan = scene.plan()
+    pool = (scene.k_pages, scene.v_pages, scene.slot_position)
+    wanted = scene.attend(plan, backend="reference")
+    attend = partial(cudnn.attend_long, rest=attend_torch)
+    for _ in range(2):  # two layers
+        assert_close(attend(scene.q, *pool, scene.rope, plan, **scene.options), wanted)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "length", "shared", "wanted"),
+    [
+        (10, 10, 0, [(12, 12, True)]),
+        (12, 20, 0, [(12, 12, True), (12, 8, False)]),
+        (7, 98, 0, [(12, 12, True), (8, 64, False), (8, 16, False), (8, 8, False)]),
+        (9, 70, 5, [(12, 12, True), (12, 32, False), (12, 8, False)]),  # but the five pages that a decode reads too
+    ],
+)
+def test_a_prompt_goes_by_a_square_and_pieces_of_few_sizes(
+    calls: list[tuple[int, int, bool]],
+    num_rows: int,
+    length: int,
+    shared: int,
+    wanted: list[tuple[int, int, bool]],
+    scattered: bool,
+) -> None:
+    check(prompt(num_rows, length, shared=shared, scattered=scattered))
+    assert calls[: len(calls) // 2] == wanted
+
+
+def test_pages_that_do_not_hold_what_their_places_say_are_read_by_the_rest(calls: list[tuple[int, int, bool]]) -> None:
+    check(prompt(12, 40, hole=True))
+    assert calls
+
+
+@pytest.mark.parametrize("change", ["delta", "mask", "gap", "short"])
+def test_what_is_moved_masked_or_short_is_not_its_kind(change: str) -> None:
+    scene = prompt(12, 40)
+    last = scene.tables[0][-1]
+    changed = {
+        "delta": [*scene.tables[0][:-1], last._replace(delta=5)],
+        "mask": [*scene.tables[0][:-1], last._replace(mask=0b0111)],
+        "gap": scene.tables[0][1:],
+        "short": scene.tables[0],
+    }[change]
+    rows = QueryRows([0] * 3, [37, 38, 39]) if change == "short" else scene.rows
+    plan = scene.plan(tables=[changed, scene.tables[1]], rows=rows)
+    assert cudnn._longs(plan) == ()
+
+
+def test_where_it_fails_the_rest_does_all_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> object:
+        raise RuntimeError("No execution plans support the graph.")
+
+    monkeypatch.setattr(cudnn, "sdpa", fail)
+    check(prompt(12, 40))
+    assert "cuDNN attends to no long prompt from now on" in caplog.text
+
+
+def test_a_window_is_left_to_the_rest(calls: list[tuple[int, int, bool]]) -> None:
+    scene = prompt(12, 40)
+    check(replace(scene, options=scene.options | {"window": 5}))
+    assert not calls
+
+
+@pytest.mark.gpu
+def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    monkeypatch.undo()
+    from tests.kernels.triton.test_triton_backend import on
+
+    length, ids = 6000, np.arange(7, 7 + 94)
+    slot_position = new_slot_position(110 * 64)
+    slot_position[7 * 64 : 7 * 64 + length] = torch.arange(length, dtype=torch.int32)
+    scene = make_scene(
+        np.random.default_rng(0), [[PageRef(int(page)) for page in ids]],
+        QueryRows(np.zeros(1100, int), np.arange(length - 1100, length)), page_size=64, num_groups=4, head_dim=128,
+        rope=RopeTable.from_theta(1e4, 128, 8192), dtype=torch.bfloat16, slot_position=slot_position,
+    )  # fmt: skip
+    monkeypatch.setattr(cudnn, "LEAST_KEYS", 4096)
+    placed, plan = on(torch.device("cuda"), scene), scene.plan()
+    assert cudnn.has_long(torch.device("cuda"), torch.bfloat16, plan)
+    got = placed.attend(plan)
+    wanted = placed.attend(plan, backend="triton")
+    assert not cudnn._given_up
+    assert_close((got[0].cpu(), got[1].cpu()), (wanted[0].cpu(), wanted[1].cpu()))
