@@ -10,6 +10,7 @@ from random_models import head_weights, kv_bytes_per_token, layer_weights, model
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.load import choose_page_size
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
@@ -44,11 +45,12 @@ class Model:
         self.config = model_config(name)
         self.dtype = dtype
         self._ids = torch.Generator().manual_seed(0)
+        self.page_size = choose_page_size(EngineConfig(), self.config, device, dtype)  # as served
         tokens = max(p.shared + max_batch * (p.private + num_steps + _WARM_STEPS + 2) for p in prompts)
-        num_pages = max(tokens, longest) // PAGE_SIZE + 2 * max_batch + _SPARE_PAGES
+        num_pages = max(tokens, longest) // self.page_size + 2 * max_batch + _SPARE_PAGES
         self.decoder = Decoder(self.config, random_weights(self.config, device, dtype), max_context=4096)
         graphs = step_graphs_for(self.decoder, max_batch)
-        self.runner = Runner(self.decoder, num_pages, PAGE_SIZE, graphs, num_host_pages=num_host_pages)
+        self.runner = Runner(self.decoder, num_pages, self.page_size, graphs, num_host_pages=num_host_pages)
 
     def decoding(
         self, batch: int, prompts: Prompts, *, spare: int = 0, temperature: float = 0.0, top_p: float = 1.0
@@ -77,7 +79,7 @@ class Model:
         return (time.perf_counter() - started) * 1e3
 
     def engine(self, max_running: int) -> Engine:
-        config = EngineConfig(page_size=PAGE_SIZE, max_running=max_running, max_sessions=0)
+        config = EngineConfig(page_size=self.page_size, max_running=max_running, max_sessions=0)
         if self.runner.graphs is not None and not self.runner.graphs.num_graphs:  # when kernels have been compiled
             self.runner.capture_graphs(max_running, config.max_batch_tokens, lambda _share: None)
         return Engine(self.runner, None, config)

@@ -62,6 +62,7 @@ PREDICTED: dict[str, float] = {
     **{f"smoke {name}": 0.003 for name in ("private", "shared", "documents", "masks", "prefill", "window")},
     **{f"smoke {name}": 0.003 for name in ("one KV head per query head", "7 query heads per KV head")},
     **{f"smoke {name}": 0.003 for name in ("8 query heads, 64 dimensions", "pages at the end of a large pool")},
+    **{f"smoke {name}": 0.003 for name in ("shared, pages of 64", "prefill, pages of 64")},
     "smoke norms, gate, KV write, draw": 0.003,
     "smoke float16": 0.0004,
     "smoke float32": 1e-6,

@@ -86,10 +86,10 @@ def _row(name: str, error: float, tolerance: float) -> Row:
     return Row(f"smoke {name}", error, note=f"relative error, allowed {tolerance:g}")
 
 
-def _options(run: Run, heads: Heads, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def _options(run: Run, heads: Heads, dtype: torch.dtype = torch.bfloat16, page_size: int = 32) -> dict[str, Any]:
     if run.is_dry:
         heads, dtype = Heads(heads.group, 1, 16), torch.float32
-    return {"heads": heads, "dtype": dtype, "device": run.device, "page_size": 32}
+    return {"heads": heads, "dtype": dtype, "device": run.device, "page_size": run.pick(page_size, 32)}
 
 
 _GQA = Heads(32, 8, 128)
@@ -99,8 +99,9 @@ def _private(run: Run, heads: Heads = _GQA) -> Scene:
     return prefix_scene(run.pick(8, 1), 0, run.pick(1024, 32), **_options(run, heads))
 
 
-def _shared(run: Run, heads: Heads = _GQA, dtype: torch.dtype = torch.bfloat16) -> Scene:
-    return prefix_scene(run.pick(32, 2), run.pick(2048, 32), run.pick(128, 32), **_options(run, heads, dtype))
+def _shared(run: Run, heads: Heads = _GQA, dtype: torch.dtype = torch.bfloat16, page_size: int = 32) -> Scene:
+    options = _options(run, heads, dtype, page_size)
+    return prefix_scene(run.pick(32, 2), run.pick(2048, 32), run.pick(128, 32), **options)
 
 
 def _documents(run: Run) -> Scene:
@@ -120,8 +121,9 @@ def _masked(run: Run) -> Scene:
     return replace(scene, tables=tuple(map(masked, scene.tables)))
 
 
-def _prefill(run: Run) -> Scene:
-    return prefix_scene(1, 0, run.pick(1024, 64), rows_per_sequence=run.pick(512, 8), **_options(run, _GQA))
+def _prefill(run: Run, page_size: int = 32) -> Scene:
+    options = _options(run, _GQA, page_size=page_size)
+    return prefix_scene(1, 0, run.pick(1024, 64), rows_per_sequence=run.pick(512, 8), **options)
 
 
 def _far(run: Run) -> Scene:
@@ -207,6 +209,8 @@ def jobs() -> dict[str, Job]:
         "one KV head per query head": partial(_shared, heads=Heads(32, 32, 128)),
         "7 query heads per KV head": partial(_shared, heads=Heads(28, 4, 128)),
         "8 query heads, 64 dimensions": partial(_shared, heads=Heads(32, 4, 64)),
+        "shared, pages of 64": partial(_shared, page_size=64),  # with a launch of wide tiles
+        "prefill, pages of 64": partial(_prefill, page_size=64),
         "float16": partial(_shared, dtype=torch.float16),
         "float32": partial(_shared, dtype=torch.float32),
     }  # fmt: skip

@@ -11,9 +11,8 @@ head, because the halves are what rotation pairs: two products of half the depth
 
 Tiles come in two heights, chosen by how many rows the tile has: NARROW_M for private decodes, which are bound by
 memory and leave most of a product empty, and WIDE_M for shared segments and prefills. Steps that have none of these
-launch a kernel without the wide half, of which a multiprocessor may hold more programs. Wide tiles are not
-launched apart from the narrow ones of their step: most of a short step's time is what programs begin with, and in one
-launch they begin together.
+launch a kernel without the wide half, of which a multiprocessor may hold more programs. Where `wide_kernel` takes
+the wide tiles the two launches run beside each other: most of a short step's time is what programs begin with.
 
 Bytes: K and V of each tile's visible pages once (2 * head_dim elements per key and KV head), 5 per key for positions
 and ids, the queries once per run, the results once. Flops: 4 * BLOCK_M * head_dim per key.

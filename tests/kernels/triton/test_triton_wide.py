@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.kernels.attention import QueryRows
+from mneme.kernels.attention import PageRef, QueryRows
 from mneme.kernels.triton.configs import WideConfig
 from tests.kernels.cases import Scene, assert_close, scenes
 from tests.kernels.triton.test_triton_backend import (
@@ -22,6 +22,7 @@ from tests.kernels.triton.test_triton_backend import (
     forest_scene,
     on,
     triton_backend,
+    triton_step,
     triton_tiles,
 )
 
@@ -105,6 +106,23 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them_only(triton_dev
     assert is_finite.sum() == 18
     assert torch.equal(torch.isfinite(got).all(-1).all(-1), is_finite)
     torch.testing.assert_close(got[is_finite].float(), wanted[is_finite].float(), atol=3e-2, rtol=3e-2)
+
+
+def test_a_staged_step_is_launched_by_what_does_not_depend_on_its_work(triton_device: torch.device) -> None:
+    """A graph that was captured with wide tiles is replayed with others, or with none."""
+    scene = many_rows(torch.bfloat16, 64)
+    placed, device = on(triton_device, scene), torch.zeros(0, device=triton_device).device
+    plan, without = (
+        scene.plan(share="always"),
+        scene.plan(tables=[[PageRef(5)]] * 42, rows=QueryRows(range(42), [290] * 42)),
+    )
+    with triton_step.OwnStep(device):
+        launch = triton_backend.stage(plan, placed.slot_position, torch.bfloat16, scene.rope.num_positions)
+        assert launch.wide is not None
+        assert launch == triton_backend.launches_of(plan, device, torch.bfloat16)[-1]
+        assert_close(attend_triton(placed, plan), scene.attend(plan, backend="reference"))
+        triton_backend.stage(without, placed.slot_position, torch.bfloat16, scene.rope.num_positions, launch)
+        assert_close(attend_triton(placed, without), scene.attend(without, backend="reference"))
 
 
 def test_a_kernel_that_does_not_compile_is_given_up_for_the_other(
