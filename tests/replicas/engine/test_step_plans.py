@@ -13,7 +13,6 @@ from mneme.kernels.attention import build_plan
 from mneme.kernels.segments import Lineages
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.pages import NOWHERE
 from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.runner import Runner
@@ -35,8 +34,8 @@ class CheckedRunner(Runner):
         self.num_shared = 0
         self._last: Any = None
 
-    def prepare(self, batch: list[StepRows], moves: Moves, saves: Any = ()) -> StepInputs | None:
-        inputs = super().prepare(batch, moves, saves)
+    def prepare(self, batch: list[StepRows], *others: Any) -> StepInputs | None:
+        inputs = super().prepare(batch, *others)
         if inputs is not None:
             self.check(batch, inputs)
         return inputs
