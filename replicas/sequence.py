@@ -475,7 +475,8 @@ class StepRows:
 
     @property
     def num_written(self) -> int:
-        return sum(count for _, _, count in self.runs)
+        runs = self.runs
+        return runs[0][2] if len(runs) == 1 else sum(count for _, _, count in runs)
 
     @property
     def is_last(self) -> bool:
@@ -485,7 +486,10 @@ class StepRows:
     @property
     def is_read(self) -> bool:
         """Return whether hidden states of its rows are wanted."""
-        return self.sequence.request.pooling is not None or len(self.sequence.unscored(self)) > 0
+        request = self.sequence.request
+        if request.sampling.prompt_logprobs is None:
+            return request.pooling is not None
+        return request.pooling is not None or len(self.sequence.unscored(self)) > 0
 
     @property
     def probes(self) -> bool:
