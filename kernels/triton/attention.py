@@ -46,6 +46,7 @@ _MASK_NUMBER = tl.constexpr(int(triton_pack.Header.mask_number))
 _PAGE_ID = tl.constexpr(int(triton_pack.Header.page_id))
 _PAGE_MASK = tl.constexpr(int(triton_pack.Header.page_mask))
 _MASK = tl.constexpr(int(triton_pack.Header.mask))
+_ONE = tl.constexpr(int(triton_pack.Header.one))
 _NUM_MERGED = tl.constexpr(int(triton_pack.Header.num_merged))
 _MERGED_ROW = tl.constexpr(int(triton_pack.Header.merged_row))
 _PART_BEGIN = tl.constexpr(int(triton_pack.Header.part_begin))
@@ -350,26 +351,28 @@ def attention_kernel(
     number, num_programs = tl.program_id(0), tl.num_programs(0)
     end = tl.load(work + _NUM_TILES) * NUM_KV_HEADS
     while number < end:
-        tile = _section(work, _TILE) + number // NUM_KV_HEADS * _TILE_WORDS
-        kv_head = number % NUM_KV_HEADS
-        pool = kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
-        keys, values = k_pages + pool, v_pages + pool
-        is_narrow = tl.load(tile + 1) * GROUPS <= NARROW_M
-        if WIDE_M > 0:  # noqa: SIM102  # known when it is compiled
-            if not is_narrow:
+        # Once. What a tile's work has in common with the next one's would be kept in registers, which it needs itself.
+        for _ in tl.range(0, tl.load(work + _ONE), num_stages=1, disable_licm=True):
+            tile = _section(work, _TILE) + number // NUM_KV_HEADS * _TILE_WORDS
+            kv_head = number % NUM_KV_HEADS
+            pool = kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
+            keys, values = k_pages + pool, v_pages + pool
+            is_narrow = tl.load(tile + 1) * GROUPS <= NARROW_M
+            if WIDE_M > 0:  # noqa: SIM102  # known when it is compiled
+                if not is_narrow:
+                    _attend_tile(
+                        q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse,
+                        work, tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS,
+                        HEAD_DIM, half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES,
+                        HAS_CAP, True, PRECISION, INTERPRET, STAGES,
+                    )  # fmt: skip
+            if is_narrow:
                 _attend_tile(
                     q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
                     tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM,
-                    half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, True,
+                    half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, False,
                     PRECISION, INTERPRET, STAGES,
                 )  # fmt: skip
-        if is_narrow:
-            _attend_tile(
-                q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
-                tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM, half,
-                BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, False,
-                PRECISION, INTERPRET, STAGES,
-            )  # fmt: skip
         number = end
         if end > num_programs:
             number = _taken(work, end) + num_programs

@@ -31,6 +31,7 @@ class Header(IntEnum):
     num_tiles = 0
     num_taken = auto()  # of tiles and heads, while a launch is under way; else 0
     num_apart = auto()  # wide tiles behind these, which a launch of their own takes
+    one = auto()  # 1, as compilers do not know
     num_merged = auto()
     is_prefill = auto()
     position = auto()
@@ -110,6 +111,7 @@ class PackedWork:
             self._make_room(arrays)
         self.words[Header.num_tiles] = len(tiles.tile) - tiles.num_apart
         self.words[Header.num_apart] = tiles.num_apart
+        self.words[Header.one] = 1
         self.words[Header.num_merged] = len(tiles.merged_row)
         self.words[Header.is_prefill] = tiles.is_prefill
         return [(0, _HEADER_WORDS), *(self._write(section, arrays[section]) for section in _SECTIONS)]

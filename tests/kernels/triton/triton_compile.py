@@ -23,7 +23,7 @@ SHARED_BYTES = {architecture: shared_bytes(architecture) - 1024 for architecture
 ARCHITECTURES = tuple(SHARED_BYTES)
 # Registers that do not fit spill to the stack. Around a tile's or a run's beginning some may, once per 64 KB or more of
 # keys and values; inside the innermost loops that multiply none may.
-STACK_BYTES = 512
+STACK_BYTES = 640
 
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(?`?\((\.L_x_\d+)\)")
