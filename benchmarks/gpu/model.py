@@ -43,7 +43,7 @@ class Model:
         num_host_pages: int = 0,
     ) -> None:
         self.config = model_config(name)
-        self.dtype = dtype
+        self.dtype, self._max_batch = dtype, max_batch
         self._ids = torch.Generator().manual_seed(0)
         self.page_size = choose_page_size(EngineConfig(), self.config, device, dtype)  # as served
         tokens = max(p.shared + max_batch * (p.private + num_steps + _WARM_STEPS + 2) for p in prompts)
@@ -81,7 +81,8 @@ class Model:
     def engine(self, max_running: int) -> Engine:
         config = EngineConfig(page_size=self.page_size, max_running=max_running, max_sessions=0)
         if self.runner.graphs is not None and not self.runner.graphs.num_graphs:  # when kernels have been compiled
-            self.runner.capture_graphs(max_running, config.max_batch_tokens, lambda _share: None)
+            most = max(max_running, self._max_batch)  # of all engines that this runner gets
+            self.runner.capture_graphs(most, config.max_batch_tokens, lambda _share: None)
         return Engine(self.runner, None, config)
 
     def submit(self, engine: Engine, request_id: str, ids: list[int], max_tokens: int, **sampling: Any) -> None:
