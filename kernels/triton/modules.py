@@ -99,7 +99,9 @@ def _is_of_cache(error: OSError) -> bool:
 
 def does_not_run(kernels: str) -> str:
     """Say so of the Triton that is installed, and what compiles them all."""
-    return f"triton {metadata.version('triton')} does not run {kernels}: use 3.6.0 or 3.7.1, and an A100, H100 or H200"
+    version = metadata.version("triton")
+    advice = "use 3.6.0 or 3.7.1, and a GPU of capability 8.0 or 9.0: A100, H100 or H200"
+    return f"triton {version} does not run {kernels}: {advice}"
 
 
 def in_one_line(error: BaseException) -> str:

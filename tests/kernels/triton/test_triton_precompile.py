@@ -75,7 +75,7 @@ def test_a_pool_compiles_what_the_cache_does_not_have_and_names_what_cannot_be_c
     assert "\n" not in refused + both
 
 
-DOES_NOT_RUN = ": use 3.6.0 or 3.7.1, and an A100, H100 or H200"
+DOES_NOT_RUN = ": use 3.6.0 or 3.7.1, and a GPU of capability 8.0 or 9.0: A100, H100 or H200"
 CUDA_ERROR = "CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call.\n"
 
 

@@ -117,7 +117,7 @@ def _wide_cases() -> Iterator[Case]:
     for dtype, head_dim in product(("bf16", "fp16"), (64, 128)):
         is_sample = (dtype, head_dim) == ("bf16", 128)
         architectures = (90, 100) if is_sample else (90,)
-        yield wide_case(WIDE, dtype=dtype, head_dim=head_dim)._replace(architectures=architectures)
+        yield wide_case(WIDE, dtype=dtype, head_dim=head_dim)._replace(architectures=architectures, is_sample=is_sample)
     for switches in ({"HAS_WINDOW": True}, {"HAS_CAP": True}, {"HAS_SLOPES": True}, {"ROTARY_DIM": 32}, {"GROUPS": 7}):
         yield wide_case(WIDE, **switches)
     for wide in WIDE_CANDIDATES[1:]:
