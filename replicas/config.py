@@ -38,7 +38,7 @@ class EngineConfig:
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: load.py: choose_dtype
-    page_size: int | None = None  # token slots per page; None: load.py: choose_page_size
+    page_size: int = 32  # token slots per page; 64 gives wide tiles a kernel of their own on sm_90, and slower decodes
     num_pages: int | None = None  # None: from kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a share of the device's free memory, at most 1 GiB on a CPU
     host_cache_bytes: int | None = None  # KV that left the device; 0: none; None: load.py: choose_num_host_pages
@@ -56,7 +56,7 @@ class EngineConfig:
     prefix_sharing: bool = True
     eviction: PolicyName = "lookahead"  # which cached pages go first: cachetier/policy/, bench_eviction.py
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
-    cuda_graphs: bool = True  # replay steps of up to 512 rows as CUDA graphs; nothing on a CPU
+    cuda_graphs: bool = True  # replay steps of up to 2,048 rows as CUDA graphs; nothing on a CPU
     timeline: str | None = None  # file for trace events of layers and transfers; %p in it: the process id
     num_threads: int | None = None  # torch threads; None: what torch chooses
     session_ttl_s: float = 3600.0
@@ -70,7 +70,7 @@ class EngineConfig:
     truncation: Truncation = field(default_factory=Truncation)  # of sessions that outgrow the context window
 
     def __post_init__(self) -> None:
-        if self.page_size not in (None, 16, 32, 64):
+        if self.page_size not in (16, 32, 64):
             raise ConfigError(f"engine.page_size: must be 16, 32 or 64 (got {self.page_size})")
         for name, low in (("num_pages", 2), ("kv_cache_bytes", 1), ("max_context", 1), ("num_threads", 1)):
             value = getattr(self, name)

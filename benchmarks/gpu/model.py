@@ -10,7 +10,6 @@ from random_models import head_weights, kv_bytes_per_token, layer_weights, model
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import choose_page_size
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
@@ -45,11 +44,11 @@ class Model:
         self.config = model_config(name)
         self.dtype, self._max_batch = dtype, max_batch
         self._ids = torch.Generator().manual_seed(0)
-        self.page_size = choose_page_size(EngineConfig(), self.config, device, dtype)  # as served
+        self.page_size = EngineConfig().page_size  # as served
         tokens = max(p.shared + max_batch * (p.private + num_steps + _WARM_STEPS + 2) for p in prompts)
         num_pages = max(tokens, longest) // self.page_size + 2 * max_batch + _SPARE_PAGES
         self.decoder = Decoder(self.config, random_weights(self.config, device, dtype), max_context=4096)
-        graphs = step_graphs_for(self.decoder, max_batch)
+        graphs = step_graphs_for(self.decoder, max_batch, EngineConfig().max_batch_tokens)
         self.runner = Runner(self.decoder, num_pages, self.page_size, graphs, num_host_pages=num_host_pages)
 
     def decoding(

@@ -258,13 +258,6 @@ def stage(
     return launch
 
 
-def has_wide(device: torch.device, dtype: torch.dtype, *, head_dim: int, num_groups: int, page_size: int) -> bool:
-    """Tell whether wide tiles of a model get a launch of their own in pages of this size."""
-    sizes = {"head_dim": head_dim, "num_groups": num_groups, "page_size": page_size}
-    found = wide_config_of(**sizes, element_bytes=dtype.itemsize, architecture=_architecture(device))
-    return found is not None and not _given_up
-
-
 def is_interpreted() -> bool:
     """Tell whether kernels run in Python, on CPU tensors."""
     return not isinstance(attention_kernel, triton.runtime.JITFunction)

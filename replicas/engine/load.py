@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.kernels.native import library as native_library
 from mneme.kernels.native.library import BuildError, cache_folder, locked
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
-from mneme.kernels.triton.modules import triton_module
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
@@ -52,7 +51,6 @@ from mneme.replicas.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 1 << 30
-_PAGE_SIZE = 32
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
 _HOST_SHARE = 0.25  # of the memory that is available now, for KV that left a GPU; of all engines of the machine
 _HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a GiB, beside what is served first
@@ -106,14 +104,12 @@ def load_engine(
     check_capability(device)
     check_heads(model_config, device)
     dtype = choose_dtype(config.dtype, device, model_config.dtype)
-    page_size = choose_page_size(config, model_config, device, dtype)
-    config = replace(config, page_size=page_size)
     with _fitting("model: its weights do not", device):
         weights = load_weights(model_dir, model_config, device, dtype, report)
 
     def decoder_of(num_pages: int) -> Decoder:
         """No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table."""
-        max_context = min(config.max_context or model_config.max_context, num_pages * page_size)
+        max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
         return Decoder(model_config, weights, share=config.share, max_context=max_context)
 
     num_pages = choose_num_pages(config, model_config, device, dtype, device_share)
@@ -122,11 +118,13 @@ def load_engine(
             step_bytes = largest_step_bytes(decoder_of(num_pages), tokenizer, config, report)
         num_pages = choose_num_pages(config, model_config, device, dtype, device_share, step_bytes)
     decoder = decoder_of(num_pages)
-    make_graphs = step_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
+    make_graphs = step_graphs_for(decoder, config.max_running, config.max_batch_tokens) if config.cuda_graphs else None
     num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages, machine_share)
     timeline = None if config.timeline is None else Timeline()
     with _fitting("engine.num_pages, kv_cache_bytes: the pool does not", device):
-        runner = Runner(decoder, num_pages, page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline)
+        runner = Runner(
+            decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline
+        )
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
     with _fitting("engine.max_batch_tokens: a step of so many does not", device):
@@ -249,17 +247,6 @@ def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtyp
     return torch.bfloat16 if is_half and cpu_multiplies_bfloat16() else torch.float32
 
 
-def choose_page_size(config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Token slots per page: as configured, or 64 where wide tiles of pages of 64 get a launch of their own, else 32."""
-    if config.page_size is not None:
-        return config.page_size
-    backend = triton_module("backend") if device.type == "cuda" else None
-    wide = backend is not None and backend.has_wide(
-        device, dtype, head_dim=model.head_dim, num_groups=model.num_q_heads // model.num_kv_heads, page_size=64
-    )
-    return 64 if wide else _PAGE_SIZE
-
-
 def choose_num_pages(
     config: EngineConfig,
     model: DecoderConfig,
@@ -306,13 +293,13 @@ def choose_num_host_pages(
 
 
 def _page_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
-    return 2 * model.num_layers * model.kv_size * (config.page_size or _PAGE_SIZE) * dtype.itemsize
+    return 2 * model.num_layers * model.kv_size * config.page_size * dtype.itemsize
 
 
 def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
     """Count pages for every running sequence with its whole context, and as many again for what is cached."""
     context = min(model.max_context, config.max_context or model.max_context)
-    return 2 * config.max_running * (-(-context // (config.page_size or _PAGE_SIZE)) + 1)
+    return 2 * config.max_running * (-(-context // config.page_size) + 1)
 
 
 def _free_bytes(device: torch.device, device_share: float, step_bytes: int | None) -> float:

@@ -6,7 +6,7 @@ learned cost is left of them. On a device three things happen, in this order:
 
 - kernels: the launches of a few requests are recorded, then compiled by a pool of processes (`triton/precompile.py`).
 - one greedy and one drawn request run.
-- CUDA graphs: every shape of steps of up to 512 rows is captured, largest first (`StepGraphs.capture_all`).
+- CUDA graphs: every shape of steps of up to 2,048 rows is captured, largest first (`StepGraphs.capture_all`).
 """
 
 from __future__ import annotations
@@ -64,10 +64,9 @@ def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: En
     config = replace(
         _without_limits(config), prefix_sharing=False, max_waiting=max(config.max_waiting, config.max_running)
     )
-    num_rows, page_size = config.max_batch_tokens // config.max_running, config.page_size
-    assert page_size is not None  # whoever loads has chosen it
-    num_pages = config.max_running * (-(-num_rows // page_size) + 1)
-    runner = Runner(decoder, max(num_pages, 4 * _PREFILL_ROWS // page_size), page_size)
+    num_rows = config.max_batch_tokens // config.max_running
+    num_pages = config.max_running * (-(-num_rows // config.page_size) + 1)
+    runner = Runner(decoder, max(num_pages, 4 * _PREFILL_ROWS // config.page_size), config.page_size)
     with _saying_trouble():
         _compile(runner, tokenizer, config, report)
         _run_once(runner, tokenizer, config)

@@ -174,7 +174,7 @@ def test_traffic_over_the_whole_pool_is_replayed_and_no_buffer_of_graphs_moves(
 def test_graphs_that_were_captured_while_loading_serve_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its first step on, costs that are measured before it among them; which thread steps it is one to them."""
 
-    def graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs:
+    def graphs_for(decoder: Decoder, max_rows: int, _most: int) -> MakeGraphs:
         def make(run: Run, pool: KvPool) -> StepGraphs:
             return PlayedDevice(run).graphs(vocab_size=decoder.config.vocab_size, max_rows=max_rows)
 

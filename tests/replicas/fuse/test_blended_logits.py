@@ -151,6 +151,7 @@ def test_answers_over_documents_are_replayed_as_any_others(checkpoint: tuple[Pat
     found = {}
     for graphs in (None, make):
         engine = engine_of(checkpoint[0], make_graphs=graphs)
+        engine.runner.capture_graphs(8, 400, lambda _share: None)
         for name, order, blend in (("a", [0, 1, 2], {"selector": "none"}), ("b", [2, 0, 1], {"selector": "first-k"})):
             ask(engine, name, prompt_of(order), 20, **blend)
             found[name, graphs] = answers(run(engine))[name]

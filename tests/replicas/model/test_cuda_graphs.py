@@ -384,7 +384,7 @@ def mixed_answers(engine: Engine) -> dict[str, list[int]]:
     while engine.has_work:
         for event in engine.step():
             assert event.error is None
-            output[event.request_id].extend(event.token_ids)
+            output.setdefault(event.request_id, []).extend(event.token_ids)
     return output
 
 

@@ -118,9 +118,9 @@ def test_logits_of_a_prompt_are_made_in_slices(checkpoint: tuple[Path, Any], mon
     decoder, sizes = engine.runner._decoder, list[int]()  # whose head is asked
     logits = decoder.logits
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
+    def counted(hidden: torch.Tensor, *into: torch.Tensor | None) -> torch.Tensor:
         sizes.append(len(hidden))
-        return logits(hidden)
+        return logits(hidden, *into)
 
     monkeypatch.setattr(decoder, "logits", counted)
     monkeypatch.setattr(runner_module, "_MAX_LOGITS", 7 * engine.runner.vocab_size)

@@ -88,11 +88,15 @@ def test_each_kind_of_launch_has_its_graphs_and_steps_with_prompts_the_last_alon
         assert (len(found), device.num_eager) == (num_graphs, 0)
 
 
-@pytest.mark.parametrize(("max_sampled", "num_graphs"), [(1, 31), (128, 31), (256, 47), (512, 47)])
+@pytest.mark.parametrize(("max_sampled", "num_graphs"), [(1, 47), (128, 47), (256, 79), (512, 79)])
 def test_the_number_of_graphs_is_small(max_sampled: int, num_graphs: int) -> None:
-    """Of each kind of launch at most: 31 buckets of rows, 16 of which hold more than the few sampled rows."""
+    """Of each kind of launch at most: 47 buckets of rows, 32 of which hold more than the few sampled rows."""
     graphs = EchoDevice().graphs(vocab_size=1, max_rows=10**6, max_sampled=max_sampled)
-    sizes = [(rows, sampled) for rows in range(1, 513) for sampled in range(1, min(rows, max_sampled) + 1)]
+    sizes = [
+        (rows, sampled)
+        for rows in range(1, MAX_BUCKET + 1)
+        for sampled in {1, min(rows, max_sampled, 128), min(rows, max_sampled, 129), min(rows, max_sampled)}
+    ]
     padded = {(bucket_of(rows), graphs._sampled_bucket(bucket_of(rows), sampled)) for rows, sampled in sizes}
     assert len(padded) == num_graphs
     assert padded == {*graphs._sizes()}
@@ -126,7 +130,7 @@ def test_inputs_of_others_run_as_they_are() -> None:
 def test_captures_end_in_time_and_the_rest_runs_as_it_is() -> None:
     device = EchoDevice()
     graphs = device.graphs(vocab_size=3, max_rows=6)
-    seconds = iter((0.0, 10.0, 29.0, 31.0, 40.0, 40.0))
+    seconds = iter((0.0, 10.0, 59.0, 61.0, 70.0, 70.0))
     assert capture_all(graphs, lambda: next(seconds))[-1] == 1.0
     assert device.shapes == [8, 4]
     assert (step(graphs, 2, 4)[0, 0], device.num_eager, graphs.num_replays) == (4, 1, 0)
