@@ -2,7 +2,7 @@
 
 A copy from or to ordinary memory makes CUDA wait for all that was launched before, unseen: a step that is launched
 ahead of another would wait for it. Pinned memory comes from torch's cache, which gives it to nobody else before its
-copy is done. On a CPU both are the array itself.
+copy is done. On a CPU what is returned is the array itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Return an array on a device, for work of the current stream. The array may be changed afterwards."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def upload_into(target: Tensor, array: npt.NDArray[Any]) -> None:
+    """Write an array into a tensor of its shape and dtype, by work of the current stream."""
+    source = torch.from_numpy(array)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
 
 def download(tensor: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.triton.attention import key_position_kernel
 from mneme.kernels.triton.pack import NoRoom, PackedWork, Span
 from mneme.kernels.triton.tiles import Grid, Tiles, cut
+from mneme.kernels.upload import upload_into
 from mneme.kernels.work import WorkList
 
 _KEYS_PER_PROGRAM = 1024
-_STAGING_BUFFERS = 2
 # Words of each section where room is reserved: for each partial result as many as a tile has, so many at most.
 _WORDS_PER_SLOT = 8
 _MOST_RESERVED_WORDS = 1 << 16
@@ -54,7 +54,6 @@ class DeviceStep:
         self._last: tuple[WorkList, Grid, Tiles] | None = None
         self._plan: Plan | None = None
         self._placed: tuple[Tensor, int | None] | None = None  # slot positions and their version
-        self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
 
     def active(self) -> AbstractContextManager[object]:
         """Let launches go to this device."""
@@ -102,11 +101,10 @@ class DeviceStep:
         self._plan, self._placed = plan, (slot_position, version)
 
     def _forget(self) -> None:
-        """Take the buffers for unknown: the next plan is uploaded whole, from staging memory of its own."""
+        """Take the buffers for unknown: the next plan is uploaded whole."""
         if self._packed is not None:
             self._packed.forget()
         self._last = self._plan = self._placed = self.staged = None
-        self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
 
     def check_capture(self, plan: Plan) -> None:
         """Refuse to capture launches that would find another plan's work here when they are replayed."""
@@ -144,13 +142,8 @@ class DeviceStep:
 
     def _copy(self, words: np.ndarray[tuple[int], np.dtype[np.int32]], spans: list[Span]) -> None:
         self.uploaded_bytes += 4 * sum(end - start for start, end in spans)
-        if self.device.type != "cuda":
-            for start, end in spans:
-                self.words[start:end] = torch.from_numpy(words[start:end])
-            return
-        staging = self._staging[0]
-        self._staging.append(self._staging.pop(0))
-        staging.copy(words, spans, self.words)
+        for start, end in spans:
+            upload_into(self.words[start:end], words[start:end])
 
     def _make_room(self, plan: Plan, tiles: Tiles) -> None:
         """Make room for what kernels write. Raises NoRoom, and has changed nothing then."""
@@ -175,26 +168,6 @@ class DeviceStep:
             key_position_kernel[(-(-num_listed // pages),)](
                 self.key_position, slot_position, self.words, num_listed, PAGE_SIZE=plan.page_size, PAGES=pages
             )
-
-
-class _Staging:
-    """Pinned memory that is not written again before the copy out of it is done."""
-
-    def __init__(self) -> None:
-        self._words: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
-
-    def copy(self, words: np.ndarray[tuple[int], np.dtype[np.int32]], spans: list[Span], target: Tensor) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-        if self._words is None or len(self._words) != len(words):
-            self._words = torch.zeros(len(words), dtype=torch.int32, pin_memory=True)
-        staged = self._words.numpy()
-        for start, end in spans:
-            staged[start:end] = words[start:end]
-            target[start:end].copy_(self._words[start:end], non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record(torch.cuda.current_stream(target.device))
 
 
 class _Steps(threading.local):

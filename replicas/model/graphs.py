@@ -33,7 +33,7 @@ import torch
 from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.triton.modules import triton_trouble
-from mneme.kernels.upload import upload
+from mneme.kernels.upload import upload_into
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ class StepGraphs:
         packet = np.zeros(sum(sizes), np.int64)
         for part, array in zip(np.split(packet, np.cumsum(sizes)[:-1]), arrays, strict=True):
             part[: len(array)] = array
-        on_device = self._packet[: len(packet)].copy_(upload(packet, self._packet.device), non_blocking=True)
+        on_device = self._packet[: len(packet)]
+        upload_into(on_device, packet)
         token_ids, positions, slots, sources, sampled_rows = torch.split(on_device, sizes)
         if draws is not None:
             rows = slice(0, len(arrays[0]))
