@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SLAB_BYTES = 64 << 20  # other threads' calls of CUDA may wait while so much is pinned, about 20 ms
 _STAGING_BYTES = 16 << 20  # one way, for one layer of some pages
-# Of one layer of a save: what a load waits for, 0.15 ms on a bus of 55 GB/s. Pieces of 1 MiB went at 4 GB/s on an H100's
-# machine: each is some calls of Python, which the engine's launches wait for, too.
+# Of one layer of a save: what a load waits for, 0.15 ms on a bus of 55 GB/s. Pieces of 1 MiB went at 4 GB/s beside an
+# H100: each is some calls of Python, which the engine's launches wait for, too.
 _SAVE_BYTES = 8 << 20
 
 
