@@ -229,6 +229,7 @@ class Sequence:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of its prompt's tokens behind the first
     num_scored: int = 0  # of these
     is_ending: bool = False  # with the token that is on its way
+    num_put_back: int = 0  # times that it went back to the queue because its KV is not what it should be
 
     def __post_init__(self) -> None:
         self.context = self.context or self.ids

@@ -59,11 +59,13 @@ class SaveJob:
     token_ids: list[int]
     rotated: I32Array  # where each key is
     runs: list[TokenRun]
+    num_put_back: int  # of the sequence, when its pages were looked up
 
     @property
     def is_void(self) -> bool:
-        """Return whether its pages hold other KV than was to be computed: the sequence went back to the queue."""
-        return self.sequence.path is None
+        """Return whether nobody may have it: its pages hold other KV than was to be computed, as the sequence went back
+        to the queue for that, or its session was deleted meanwhile."""
+        return self.sequence.num_put_back != self.num_put_back or self.sequence.chain is None
 
     def put_off(self, chunk_tokens: int) -> None:
         """Let a later step try again, where the chunks behind are of no use without it: nobody can compute it anew."""
@@ -169,6 +171,7 @@ class SavePolicy:
                 token_ids=ids,
                 rotated=rotated,
                 runs=runs,
+                num_put_back=sequence.num_put_back,
             )
         ]
 

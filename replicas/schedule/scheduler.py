@@ -533,6 +533,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._forest.release(sequence.path)
             sequence.path = None
+            sequence.num_put_back += 1
             sequence.drop_found()
             if sequence.chain is not None:
                 sequence.chain.num_saved = 0

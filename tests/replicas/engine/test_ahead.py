@@ -25,6 +25,8 @@ from mneme.replicas.request import GenerationRequest, Grammar, SamplingParams, T
 from mneme.replicas.sequence import StepRows
 from mneme.replicas.sessions.sessions import SessionKey
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
+from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.connector.played_chunks import CHUNK_TOKENS, PlayedCache, make_played_engine
 from tests.replicas.fake_runner import Clock, FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
 
@@ -366,3 +368,26 @@ def test_a_step_costs_what_lies_between_two_ends() -> None:
         engine.step()
     assert noted
     assert all(seconds == 10.0 for _, seconds in noted[1:-1])
+
+
+def test_chunks_of_a_step_under_way_are_kept_if_its_request_ends_and_not_if_its_session_is_deleted() -> None:
+    """The step that completes a chunk is not committed yet when somebody says so."""
+    prompt = [i % 5 for i in range(2 * CHUNK_TOKENS - 3)]
+    num_chunks = []
+    for end in (lambda engine: engine.abort("a"), lambda engine: engine.sessions.delete(("", "s"))):
+        store = FakeStore()
+        cache = PlayedCache(store, 4)
+        engine = make_played_engine(FakeRunner(64, 4, runs_ahead=True), cache, Clock(), max_batch_tokens=64)
+        params = SamplingParams(temperature=0, max_tokens=20)
+        engine.submit(make_request("a", prompt, params, session_id="s"))
+        cache.play()
+        while sum(map(len, [s.context for s in engine.scheduler.running])) < 2 * CHUNK_TOKENS:
+            engine.step()
+        before = cache.cache.saver.counts.chunks
+        assert before == 1  # the second is complete with the row that is under way
+        end(engine)
+        run(engine)
+        num_chunks.append(cache.cache.saver.counts.chunks - before)
+        engine.close()
+    assert num_chunks[0] >= 1
+    assert num_chunks[1] == 0
