@@ -7,7 +7,7 @@ caller but `Event.wait` and `finish`.
 from __future__ import annotations
 
 import ctypes
-import mmap
+import os
 import platform
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from mneme.cachetier.pages.tier import SpanRecorder
 from mneme.errors import ConfigError
 from mneme.kernels.page_table import IntArray
 
-PIN_BYTES = mmap.PAGESIZE  # memory is pinned by whole pages of the system
+PIN_BYTES = os.sysconf("SC_PAGE_SIZE")  # memory is pinned by whole pages of the system
 _POPULATE_WRITE, _PREFERRED = 23, 1  # of madvise and mbind
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number; no library that is everywhere has it
