@@ -48,12 +48,10 @@ class PlainLinear:
             return y if self._bias is None else y.add_(self._bias)
         if out_dtype == torch.float32 and x.dtype is torch.float16:  # a sum beyond 65504 comes out in part
             y = F.linear(x * _HALF_PART, self._weight).float() / _HALF_PART
-            return y if self._bias is None else y.add_(self._bias)
-        if out_dtype == torch.float32 and x.dtype is torch.float16:  # a sum beyond 65504 comes out in part
-            y = F.linear(x * _HALF_PART, self._weight).float() / _HALF_PART
-            return y if self._bias is None else y.add_(self._bias)
-        y = F.linear(x, self._weight, self._bias)
-        y = y if out_dtype is None else y.to(out_dtype)
+            y = y if self._bias is None else y.add_(self._bias)
+        else:
+            y = F.linear(x, self._weight, self._bias)
+            y = y if out_dtype is None else y.to(out_dtype)
         return y if out is None else out.copy_(y)
 
     def weight_rows(self, index: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array on a device, for work of the current stream. The array may be changed afterwards."""
+    """Return an array on a device, for work of the current stream."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -107,6 +107,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         durable: DurableSessions | None = None,
         gate: Gate = NO_REPORT,
+        recovers: bool = True,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         """Make an engine.
@@ -116,10 +117,11 @@ class Engine:
                    predicted
         durable    the logs of sessions
         gate       says what of documents may be reused in place where a request leaves that to the engine
+        recovers   whether a step for which the device has no memory is computed again; else it raises
         """
         self.runner, self.connector, self.durable = runner, connector, durable
         self.costs = costs if costs is not None or connector is None else connector.costs
-        self._on_close = on_close
+        self._on_close, self._recovers = on_close, recovers
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self.grammars = Grammars(tokenizer, runner.vocab_size)
@@ -238,6 +240,8 @@ class Engine:
         except TransferFailed:
             self._compute_again("the host tier failed")
         except torch.OutOfMemoryError:
+            if not self._recovers:
+                raise
             self.scheduler.shrink()
             self.runner.free_memory()
             self._compute_again("the device is out of memory")
@@ -256,7 +260,8 @@ class Engine:
             raise
         if before is not None:
             self._commit(before)
-        self._flight = self._sample(flight, logits, is_ahead=before is not None)
+        self._flight = self._sample(flight, logits)
+        self.num_ahead += before is not None
         if not (self.runner.runs_ahead and batch):
             self._settle()
 
@@ -306,7 +311,8 @@ class Engine:
             yield expected
         finally:
             for sequence, _, placeholder in flight.expected:
-                assert sequence.ids.pop() == placeholder
+                token_id = sequence.ids.pop()
+                assert token_id == placeholder
                 if sequence.context is not sequence.ids:
                     sequence.context.pop()
 
@@ -314,7 +320,7 @@ class Engine:
         """Launch a step's moves and its forward pass; returns its logits, float32 [rows that sample, vocab]."""
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
         began_s = self.clock()
-        saves = [] if self.connector is None or expected is not None else self.connector.begin_step(batch)
+        saves = [] if self.connector is None or self.runner.runs_ahead else self.connector.begin_step(batch)
         logits = self.runner.forward(self.runner.prepare(batch, moves, saves, expected))
         flight = _Flight(
             batch=batch,
@@ -325,16 +331,14 @@ class Engine:
         )
         return flight, logits
 
-    def _sample(self, flight: _Flight, logits: torch.Tensor, *, is_ahead: bool) -> _Flight:
-        """Launch the draws of a step, once all is known that its rows are drawn by."""
+    def _sample(self, flight: _Flight, logits: torch.Tensor) -> _Flight:
+        """Launch the draws of a step, once all is known that they depend on, and copies of its chunks behind them."""
         if self.on_logits is not None:
             logits = self.on_logits(flight.sampling, logits)
         rows = [_sample_row(each) if self._is_alive(each) else _DROPPED for each in flight.sampling]
         flight.draws = sample(logits, rows)
-        if is_ahead:
-            self.num_ahead += 1
-            if self.connector is not None:
-                self.connector.save_launched(flight.batch)
+        if self.connector is not None and self.runner.runs_ahead:
+            self.connector.save_launched(flight.batch)
         return flight
 
     def _is_alive(self, sequence: Sequence) -> bool:
@@ -530,6 +534,7 @@ class Engine:
             self.scheduler.release_followers(sequence)
         sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
         reason = sequence.finish_reason(outcome.token_id)
+        sequence.num_retries = 0
         if reason is None:
             self._outbox.report(sequence)
         else:

@@ -73,7 +73,7 @@ def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: En
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        engine = Engine(runner, tokenizer, config)
+        engine = Engine(runner, tokenizer, config, recovers=False)
         for index in range(config.max_running):
             _submit(runner, engine, f"{index}", num_rows, replace(_ALL_OPTIONS, max_tokens=1))
         while engine.has_work:
@@ -115,7 +115,7 @@ def _compile(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, 
 def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
     """Run a greedy and a drawn request."""
     with runner.no_trace():
-        engine = Engine(runner, tokenizer, config)
+        engine = Engine(runner, tokenizer, config, recovers=False)
         for name, sampling in (("greedy", _GREEDY), ("drawn", _ALL_OPTIONS)):
             _submit(runner, engine, name, _NUM_ROWS, sampling)
         while engine.has_work:

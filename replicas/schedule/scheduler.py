@@ -41,8 +41,9 @@ from mneme.replicas.sequence import FoundChunks, Sequence, StepRows
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
 _NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
+_MOST_SHRUNK = 8  # times fewer rows
 _SHRUNK_STEPS = 1000  # that are smaller after one for which the device had no memory
-_MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
+_MAX_RETRIES = 2  # of steps that failed, by request and between two of its tokens: one that always fails ends it
 
 
 class Scheduler:
@@ -258,7 +259,9 @@ class Scheduler:
     def _make_budget(self, decodes: Collection[Sequence]) -> StepBudget:
         """Set a row aside for each decode, and its time where somebody's next token waits for the step."""
         self._num_shrunk = max(self._num_shrunk - 1, 0)
-        max_rows = self._max_batch_tokens if not self._num_shrunk else self._shrunk_tokens
+        max_rows = self._max_batch_tokens
+        if self._num_shrunk:  # whatever decodes leave, prompts go on
+            max_rows = max(self._shrunk_tokens, len(decodes) + self._forest.page_size)
         num_rows, seconds = max_rows - len(decodes), math.inf
         if self._costs is not None and any(sequence.num_output for sequence in decodes):
             decode_s = self._costs.decode_s(len(decodes), sum(len(sequence.context) for sequence in decodes))
@@ -268,7 +271,8 @@ class Scheduler:
     def shrink(self) -> None:
         """Halve the rows of prompts in a step for a while: the device had no memory for as many."""
         before = self._shrunk_tokens if self._num_shrunk else self._max_batch_tokens
-        self._shrunk_tokens, self._num_shrunk = max(before // 2, 1), _SHRUNK_STEPS
+        least = -(-self._max_batch_tokens // _MOST_SHRUNK)
+        self._shrunk_tokens, self._num_shrunk = max(before // 2, least), _SHRUNK_STEPS
 
     def _note_due(self, sequence: Sequence) -> float:
         """Note and return by when its prompt would be done, had what is left of it begun as it came."""

@@ -149,6 +149,7 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         rope=RopeTable.from_theta(1e4, 128, 8192), dtype=torch.bfloat16, slot_position=slot_position,
     )  # fmt: skip
     monkeypatch.setattr(cudnn, "LEAST_KEYS", 4096)
+    monkeypatch.setattr(cudnn, "is_on", True)
     placed, plan = on(torch.device("cuda"), scene), scene.plan()
     assert cudnn.has_long(torch.device("cuda"), torch.bfloat16, plan)
     got = placed.attend(plan)

@@ -74,11 +74,14 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("share", ["auto", "always"])
-def test_each_steps_plan_is_that_of_its_tables(decoder: Decoder, seed: int, share: Any) -> None:
+@pytest.mark.parametrize(("share", "runs_ahead"), [("auto", False), ("always", False), ("always", True)])
+def test_each_steps_plan_is_that_of_its_tables(
+    decoder: Decoder, seed: int, share: Any, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Among prompts that begin alike, twins, chunks of prompts, suspensions and pages that come back from the host."""
     rng = random.Random(seed)
     decoder.share = share
+    monkeypatch.setattr(Runner, "runs_ahead", runs_ahead)
     runner = CheckedRunner(decoder, rng.choice([60, 400]), PAGE_SIZE, num_host_pages=40)
     engine = Engine(runner, None, EngineConfig(max_batch_tokens=24, max_running=10))
     prefixes = [[rng.randrange(1, 3) for _ in range(rng.randrange(40))] for _ in range(3)]
@@ -94,6 +97,7 @@ def test_each_steps_plan_is_that_of_its_tables(decoder: Decoder, seed: int, shar
         engine.step()
         engine.forest.check()
     assert runner.num_kept > 10
+    assert (engine.num_ahead > 50) is runs_ahead
     assert share == "auto" or runner.num_shared > 0
     assert runner.num_by_tree > (0 if runner.is_windowed else 50)
     runner.close()
