@@ -439,10 +439,12 @@ def test_many_steps_without_memory_end_no_answer_that_goes_on() -> None:
     runner = FailingRunner(256, 4)
     engine = make_engine(runner=runner, num_pages=256, max_batch_tokens=32)
     for index in range(8):
-        engine.submit(make_request(f"r{index}", [index % 5, 2, 3], SamplingParams(temperature=0, max_tokens=90)))
+        engine.submit(make_request(f"r{index}", [index % 5, 2, 3], SamplingParams(temperature=0, max_tokens=40)))
     events = list[TokenEvent]()
-    for _ in range(4):  # each time they are computed anew, by few rows a step, and go on by some tokens
-        events += [event for _ in range(45) for event in engine.step()]
+    for _ in range(5):  # more than a request may lose between two tokens
+        before = engine.in_flight
+        while any(engine.in_flight[name] <= count for name, count in before.items()):
+            events += engine.step()
         runner.error = torch.OutOfMemoryError("CUDA out of memory")
     engine.submit(make_request("late", [i % 5 for i in range(50)], SamplingParams(temperature=0, max_tokens=2)))
     events += run(engine)
