@@ -501,7 +501,9 @@ class StepRows:
     def is_special(self) -> bool:
         """Return whether its outcome is more than a token: what documents are chosen by, or what a prompt says."""
         sequence = self.sequence
-        return sequence.blend is not None or sequence.parent is not None or sequence.request.reads_prompt
+        if sequence.parent is not None:
+            return True
+        return not sequence.num_output and (sequence.blend is not None or sequence.request.reads_prompt)
 
     @property
     def narrowed(self) -> IntArray:
