@@ -144,7 +144,7 @@ class KvConnector:
         lost = self.loader.end() if has_loads else None
         if lost:
             retract(lost)
-        self.saver.end(unsound)
+        self.saver.end(unsound, is_doubtful=bool(lost))
 
     def end(self, sequence: RunningSequence, *, is_sound: bool) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""

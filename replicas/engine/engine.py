@@ -559,7 +559,8 @@ class Engine:
         is_sound = reason != "error" or isinstance(error, MnemeError)
         kept = finished_turn(sequence, self._tokenizer) if request.session_id is not None and is_sound else None
         if self.connector is not None:
-            self.connector.end(sequence, is_sound=is_sound)
+            is_known = self._flight is None or not self._flight.has_loads  # whether what it reads has come
+            self.connector.end(sequence, is_sound=is_sound and is_known)
         self.scheduler.remove(sequence)
         if request.leaves_nothing:
             self.forest.drop_salts(lambda salt: salt == request.kv_salt, is_counted=False)

@@ -185,8 +185,9 @@ class FakeSaver:
     def begin(self, jobs: Sequence[SaveJob]) -> None:
         self._saves = [_Save(job, self._copied(job)) for job in jobs]
 
-    def end(self, unsound: Collection[object] = ()) -> None:
+    def end(self, unsound: Collection[object] = (), *, is_doubtful: bool = False) -> None:
         saves, self._saves = self._saves, []
+        saves = [save for save in saves if not (is_doubtful and save.job.sequence.path is None)]
         self._put([save for save in saves if not save.job.is_void and save.job.sequence not in unsound])
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
