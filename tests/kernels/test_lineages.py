@@ -146,7 +146,7 @@ def test_calls_do_not_grow_with_the_shared_prefix(num_own: int) -> None:
         own = [[2000 + 10 * i + j for j in range(num_own)] for i in range(num_sequences)]
         return [([*range(num_shared), *pages], [ALL_VISIBLE] * (num_shared + num_own)) for pages in own]
 
-    assert abs(num_calls(tables(128, 1024)) - num_calls(tables(128, 256))) < 16
+    assert abs(num_calls(tables(128, 1024)) - num_calls(tables(128, 256))) < 64  # of 768 pages more; some are met first
     assert num_calls(tables(128, 1024)) < 8 * 128
     plan = both(tables(128, 256), QueryRows(np.arange(128), np.full(128, 1 << 20)))[1]
     assert len(plan.work.page_id) <= 256 + 128 * (num_own + 4)
