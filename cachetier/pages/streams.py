@@ -21,6 +21,7 @@ from torch import Tensor
 from mneme.cachetier.pages.tier import SpanRecorder
 from mneme.errors import ConfigError
 from mneme.kernels.page_table import IntArray
+from mneme.kernels.upload import upload
 
 PIN_BYTES = os.sysconf("SC_PAGE_SIZE")  # memory is pinned by whole pages of the system
 _POPULATE_WRITE, _PREFERRED = 23, 1  # of madvise and mbind
@@ -120,9 +121,8 @@ class CudaStream:
         return CudaEvent(event)
 
     def upload(self, ids: IntArray) -> Tensor:
-        # From memory that is not pinned the driver may first wait for the stream.
         with torch.cuda.stream(self._stream):
-            return torch.from_numpy(ids).pin_memory().to(self._stream.device, non_blocking=True)
+            return upload(ids, self._stream.device)
 
 
 class CudaStreams:
