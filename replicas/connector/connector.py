@@ -3,7 +3,7 @@
 Engine._start     look_up     a sequence that begins is looked for; the scheduler waits for the answer, not for long:
                               then it computes the first rows, and what comes before the last of them is still used
 Scheduler._admit              pages for what was found (`forest/paths.py: graft`)
-Engine._step      begin_step  chunks that the step completes
+Engine._launch    begin_step  chunks that the step completes; where steps are launched ahead, `save_launched` behind it
 Runner.prepare                loads and saves begin (`ChunkLoader`, `ChunkSaver`); layers are waited for, and told
 Engine._commit    end_step    what did not come is taken back, what is sound goes to the store
 Engine._finish    end         a request's last chunk
@@ -121,9 +121,9 @@ class KvConnector:
         return self._saves.of_step(batch)
 
     def save_launched(self, batch: Sequence[StepRows]) -> None:
-        """Save the chunks that a step completes which was launched before its last tokens were known.
+        """Save the chunks that a step completes, which is launched whole; all tokens before its draws are known by now.
 
-        They are copied behind what was launched so far, and confirmed by `end_step`.
+        They are copied behind what was launched so far, whoever waits for the step, and confirmed by `end_step`.
         """
         self.saver.begin(self._saves.of_step(batch))
         self.saver.all_launched()

@@ -4,8 +4,9 @@
 from its first token on, some chunks a step, under keys that are its alone. A chunk that the store is known to have is
 not saved again.
 
-*How*: the chunks that a step completes are copied out of a device layer by layer while it computes the layers above, on
-a CPU all layers at once when it ends; what ends with a request is copied after the step. A second thread makes chunks
+*How*: the chunks that a step completes are copied out of a device behind all that was launched of it, where steps are
+launched ahead, else layer by layer while it computes the layers above; on a CPU all layers at once when it ends; what
+ends with a request is copied after the step. A second thread makes chunks
 of the copies, with their checksums, and puts them into the store. What is to be saved waits in a write buffer of
 bounded size; if that is full, chunks are not saved, and nobody waits. Before pages get another owner, `before_reuse`
 waits until their copies are done.

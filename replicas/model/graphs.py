@@ -11,7 +11,7 @@ step that waits for pages on their way, writes keys at other positions, recomput
 for no bucket then: padding would be for nothing).
 
 A step that completes chunks for the cache tier is replayed like any other: saves read pages, not activations, so they
-begin when it has run (`ChunkSaver.end`). What is captured never tells them of a layer.
+begin behind its launch (`KvConnector.save_launched`). What is captured never tells them of a layer.
 
 A capture that fails is counted, and its steps run as they are; after several in a row no other is tried.
 """

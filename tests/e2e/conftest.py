@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.server_process import SERVE, SERVE_LOCAL, ServerProcess, free_port
+from tests.e2e.server_process import SERVE, SERVE_LOCAL, ServerProcess, free_port, running, serving
 
 # A pool smaller than what the tests allow memory to grow by: its pages are touched one after the other.
 # In float32 the same tokens come out whatever the batch, so answers can be compared.
@@ -34,29 +34,15 @@ SMALL_SETTINGS = (
 
 @pytest.fixture(scope="session")
 def server_process() -> Iterator[ServerProcess]:
-    process = ServerProcess([*SERVE, "mneme-tiny", "--replicas", "2", "--port", str(free_port()), *SETTINGS])
-    try:
-        process.await_ready()
+    with serving(*SERVE, "mneme-tiny", "--replicas", "2", "--port", str(free_port()), *SETTINGS) as process:
         yield process
-        process.stop()
-        assert process.process.returncode == 0, process.lines
-        assert process.left_behind() == []
-    finally:
-        process.discard()
 
 
 @pytest.fixture(scope="session")
 def local_process() -> Iterator[ServerProcess]:
     """One engine and its API in one process, without Ray."""
-    process = ServerProcess([*SERVE_LOCAL, "mneme-tiny", "--port", str(free_port()), *SETTINGS])
-    try:
-        process.await_ready()
+    with serving(*SERVE_LOCAL, "mneme-tiny", "--port", str(free_port()), *SETTINGS) as process:
         yield process
-        process.stop()
-        assert process.process.returncode == 0, process.lines
-        assert process.left_behind() == []
-    finally:
-        process.discard()
 
 
 @pytest.fixture(scope="session", params=["server_process", "local_process"], ids=["cluster", "local"])
@@ -69,12 +55,9 @@ def each_server(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def small_process() -> Iterator[ServerProcess]:
     """One replica with few pages, a key, and few connections for an address; the last test that has it stops it."""
-    process = ServerProcess([*SERVE, "mneme-tiny", "--replicas", "1", "--port", str(free_port()), *SMALL_SETTINGS])
-    try:
+    with running(*SERVE, "mneme-tiny", "--replicas", "1", "--port", str(free_port()), *SMALL_SETTINGS) as process:
         process.await_ready()
         yield process
-    finally:
-        process.discard()
 
 
 @pytest.fixture(scope="session")

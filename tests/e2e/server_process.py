@@ -11,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 START_LIMIT_S = 300.0
@@ -146,3 +147,24 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+@contextmanager
+def running(*command: str) -> Iterator[ServerProcess]:
+    """Start a process; whatever happens within, nothing of it is left."""
+    process = ServerProcess(command)
+    try:
+        yield process
+    finally:
+        process.discard()
+
+
+@contextmanager
+def serving(*command: str) -> Iterator[ServerProcess]:
+    """Start a server and wait until it answers; it then has to stop in order and to leave nothing behind."""
+    with running(*command) as process:
+        process.await_ready()
+        yield process
+        process.stop()
+        assert process.process.returncode == 0, process.lines
+        assert process.left_behind() == []

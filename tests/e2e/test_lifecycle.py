@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,19 +16,10 @@ import pytest
 from mneme.replicas.model.config import EMBEDDED_MODEL, model_directory
 from tests.cluster.bad_request_checks import check_error_object
 from tests.e2e.conftest import KEY, PAGE_SIZE, SMALL_PAGES
-from tests.e2e.server_process import SERVE, SERVE_FAKE, ServerProcess, free_port
+from tests.e2e.server_process import SERVE, SERVE_FAKE, ServerProcess, free_port, running
 from tests.fakes.fake_engine import expected_tokens
 
 pytestmark = pytest.mark.e2e
-
-
-@contextmanager
-def running(*command: str) -> Iterator[ServerProcess]:
-    process = ServerProcess(command)
-    try:
-        yield process
-    finally:
-        process.discard()
 
 
 def fake_server() -> tuple[str, ...]:

@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -22,7 +20,7 @@ from mneme.cluster.local import check_local
 from mneme.config import parse
 from mneme.errors import ConfigError
 from tests.cluster.bad_request_checks import check_error_object
-from tests.e2e.server_process import SERVE_LOCAL, ServerProcess, free_port
+from tests.e2e.server_process import SERVE_LOCAL, free_port, running
 
 # Serves until it is interrupted; then that has closed it.
 SERVE_LLM = """
@@ -42,15 +40,6 @@ except MnemeError as error:
     print(error)
 print("ray" in sys.modules)
 """
-
-
-@contextmanager
-def running(*command: str) -> Iterator[ServerProcess]:
-    process = ServerProcess(command)
-    try:
-        yield process
-    finally:
-        process.discard()
 
 
 def local(*arguments: str) -> tuple[str, ...]:
