@@ -81,7 +81,7 @@ class _Flight:
     batch: list[StepRows]
     draws: Draws
     began_s: float
-    is_special: bool  # documents or reads of prompts: the next step cannot be scheduled before it is committed
+    is_special: bool  # documents or reads of prompts: committed at once, as its outcome decides more than tokens
     has_loads: bool  # of pages; likewise
     is_timed: bool = True  # what it took is what such a step costs
     # Sequence, its row in the draws, and what stood for its token while the next step was scheduled.
@@ -262,7 +262,8 @@ class Engine:
             self._commit(before)
         self._flight = self._sample(flight, logits)
         self.num_ahead += before is not None
-        if not (self.runner.runs_ahead and batch):
+        # What a step loads may not come, and nobody else is to hold it before that is known.
+        if not (self.runner.runs_ahead and batch) or self._flight.is_special or self._flight.has_loads:
             self._settle()
 
     def _settle(self) -> None:
@@ -281,7 +282,7 @@ class Engine:
 
     def _must_wait(self, flight: _Flight) -> bool:
         """Return whether what is scheduled next depends on more of a step than the ids of its tokens."""
-        if flight.is_special or flight.has_loads or self.scheduler.gathering:
+        if self.scheduler.gathering:
             return True
         windows = ((s.window, len(s.context)) for s in flight.sampling)
         return any(window is not None and num_tokens >= window for window, num_tokens in windows)
@@ -559,8 +560,7 @@ class Engine:
         is_sound = reason != "error" or isinstance(error, MnemeError)
         kept = finished_turn(sequence, self._tokenizer) if request.session_id is not None and is_sound else None
         if self.connector is not None:
-            is_known = self._flight is None or not self._flight.has_loads  # whether what it reads has come
-            self.connector.end(sequence, is_sound=is_sound and is_known)
+            self.connector.end(sequence, is_sound=is_sound)
         self.scheduler.remove(sequence)
         if request.leaves_nothing:
             self.forest.drop_salts(lambda salt: salt == request.kv_salt, is_counted=False)

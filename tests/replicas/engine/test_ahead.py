@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from mneme import LLM
-from mneme.errors import DeadlineExceeded, TransferFailed
+from mneme.cachetier.chunk.header import Miss
+from mneme.errors import DeadlineExceeded, PinRefused, TransferFailed
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import engine as engine_module
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.model import runner as runner_module
 from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.runner import Runner
@@ -393,6 +395,26 @@ def test_chunks_of_a_step_under_way_are_kept_if_its_request_ends_and_not_if_its_
         engine.close()
     assert num_chunks[0] >= 1
     assert num_chunks[1] == 0
+
+
+def test_nobody_can_hold_what_is_being_loaded_before_it_has_come() -> None:
+    """A pin between the launch of a load that is lost and its commit would keep the page, for whoever comes next."""
+    store, prompt = FakeStore(), [i % 5 for i in range(2 * CHUNK_TOKENS)]
+    for is_late in (False, True):
+        cache = PlayedCache(store, 4, load="always")
+        cache.loader.is_late = lambda is_late=is_late: is_late
+        store.fault = lambda header, layer, is_late=is_late: Miss.ABSENT if is_late else None
+        engine = make_played_engine(FakeRunner(64, 4, runs_ahead=True), cache, Clock(), max_batch_tokens=64)
+        engine.submit(make_request("a", prompt, SamplingParams(temperature=0, max_tokens=3)))
+        events = list[TokenEvent]()
+        while engine.has_work:
+            cache.play()
+            events += engine.step()
+            with suppress(PinRefused):
+                pin_prefix(engine, "", prompt)
+        assert tokens_of(events, "a") == continuation(prompt, 3, 5)
+        assert is_late == bool(engine.scheduler.num_retracted)
+        engine.close()
 
 
 def test_pages_of_chunks_under_way_get_new_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
