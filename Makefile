@@ -24,7 +24,7 @@ READY := .venv/.ready
 DEV_READY := .venv/.dev-ready
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help setup setup-dev serve test test-all test-torch faults kernels-compile lint format train gpu clean
+.PHONY: help setup setup-dev serve check check-tests test test-all test-torch faults kernels-compile lint format train gpu clean
 
 setup: $(READY) # .venv with what `mneme serve` needs
 setup-dev: $(DEV_READY) # and with tests, linters and types
@@ -47,11 +47,18 @@ $(DEV_READY): $(READY)
 serve: $(READY) # the embedded model, or MODEL=, on PORT
 	exec $(BIN)/mneme serve $(MODEL) $(if $(REPLICAS),--replicas $(REPLICAS)) --host 127.0.0.1 --port $(PORT)
 
-test: $(DEV_READY) # all tests but the slow ones and those of a GPU
+# No test of these imports torch or starts Ray; property tests try a fifth of their examples.
+check: $(DEV_READY) # style, types, and all tests that need no model and no Ray: two minutes
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint check-tests
+
+check-tests: $(DEV_READY)
+	MNEME_TEST_BUDGET=small $(PYTEST) -m "(policy or http) and not slow" $(PYTEST_ARGS)
+
+test: $(DEV_READY) # the test suite: ten minutes; -m policy, kernels, engine, tier, http or e2e in PYTEST_ARGS chooses
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: test # the slow ones too
-	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
+test-all: $(DEV_READY) # what `make test` leaves out: many examples of each property, long fault loops, whole benchmarks
+	MNEME_TEST_BUDGET=large $(PYTEST) -m "(slow or hypothesis) and not gpu" $(PYTEST_ARGS)
 
 # Long fault and kill loops of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
 FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/connector/test_cached_traffic.py

@@ -1,29 +1,68 @@
-"""Settings of every test process: one thread per process, no hub, and Ray's authentication stated, not inherited.
+"""Settings of every test process, and the layer that each test belongs to.
 
-Without a GPU Triton kernels run in Triton's interpreter. It reads its variable when triton is first imported, which any
-test may cause, so the choice is made here; what compiles kernels does so in a process of its own, without the variable.
+One thread per process, no hub, and Ray's authentication stated, not inherited. Without a GPU Triton kernels run in
+Triton's interpreter, which reads its variable when triton is first imported; what compiles kernels does so in a process
+of its own, without the variable.
+
+This file imports no torch, and no test of `policy` or `http` does: they are what `make check` runs.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of several processes starve each other
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis
 import pytest
-import torch
 
 # How long an example takes decides nothing. Where a change is judged (CI=true), its examples are the same each time.
 hypothesis.settings.register_profile("any-machine", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("any-machine")
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+# A test's layer is that of its folder, the innermost that is named here, unless its file or the test itself says one.
+LAYER_BY_FOLDER = {
+    ".": "policy",  # no model, no torch and no Ray
+    "benchmarks": "engine",
+    "cachetier": "tier",
+    "cachetier/chunk": "policy",
+    "cachetier/policy": "policy",
+    "cluster/http": "http",
+    "cluster/metrics": "http",
+    "e2e": "e2e",
+    "kernels": "kernels",
+    "replicas/cache_faults": "tier",
+    "replicas/model": "engine",
+    "training": "engine",
+}
+LAYERS = set(LAYER_BY_FOLDER.values())
+WITHOUT_TORCH = {"policy", "http"}
+
+
+def layers_of(item: pytest.Item) -> set[str]:
+    """Return the layers of a test; it may be of two."""
+    said = {mark.name for mark in item.iter_markers()} & LAYERS
+    if said:
+        return said
+    folder = item.path.parent.relative_to(Path(__file__).parent)
+    return {next(LAYER_BY_FOLDER[str(each)] for each in (folder, *folder.parents) if str(each) in LAYER_BY_FOLDER)}
+
+
+@pytest.fixture(autouse=True)
+def _no_torch_in_policy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Assert that a test which is to run without torch does not import it; other layers of the process may have."""
+    was_there = "torch" in sys.modules
+    yield
+    if not was_there and layers_of(request.node) <= WITHOUT_TORCH:
+        assert "torch" not in sys.modules, "a test of policy imports torch; mark it `engine` if it needs a model"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -32,17 +71,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\n{report.nodeid} is tried again:\n{report.longreprtext}", file=sys.__stdout__, flush=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups, and pytest the markers that are asked for, behind it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, one runs all that starts a Ray cluster, first; other files go to whichever is idle.
+    """Mark each test's layers. With several workers, one runs all that starts a Ray cluster, first; other files go to
+    whichever is idle.
 
     Where a change is judged (CI=true), what fails beside a real cluster is tried once more, so that one
     stall of a machine does not hide what the others say; the first failure is printed, and is a defect all the same.
     """
-    if "CI" in os.environ:
-        for item in items:
-            if item.get_closest_marker("e2e"):
-                item.add_marker(pytest.mark.flaky(reruns=1))
+    for item in items:
+        for layer in layers_of(item):
+            item.add_marker(layer)
+        if "CI" in os.environ and item.get_closest_marker("e2e"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     if not config.getoption("loadgroup", False):  # what --dist loadgroup is called in a worker
         return
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)

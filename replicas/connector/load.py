@@ -16,16 +16,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mneme.cachetier.chunk.header import Miss
-from mneme.cachetier.pages.streams import Event
 from mneme.primitives import Workers
 from mneme.replicas.connector.fetch import Fetch
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.moves import Graft, GraftPiece
 from mneme.replicas.forest.pages import Page
+
+if TYPE_CHECKING:
+    from mneme.cachetier.pages.streams import Event
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain as chained
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.header import I32Array, U8Array, make_chunk
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage, session_lineage
-from mneme.cachetier.pages.streams import Event
 from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded, Workers
@@ -37,6 +37,9 @@ from mneme.replicas.forest.pages import DEVICE, Path
 from mneme.replicas.forest.paths import references_of
 from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
+
+if TYPE_CHECKING:
+    from mneme.cachetier.pages.streams import Event
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,12 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.triton.modules import triton_module
 from mneme.kernels.work import Share
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, make_chunk_pages
+from mneme.replicas.connector.device_pages import make_chunk_pages
+from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
 from mneme.replicas.engine.engine import make_forest
 from mneme.replicas.engine.share_fit import features_of, fitted
+from mneme.replicas.model.draws import SampleRow
 from mneme.replicas.model.graphs import CudaCapture
-from mneme.replicas.model.sampler import SampleRow, sample
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence
@@ -328,7 +329,9 @@ class _Bench:
         inputs = self._runner.prepare(batch, self._forest.drain_moves(can_copy=False))
         logits = self._runner.forward(inputs)
         sampling = [part.sequence for part in batch if part.samples]
-        sampled = sample(logits, [SampleRow(_GREEDY, 0, 0, sequence.num_output) for sequence in sampling]).wait()
+        sampled = self._runner.sample(
+            logits, [SampleRow(_GREEDY, 0, 0, sequence.num_output) for sequence in sampling]
+        ).wait()
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)
         seconds = self._clock() - started_s

@@ -6,7 +6,7 @@
            Runner.prepare                              page tables -> plan, tokens and slots -> tensors
            Runner.forward                              logits of the rows that sample
            Engine._commit                              of the step before: tokens, ends, pages given back, events
-           sampler.sample                              a token of each
+           Runner.sample                               a token of each
 
 One thread calls an engine (`EngineLoop` gives it one).
 
@@ -34,8 +34,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.primitives import LazyHeap
@@ -50,7 +48,7 @@ from mneme.replicas.fuse.blend import make_blend
 from mneme.replicas.fuse.controller import Controller
 from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
-from mneme.replicas.model.sampler import NO_DRAWS, Draws, Expected, Sampled, SampleRow, sample
+from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
@@ -61,6 +59,8 @@ from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
 from mneme.replicas.text.grammar import Grammars, without
 
 if TYPE_CHECKING:
+    import torch
+
     from mneme.cachetier.policy.cost_model import CostModel
     from mneme.replicas.connector.connector import KvConnector
     from mneme.replicas.model.runner import Runner
@@ -79,7 +79,7 @@ class _Flight:
     """Holds a step that was launched and whose tokens are not known to the host yet."""
 
     batch: list[StepRows]
-    draws: Draws
+    draws: Draws = field(init=False)
     began_s: float
     is_special: bool  # documents or reads of prompts: committed at once, as its outcome decides more than tokens
     has_loads: bool  # of pages; likewise
@@ -239,8 +239,8 @@ class Engine:
             self._step()
         except TransferFailed:
             self._compute_again("the host tier failed")
-        except torch.OutOfMemoryError:
-            if not self._recovers:
+        except Exception as error:
+            if not (self._recovers and self.runner.is_out_of_memory(error)):
                 raise
             self.scheduler.shrink()
             self.runner.free_memory()
@@ -325,7 +325,6 @@ class Engine:
         logits = self.runner.forward(self.runner.prepare(batch, moves, saves, expected))
         flight = _Flight(
             batch=batch,
-            draws=NO_DRAWS,
             began_s=began_s,
             is_special=any(part.is_special for part in batch),
             has_loads=bool(moves.loads or moves.grafts),
@@ -337,7 +336,7 @@ class Engine:
         if self.on_logits is not None:
             logits = self.on_logits(flight.sampling, logits)
         rows = [_sample_row(each) if self._is_alive(each) else _DROPPED for each in flight.sampling]
-        flight.draws = sample(logits, rows)
+        flight.draws = self.runner.sample(logits, rows)
         if self.connector is not None and self.runner.runs_ahead:
             self.connector.save_launched(flight.batch)
         return flight

@@ -30,8 +30,8 @@ from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
+from mneme.replicas.connector.device_pages import make_chunk_pages
 from mneme.replicas.connector.load import ChunkLoader
-from mneme.replicas.connector.pages import make_chunk_pages
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine

@@ -44,8 +44,9 @@ from mneme.replicas.fuse.fusor import DocumentRows, Fusor
 from mneme.replicas.fuse.selectors import FloatArray, filter_counts
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+from mneme.replicas.model.draws import Draws, Expected, SampleRow
 from mneme.replicas.model.graphs import MakeGraphs, fill_in
-from mneme.replicas.model.sampler import Expected, prompt_logprobs
+from mneme.replicas.model.sampler import prompt_logprobs, sample
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.sequence import StepRows
 
@@ -195,6 +196,14 @@ class Runner:
             return torch.empty(0, self.vocab_size)
         logits = self.launch(inputs) if self.graphs is None else self.graphs.forward(inputs)
         return logits[: inputs.num_sampled]
+
+    def sample(self, logits: torch.Tensor, rows: collections.abc.Sequence[SampleRow]) -> Draws:
+        """Launch the draw of a token for each row of logits, float32 [rows, vocab], which are changed in place."""
+        return sample(logits, rows)
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Return whether a step failed because the device had no memory for it."""
+        return isinstance(error, torch.OutOfMemoryError)
 
     def take_scores(self) -> list[tuple[StepRows, FloatArray]]:
         """Take what rows of the last step found of documents: see `Blend.note_scores`."""

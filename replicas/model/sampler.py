@@ -27,30 +27,12 @@ import torch
 from mneme.kernels.ops import best_tokens, draw_tokens, draw_whole, mask_logits
 from mneme.kernels.torch.ops import invert
 from mneme.kernels.upload import download, upload
+from mneme.replicas.model.draws import Sampled, SampleRow
 from mneme.replicas.request import Logprobs, PromptLogprobs, SamplingParams
-from mneme.replicas.sequence import TokenCounts
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 _MASK_64 = (1 << 64) - 1
 _NUM_CANDIDATES = 256
-
-
-class SampleRow(NamedTuple):
-    """Holds what the sampler needs to know of one sequence."""
-
-    params: SamplingParams
-    seed: int
-    choice_index: int
-    position: int  # of the token to draw: 0 is the first output token
-    barred_ids: Sequence[int] = ()  # may not be drawn now
-    mask: npt.NDArray[np.int32] | None = None  # bit i of word j: token 32 j + i may be drawn; of all tokens; None: any
-    seen: TokenCounts | None = None  # prompt and output; needed where there is a repetition penalty
-    drawn: TokenCounts | None = None  # output; needed where there is a presence or frequency penalty
-
-
-class Sampled(NamedTuple):
-    token_id: int | None  # None: the model's logits are not finite, nothing can be drawn
-    logprobs: Logprobs | None
 
 
 # A row's number, tokens, and a value for all or for each of them.
@@ -79,8 +61,8 @@ class _Told:
     top_ids: torch.Tensor  # int64 [rows, most]
 
 
-class Draws:
-    """Holds the tokens that a step drew. They may be on their way from the device still."""
+class TensorDraws:
+    """`Draws` of a device: on CUDA they come to the host beside what is launched behind them."""
 
     def __init__(self, tokens: torch.Tensor, params: Sequence[SamplingParams], told: _Told | None) -> None:
         """
@@ -114,25 +96,8 @@ class Draws:
         return sampled
 
 
-NO_DRAWS = Draws(torch.empty(0, dtype=torch.int32), (), None)
-
-
-class Expected(NamedTuple):
-    """Tells which placeholders stand for the tokens of a step, in ids on the host, until these are known there."""
-
-    draws: Draws
-    first: int  # the placeholder of its first row, below -1; the next row's is one less, and so on
-
-    def placeholder(self, row: int) -> int:
-        return self.first - row
-
-    def sources(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the row that each of these ids stands for; -1 where it is a token's."""
-        return np.where(token_ids < -1, self.first - token_ids, -1)
-
-
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> TensorDraws:
     """Draw one token per row. On a GPU this launches the draws and waits for nothing.
 
     logits  float32 [num_rows, vocab_size]; changed in place
@@ -146,7 +111,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
     if tokens is None:
         drawn = [-1 if token_id is None else token_id for token_id in _draw(logits, rows)]
         tokens = upload(np.array(drawn, np.int32), logits.device)
-    return Draws(tokens, params, None if raw is None or at is None else _tell(raw, tokens[at], told, params))
+    return TensorDraws(tokens, params, None if raw is None or at is None else _tell(raw, tokens[at], told, params))
 
 
 def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mneme.replicas.engine.commands import COMMANDS, KvTier, Query
-from mneme.replicas.engine.engine import Engine
 from mneme.replicas.sessions.journal import take_over
 from mneme.replicas.sessions.sessions import SessionKey
+
+if TYPE_CHECKING:
+    from mneme.replicas.engine.engine import Engine
 
 T = TypeVar("T")
 

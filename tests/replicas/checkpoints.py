@@ -14,8 +14,8 @@ from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, StepInputs
+from mneme.replicas.model.draws import Expected
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.model.sampler import Expected
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.sequence import StepRows
 

@@ -8,18 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, checksum
 from mneme.cachetier.chunk.keys import Lineage, LineageKind
-from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel, Terms
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
-from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import connect
-from mneme.replicas.fuse.report import NO_REPORT, Gate
-from mneme.replicas.model.decoder import Decoder
-from tests.replicas.tiered_engine import PAGE_SIZE, RecordingRunner
 
 CHUNK_TOKENS = 64
 Fault = Callable[[ChunkHeader, int], Miss | None]  # of a chunk's layer
@@ -119,18 +111,6 @@ def _common(chunk: Chunk, wanted: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else len(ours)
 
 
-def fingerprint_of(decoder: Decoder) -> ModelFingerprint:
-    config = decoder.config
-    layout = ChunkLayout(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype="float32",
-        chunk_tokens=CHUNK_TOKENS,
-    )
-    return ModelFingerprint(weights="00", layout=layout, inv_freq=config.rope.inv_freq)
-
-
 class SlowRows(CostModel):
     """Loading is always worth it, whatever is measured: a row takes so long."""
 
@@ -146,22 +126,3 @@ class SlowRows(CostModel):
 
     def note_step(self, sequences: Sequence[tuple[int, int]], seconds: float) -> None:
         pass
-
-
-def make_cached_engine(
-    decoder: Decoder,
-    store: FakeStore,
-    *,
-    num_pages: int = 64,
-    num_host_pages: int = 0,
-    costs: CostModel | None = None,
-    config: CacheConfig | None = None,
-    gate: Gate = NO_REPORT,
-    **options: object,
-) -> Engine:
-    """An engine with a cache tier."""
-    fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
-    runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
-    connector = connect(runner, store, fingerprint, costs or SlowRows(), config)
-    engine_config = EngineConfig(**{"page_size": PAGE_SIZE, "max_step_ms": 0, **options})  # type: ignore[arg-type]
-    return Engine(runner, None, engine_config, connector=connector, gate=gate)

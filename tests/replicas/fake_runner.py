@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from mneme.errors import TransferFailed
 from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.pages import NOWHERE
-from mneme.replicas.model.sampler import Expected
+from mneme.replicas.model.draws import Expected, Sampled, SampleRow
 from mneme.replicas.sequence import StepRows
 
 FREE = 2**30
@@ -121,7 +120,8 @@ class FakeRunner:
                 self.saver.begin(saves)
         return batch
 
-    def forward(self, batch: list[StepRows]) -> torch.Tensor:
+    def forward(self, batch: list[StepRows]) -> np.ndarray:
+        """Logits [rows that sample, vocab]: the token that the context predicts, above all others."""
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is gone")
@@ -133,8 +133,19 @@ class FakeRunner:
                 rows.append((predict(self.context(part), self.vocab_size) + is_wrong) % self.vocab_size)
         self._probing = [part for part in batch if part.probes or part.num_compared]
         self.doubtful = set()
-        chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
-        return chosen * (0 if self.flat else 10)
+        return np.eye(self.vocab_size, dtype=np.float32)[rows] * (0 if self.flat else 10)
+
+    def sample(self, logits: np.ndarray, rows: Sequence[SampleRow]) -> Any:
+        if all(_is_plain(row) for row in rows):
+            return _Drawn(logits)
+        import torch  # only here: policy has no tensors
+
+        from mneme.replicas.model.sampler import sample
+
+        return sample(torch.from_numpy(logits), rows)
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError)
 
     def take_scores(self) -> list[tuple[Any, Any]]:
         """Any numbers for what is asked of documents."""
@@ -236,6 +247,26 @@ class FakeRunner:
                         self.doubtful.add(slot)
         for slot in self.doubtful:
             self.slots[slot] = (self.slots[slot][0], WRONG, 0)
+
+
+class _Drawn:
+    """The best tokens."""
+
+    def __init__(self, logits: np.ndarray) -> None:
+        self.tokens = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1) if len(logits) else []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def wait(self) -> list[Sampled]:
+        return [Sampled(int(token) if token >= 0 else None, None) for token in self.tokens]
+
+
+def _is_plain(row: SampleRow) -> bool:
+    """Return whether a row takes the best token, whatever was said before."""
+    params = row.params
+    is_edited = params.logit_bias or row.barred_ids or row.mask is not None or row.seen or row.drawn
+    return not (params.temperature or is_edited or params.logprobs is not None)
 
 
 def _num_scored(part: StepRows) -> int:

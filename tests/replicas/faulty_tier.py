@@ -22,8 +22,8 @@ from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import TokenEvent
 from tests.cachetier.chunks import folder_bytes
-from tests.replicas.chunk_stores import CHUNK_TOKENS, make_cached_engine
-from tests.replicas.tiered_engine import answers, submit, usages
+from tests.replicas.chunk_stores import CHUNK_TOKENS
+from tests.replicas.tiered_engine import answers, make_cached_engine, submit, usages
 
 NUM_NEW = 6
 CAPACITY_BYTES = 4 << 20

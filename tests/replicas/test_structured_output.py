@@ -25,10 +25,13 @@ import torch
 from mneme import LLM, Grammar, SamplingParams
 from mneme.errors import InvalidRequest, Overloaded
 from mneme.replicas.config import ToolParserName
-from mneme.replicas.model.sampler import SampleRow, sample
+from mneme.replicas.model.draws import SampleRow
+from mneme.replicas.model.sampler import sample
 from mneme.replicas.request import MAX_CHOICES, MAX_GRAMMAR_BYTES, GenerationRequest, TokenEvent
 from mneme.replicas.text.grammar import GrammarChecker, Grammars
 from mneme.replicas.text.tool_calls import Dialect, whole_calls
+
+pytestmark = pytest.mark.engine
 
 VALIDATOR = jsonschema.Draft202012Validator
 STRING, INTEGER = {"type": "string", "maxLength": 12}, {"type": "integer", "minimum": -50, "maximum": 50}

@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.load import connect
 from mneme.replicas.forest.pages import DEVICE, HOST, Page, common_prefix
+from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows
 
 PAGE_SIZE = 16
 VOCAB_SIZE = 320
@@ -124,3 +130,34 @@ def dropped_everywhere(engine: Engine, ids: list[int]) -> list[int]:
 def draw(seed: int, count: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(32, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+def fingerprint_of(decoder: Decoder) -> ModelFingerprint:
+    config = decoder.config
+    layout = ChunkLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype="float32",
+        chunk_tokens=CHUNK_TOKENS,
+    )
+    return ModelFingerprint(weights="00", layout=layout, inv_freq=config.rope.inv_freq)
+
+
+def make_cached_engine(
+    decoder: Decoder,
+    store: FakeStore,
+    *,
+    num_pages: int = 64,
+    num_host_pages: int = 0,
+    costs: CostModel | None = None,
+    config: CacheConfig | None = None,
+    gate: Gate = NO_REPORT,
+    **options: object,
+) -> Engine:
+    """An engine with a cache tier."""
+    fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
+    runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
+    connector = connect(runner, store, fingerprint, costs or SlowRows(), config)
+    engine_config = EngineConfig(**{"page_size": PAGE_SIZE, "max_step_ms": 0, **options})  # type: ignore[arg-type]
+    return Engine(runner, None, engine_config, connector=connector, gate=gate)

@@ -12,6 +12,8 @@ import pytest
 from mneme.router import replica_set
 from mneme.router.serve_router import MnemeRequestRouter
 
+pytestmark = pytest.mark.engine
+
 
 def replica(name: str) -> Any:
     return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), max_ongoing_requests=100)

@@ -16,6 +16,8 @@ from mneme.cluster.run import lifecycle
 from mneme.cluster.run.lifecycle import LocalCluster, StartFailed
 from tests.e2e.server_process import free_port
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

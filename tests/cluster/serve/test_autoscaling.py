@@ -23,6 +23,8 @@ from mneme.config import parse
 from mneme.errors import ConfigError
 from mneme.router.autoscaler import AutoscaleConfig, ReplicaLoad
 
+pytestmark = pytest.mark.engine
+
 ENGINE = DeploymentID(name="engine", app_name="mneme")
 CPU = {"device": "cpu"}
 

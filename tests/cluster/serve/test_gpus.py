@@ -13,6 +13,8 @@ from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, count_machine_
 from mneme.config import parse
 from mneme.errors import ConfigError
 
+pytestmark = pytest.mark.engine
+
 CUDA = {"device": "cuda"}
 
 

@@ -18,6 +18,8 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query, get_pin, kv_stats
 from tests.fakes.fake_engine import FakeEngineLoop
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.engine.engine import Engine
 from tests.e2e.nodes.cache_cluster import CALL_LIMIT_S
 from tests.replicas.cache_faults.kill_engine import load
-from tests.replicas.chunk_stores import CHUNK_TOKENS, SlowRows, fingerprint_of, make_cached_engine
+from tests.replicas.chunk_stores import CHUNK_TOKENS, SlowRows
 from tests.replicas.faulty_tier import NUM_NEW, check_engine, run_bounded
-from tests.replicas.tiered_engine import answers, submit, usages
+from tests.replicas.tiered_engine import answers, fingerprint_of, make_cached_engine, submit, usages
 
 ROW_S, STEP_S = 0.05, 0.5  # that they are said to take: lookups have 0.5 s then, loads 10 s, and are always worth it
 SETTLE_S = 25.0  # a put that is not answered is given up after 20 s

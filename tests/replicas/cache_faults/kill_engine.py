@@ -16,8 +16,8 @@ from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.weights import load_weights
-from tests.replicas.chunk_stores import CHUNK_TOKENS, make_cached_engine
-from tests.replicas.tiered_engine import draw, run, submit
+from tests.replicas.chunk_stores import CHUNK_TOKENS
+from tests.replicas.tiered_engine import draw, make_cached_engine, run, submit
 
 CAPACITY_BYTES = 1 << 20  # some 20 chunks: it is full soon, and evicts
 NUM_HISTORIES = 12

@@ -19,7 +19,7 @@ from mneme.cachetier.node.folder import name_of
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunk.test_chunk_file import BIG, FIELDS, with_field
 from tests.replicas.cache_faults.saved_turn import FILES, NextTurn, chunk_in
-from tests.replicas.chunk_stores import fingerprint_of
+from tests.replicas.tiered_engine import fingerprint_of
 
 
 @pytest.mark.parametrize("field", FIELDS)

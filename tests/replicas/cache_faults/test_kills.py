@@ -16,9 +16,8 @@ from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunks import chunk_files, folder_bytes
 from tests.replicas.cache_faults.kill_engine import CAPACITY_BYTES, NUM_HISTORIES, config_in, load, prompt
 from tests.replicas.checkpoints import write_checkpoint
-from tests.replicas.chunk_stores import make_cached_engine
 from tests.replicas.faulty_tier import check_rest, counters_of, faults_in, nothing_left_open, run_bounded
-from tests.replicas.tiered_engine import answers, full_prefill, submit, usages
+from tests.replicas.tiered_engine import answers, full_prefill, make_cached_engine, submit, usages
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_NEW = 3

@@ -14,7 +14,6 @@ from mneme.errors import ConfigError
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunks import FailingFiles, chunk_files, failing_at
 from tests.replicas.cache_faults.saved_turn import NextTurn
-from tests.replicas.chunk_stores import make_cached_engine
 from tests.replicas.connector.test_chunk_cache import wait_for_store
 from tests.replicas.faulty_tier import (
     NUM_NEW,
@@ -29,7 +28,7 @@ from tests.replicas.faulty_tier import (
     nothing_left_open,
     run_bounded,
 )
-from tests.replicas.tiered_engine import answers, draw, full_prefill, submit
+from tests.replicas.tiered_engine import answers, draw, full_prefill, make_cached_engine, submit
 
 WRITES = ("create", "write", "rename", "unlink")
 FULL_BYTES = 512 << 10  # of a file system that is smaller than the tier's bound

@@ -19,8 +19,20 @@ from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.truncation import Truncation
-from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, make_cached_engine
-from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, run, runner_of, submit, usages
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows
+from tests.replicas.tiered_engine import (
+    answers,
+    draw,
+    full_prefill,
+    load_decoder,
+    make_cached_engine,
+    run,
+    runner_of,
+    submit,
+    usages,
+)
+
+pytestmark = pytest.mark.engine
 
 NUM_NEW = 6
 

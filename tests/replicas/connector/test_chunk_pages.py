@@ -18,22 +18,27 @@ from hypothesis import strategies as st
 from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.pages.streams import CudaStreams
 from mneme.replicas.connector import load as chunk_load
+from mneme.replicas.connector.device_pages import CpuChunkPages, DeviceBatch, DeviceChunkPages, make_chunk_pages
 from mneme.replicas.connector.load import ChunkLoad
-from mneme.replicas.connector.pages import (
-    ChunkPages,
-    ChunkTokens,
-    CpuChunkPages,
-    DeviceBatch,
-    DeviceChunkPages,
-    make_chunk_pages,
-)
+from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
 from mneme.replicas.engine import load
 from mneme.replicas.engine.calibration import bringing
 from mneme.replicas.forest.moves import Graft, GraftPiece
 from tests.cachetier.played_streams import PlayedStreams
 from tests.cachetier.pools import NUM_LAYERS, Pool, make_pool
-from tests.replicas.chunk_stores import FakeStore, make_cached_engine
-from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, run, submit, usages
+from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.tiered_engine import (
+    answers,
+    draw,
+    full_prefill,
+    load_decoder,
+    make_cached_engine,
+    run,
+    submit,
+    usages,
+)
+
+pytestmark = pytest.mark.engine
 
 NUM_PAGES, PAGE_SIZE = 12, 4
 TOKEN_BYTES = 2 * 2 * 6 * 4  # of `make_pool`, float32

@@ -14,7 +14,7 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.replicas.connector import save
-from mneme.replicas.connector.pages import CpuChunkPages
+from mneme.replicas.connector.device_pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.commands import KvTier, delete_sequence_pages, delete_tenant_pages
 from mneme.replicas.engine.engine import Engine
@@ -23,9 +23,11 @@ from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import SamplingParams
 from tests.cachetier.nodes import make_node
 from tests.replicas.asked import answer
-from tests.replicas.chunk_stores import FakeStore, make_cached_engine
+from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.connector.test_chunk_cache import wait_for_store
-from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, run, submit
+from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, make_cached_engine, run, submit
+
+pytestmark = pytest.mark.engine
 
 NUM_NEW = 3
 WAIT_S = 60.0

@@ -21,6 +21,8 @@ from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
 from tests.replicas.tiered_engine import draw, full_prefill, load_decoder, make_engine
 
+pytestmark = pytest.mark.engine
+
 NUM_NEW = 4
 WAIT_S = 60.0
 

@@ -24,6 +24,8 @@ from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from tests.replicas.model.test_step_load import HandInHand
 
+pytestmark = pytest.mark.engine
+
 NUM_LAYERS = load_model_config(model_directory("mneme-tiny")).num_layers
 NUM_PAGES = 12
 NUM_HISTORY = 200

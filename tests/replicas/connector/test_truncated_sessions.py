@@ -27,13 +27,24 @@ from tests.cachetier.chunks import chunk_files
 from tests.replicas.asked import answer
 from tests.replicas.cache_faults.saved_turn import header_of
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
-from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, fingerprint_of, make_cached_engine
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore
 from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine, move_session, run_played
 from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.losses import lose
 from tests.replicas.model.dense_session import DenseSession
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, tokens_of
-from tests.replicas.tiered_engine import answers, draw, logits_of, run, submit, usages
+from tests.replicas.tiered_engine import (
+    answers,
+    draw,
+    fingerprint_of,
+    logits_of,
+    make_cached_engine,
+    run,
+    submit,
+    usages,
+)
+
+pytestmark = pytest.mark.engine
 
 WINDOW = 300
 TOLERANCE = 1e-4

@@ -37,6 +37,8 @@ from mneme.replicas.engine.share_fit import features_of
 from tests.kernels.cases import needs_native
 from tests.replicas.tiered_engine import answers, draw, run, submit
 
+pytestmark = pytest.mark.engine
+
 SMALL = EngineConfig(
     device="cpu",
     dtype="float32",

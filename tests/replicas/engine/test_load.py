@@ -29,6 +29,8 @@ from mneme.replicas.model.config import (
     parse_model_config,
 )
 
+pytestmark = pytest.mark.engine
+
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4128, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32,
     "num_attention_heads": 129, "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 64,

@@ -35,6 +35,8 @@ from tests.replicas.schedule.test_engine_policy import GREEDY, make_engine, make
 from tests.replicas.tiered_engine import lose_range
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
+pytestmark = pytest.mark.engine
+
 TOKENIZER = tiny_tokenizer()
 
 

@@ -22,6 +22,8 @@ from tests.kernels.test_lineages import pieces_of, segments_of
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.schedule.test_engine_policy import make_request
 
+pytestmark = pytest.mark.engine
+
 PAGE_SIZE = 4
 
 

@@ -32,6 +32,8 @@ from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
 from tests.replicas.schedule.test_engine_policy import run
 
+pytestmark = pytest.mark.engine
+
 CONFIG = EngineConfig(page_size=16, max_batch_tokens=64, max_running=8)
 
 

@@ -33,6 +33,8 @@ from tests.replicas.tiered_engine import (
     usages,
 )
 
+pytestmark = pytest.mark.engine
+
 TOLERANCE = 1e-4
 NUM_OUT = 3
 MODELS = ["llama-3", "mistral", "qwen2-window"]  # no window; 40 tokens on all layers; 40 on some

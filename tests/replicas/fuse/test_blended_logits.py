@@ -23,10 +23,22 @@ from mneme.replicas.model.decoder import KvPool
 from mneme.replicas.model.graphs import MakeGraphs, Run, StepGraphs
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
-from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, make_cached_engine
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows
 from tests.replicas.dense_blend import DenseBlend
 from tests.replicas.model.played_device import PlayedDevice
-from tests.replicas.tiered_engine import PAGE_SIZE, answers, draw, full_prefill, logits_of, run, submit, usages
+from tests.replicas.tiered_engine import (
+    PAGE_SIZE,
+    answers,
+    draw,
+    full_prefill,
+    logits_of,
+    make_cached_engine,
+    run,
+    submit,
+    usages,
+)
+
+pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-4
 SINK = (7,)

@@ -27,6 +27,8 @@ from mneme.replicas.fuse.report import (
 )
 from mneme.replicas.model.config import load_model_config, model_directory
 
+pytestmark = pytest.mark.engine
+
 MODEL = {"weights": "ab" * 32, "dtype": "float32", "rope": "cd" * 32}
 
 

@@ -16,7 +16,7 @@ import torch
 from mneme.cachetier.config import CacheConfig
 from mneme.kernels.attention import Plan, attend
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.pages import CpuChunkPages
+from mneme.replicas.connector.device_pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import connect
@@ -26,9 +26,9 @@ from mneme.replicas.model.graphs import CudaCapture, Graph, MakeGraphs, Run, Ste
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
-from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, fingerprint_of
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows
 from tests.replicas.model.played_device import PlayedDevice
-from tests.replicas.tiered_engine import run
+from tests.replicas.tiered_engine import fingerprint_of, run
 
 TOLERANCE = 2e-4  # of float32 logits, as against `transformers`
 # Between products of other shapes, on a GPU; bfloat16 logits of these models are 0.13 from the float32 ones.

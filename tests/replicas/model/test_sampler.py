@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.model import sampler
-from mneme.replicas.model.sampler import SampleRow, sample, uniform
+from mneme.replicas.model.draws import SampleRow
+from mneme.replicas.model.sampler import sample, uniform
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sequence import TokenCounts
 

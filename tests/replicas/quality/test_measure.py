@@ -15,6 +15,8 @@ from mneme.replicas.quality.measure import Arm, best_scores, measure
 from mneme.replicas.quality.tasks import Task, read_task
 from mneme.replicas.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.engine
+
 TASK = read_task("coreference:8x4", 20)
 
 

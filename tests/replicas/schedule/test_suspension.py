@@ -22,6 +22,8 @@ from tests.replicas.tiered_engine import (
     submit,
 )
 
+pytestmark = pytest.mark.engine
+
 NUM_NEW = 60
 TOLERANCE = 1e-4
 

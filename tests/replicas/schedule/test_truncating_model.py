@@ -21,6 +21,8 @@ from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkp
 from tests.replicas.model.dense_session import DenseSession
 from tests.replicas.model.test_parity import teacher_forced
 
+pytestmark = pytest.mark.engine
+
 WINDOW = 48
 APPROXIMATE_TOLERANCE = 1e-4
 EXACT_TOLERANCE = 2e-4
