@@ -22,6 +22,8 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 DEV_READY := .venv/.dev-ready
+# Tests start hundreds of processes, each of which would compile what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help setup setup-dev serve check check-tests test test-all test-torch faults kernels-compile lint format train gpu clean

@@ -4,12 +4,15 @@ One thread per process, no hub, and Ray's authentication stated, not inherited. 
 Triton's interpreter, which reads its variable when triton is first imported; what compiles kernels does so in a process
 of its own, without the variable.
 
-This file imports no torch, and no test of `policy` or `http` does: they are what `make check` runs.
+This file imports no torch, and no test of `policy` or `http` does: they are what `make check` runs. So where `-m` asks
+for some layers alone, files of others are not even imported.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +31,10 @@ import pytest
 hypothesis.settings.register_profile("any-machine", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("any-machine")
 
-# A test's layer is that of its folder, the innermost that is named here, unless its file or the test itself says one.
+# A test's layer is that of its folder, the innermost that is named here, unless its file's `pytestmark` says another.
 LAYER_BY_FOLDER = {
     ".": "policy",  # no model, no torch and no Ray
-    "benchmarks": "engine",
+    "benchmarks": "lab",
     "cachetier": "tier",
     "cachetier/chunk": "policy",
     "cachetier/policy": "policy",
@@ -39,21 +42,50 @@ LAYER_BY_FOLDER = {
     "cluster/metrics": "http",
     "e2e": "e2e",
     "kernels": "kernels",
+    "lab": "lab",
     "replicas/cache_faults": "tier",
     "replicas/model": "engine",
-    "training": "engine",
+    "training": "lab",
 }
 LAYERS = set(LAYER_BY_FOLDER.values())
 WITHOUT_TORCH = {"policy", "http"}
+_FILE_MARKS = re.compile(r"^pytestmark = (.*)", re.MULTILINE)
 
 
-def layers_of(item: pytest.Item) -> set[str]:
-    """Return the layers of a test; it may be of two."""
-    said = {mark.name for mark in item.iter_markers()} & LAYERS
-    if said:
-        return said
-    folder = item.path.parent.relative_to(Path(__file__).parent)
-    return {next(LAYER_BY_FOLDER[str(each)] for each in (folder, *folder.parents) if str(each) in LAYER_BY_FOLDER)}
+@functools.cache
+def layer_of_file(path: Path) -> str:
+    """Return the layer of a file's tests."""
+    marks = _FILE_MARKS.search(path.read_text())
+    said = LAYERS.intersection(re.findall(r"\w+", marks[1])) if marks else set()
+    folder = path.parent.relative_to(Path(__file__).parent)
+    of_folder = (LAYER_BY_FOLDER[str(each)] for each in (folder, *folder.parents) if str(each) in LAYER_BY_FOLDER)
+    return said.pop() if said else next(of_folder)
+
+
+def layer_of(item: pytest.Item) -> str:
+    """Return the layer of a test: its own mark's, or its file's."""
+    said = LAYERS.intersection(mark.name for mark in item.iter_markers())
+    return said.pop() if said else layer_of_file(item.path)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files and folders of layers that `-m` does not name, where it names some and excludes none."""
+    expression = config.option.markexpr
+    named = LAYERS.intersection(re.findall(r"\w+", expression))
+    if not named or re.search(rf"\bnot\b[\s(]*({'|'.join(LAYERS)})\b", expression):
+        return None
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    return None if any(layer_of_file(file) in named for file in files) else True
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Assert that files of policy import neither torch nor Ray, where they are collected alone."""
+    expression = session.config.option.markexpr
+    named = LAYERS.intersection(re.findall(r"\w+", expression))
+    if named and named <= WITHOUT_TORCH:
+        assert not {"torch", "ray"} & sys.modules.keys(), (
+            "a file of policy imports torch or Ray; it is of another layer"
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +93,7 @@ def _no_torch_in_policy(request: pytest.FixtureRequest) -> Iterator[None]:
     """Assert that a test which is to run without torch does not import it; other layers of the process may have."""
     was_there = "torch" in sys.modules
     yield
-    if not was_there and layers_of(request.node) <= WITHOUT_TORCH:
+    if not was_there and layer_of(request.node) in WITHOUT_TORCH:
         assert "torch" not in sys.modules, "a test of policy imports torch; mark it `engine` if it needs a model"
 
 
@@ -73,15 +105,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups, and pytest the markers that are asked for, behind it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test's layers. With several workers, one runs all that starts a Ray cluster, first; other files go to
+    """Mark each test's layer. With several workers, one runs all that starts a Ray cluster, first; other files go to
     whichever is idle.
 
     Where a change is judged (CI=true), what fails beside a real cluster is tried once more, so that one
     stall of a machine does not hide what the others say; the first failure is printed, and is a defect all the same.
     """
     for item in items:
-        for layer in layers_of(item):
-            item.add_marker(layer)
+        item.add_marker(layer_of(item))
         if "CI" in os.environ and item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.flaky(reruns=1))
     if not config.getoption("loadgroup", False):  # what --dist loadgroup is called in a worker

@@ -84,6 +84,7 @@ def test_a_checkpoint_that_is_missing_or_damaged(checkpoint: Path, tmp_path: Pat
     assert "config.json" in refusal(str(checkpoint))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     config["intermediate_size"] *= 2
@@ -116,6 +117,7 @@ def test_ctrl_c_ends_streams_with_an_error_and_leaves_nothing_behind(small_proce
     assert small_process.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_second_server_on_a_machine_may_be_stopped_impatiently(server: str) -> None:
     with running(*fake_server()) as process:
         assert generate(process.await_ready()) == expected_tokens([1, 2, 3], 8)

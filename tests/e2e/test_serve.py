@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,26 @@ def test_embeddings_are_the_same_whoever_computes_them(each_client: OpenAI) -> N
     assert several.usage.prompt_tokens == several.usage.total_tokens > len(texts)
 
 
+def test_documents_in_another_order_are_found_or_reused_in_place(each_server: str) -> None:
+    """Exactly, where their order is free; else their KV behind other text, of which some tokens are computed anew."""
+    texts = [f"{what} stood on the hill, and nobody knew why it was there. " * 12 for what in ("A tree", "A dog")]
+    question = {"type": "text", "text": "What stood on the hill?"}
+
+    def ask(order: Sequence[str], blend: dict[str, Any], salt: str) -> dict[str, Any]:
+        parts = [{"type": "document", "text": text} for text in order]
+        body = {"model": MODEL, "messages": [{"role": "user", "content": [*parts, question]}], "max_tokens": 8}
+        body |= {"blend": {"min_tokens": 1, **blend}, "cache_salt": salt, "temperature": 0, "session": {"id": salt}}
+        answer = httpx.post(f"{each_server}/v1/chat/completions", json=body, timeout=240).raise_for_status()
+        usage = answer.json()["usage"]
+        return {"prompt": usage["prompt_tokens"], **usage["kv_details"]}
+
+    exact = [ask(order, {"mode": "off", "order": "any"}, "exact") for order in (texts, texts[::-1])]
+    assert exact[1]["device"] >= 0.8 * exact[1]["prompt"]
+    assert not exact[1]["blend"].get("reused")
+    blended = [ask(order, {"mode": "selective"}, "blended") for order in (texts, texts[::-1])]
+    assert blended[1]["blend"]["reused"] > blended[1]["blend"]["recomputed"] > 0
+
+
 def test_a_history_that_is_sent_again_under_a_hint_finds_its_kv(each_client: OpenAI) -> None:
     messages, hint = ask(f"{PROMPT} {time.monotonic_ns()}"), {"prompt_cache_key": f"hint-{time.monotonic_ns()}"}
     known = 0
@@ -183,7 +203,7 @@ def test_a_client_that_leaves_frees_its_request(each_server: str) -> None:
     assert pages["free"] + pages["cached"] + pages["in_use"] == pages["total"]
 
 
-@pytest.mark.parametrize("stays_s", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("stays_s", [0.02, *(pytest.param(seconds, marks=pytest.mark.slow) for seconds in (0.0, 0.1))])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_leaves_before_its_answer_frees_its_request(
     each_server: str, is_stream: bool, stays_s: float
@@ -210,6 +230,7 @@ def test_long_headers_get_an_answer_of_ours(each_server: str) -> None:
         assert ("error" in answer.json()) == (status != 200)
 
 
+@pytest.mark.slow
 def test_half_a_header_does_not_hold_its_connection(each_server: str) -> None:
     with connect(each_server) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: mne")
@@ -217,12 +238,14 @@ def test_half_a_header_does_not_hold_its_connection(each_server: str) -> None:
         assert b" 408 " in connection.recv(1024)
 
 
-@pytest.mark.parametrize("num_cycles", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_connecting_and_leaving_leaks_nothing(server: str, server_process: ServerProcess, num_cycles: int) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_connecting_and_leaving_leaks_nothing(server: str, server_process: ServerProcess) -> None:
+    num_cycles = 1000
     sixteen_streams(server)
     # What is allocated once, the page pool too, is allocated now. On a busy machine engines grow by 60 MiB over the
     # first 5,000 cycles, less each time, and then no more.
-    leave_at_first_token(server, max(250, num_cycles))
+    leave_at_first_token(server, num_cycles)
     await_idle(server)
     before = footprint(server_process)
     leave_at_first_token(server, num_cycles)
@@ -234,6 +257,7 @@ def test_connecting_and_leaving_leaks_nothing(server: str, server_process: Serve
         assert rss_mb <= rss_before_mb + 32, server_process.processes()[pid]
 
 
+@pytest.mark.slow
 def test_a_killed_replica_is_a_pause_for_its_streams(
     server: str, server_process: ServerProcess, client: OpenAI
 ) -> None:
@@ -281,6 +305,7 @@ def said_over_a_kill(
     return said
 
 
+@pytest.mark.slow
 def test_a_forced_call_goes_on_where_its_killed_replica_left_it(
     server: str, server_process: ServerProcess, client: OpenAI
 ) -> None:
@@ -418,6 +443,7 @@ def other_model(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_two_models_share_a_server_and_nothing_else(tmp_path: Path) -> None:
     """Both answer as they do alone; a session of one name is another with each, in the logs that they share too."""
     other = other_model(tmp_path)

@@ -12,6 +12,8 @@ import pytest
 from mneme import LLM, SamplingParams
 from mneme.errors import ConfigError
 
+pytestmark = pytest.mark.engine
+
 TURNS = ["The capital of France", " and of Spain", " is not", " but also", " the river"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

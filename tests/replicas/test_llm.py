@@ -17,6 +17,8 @@ from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeErro
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.text.tool_calls import Dialect, whole_calls
 
+pytestmark = pytest.mark.engine
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 

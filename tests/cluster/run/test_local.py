@@ -22,6 +22,8 @@ from mneme.errors import ConfigError
 from tests.cluster.bad_request_checks import check_error_object
 from tests.e2e.server_process import SERVE_LOCAL, free_port, running
 
+pytestmark = pytest.mark.engine
+
 # Serves until it is interrupted; then that has closed it.
 SERVE_LLM = """
 import sys

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import ray
 from ray import serve
 
@@ -42,7 +41,6 @@ def test_an_address_where_no_ray_is() -> None:
     assert "ray.address: no Ray cluster can be joined at 127.0.0.1:" in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_sessions_on_three_nodes_move_when_one_goes(cluster: CacheCluster, tmp_path: Path) -> None:
     """A replica on each; what a session said on the node that is removed another goes on with, to the token."""
     cluster.restore_nodes()

@@ -140,7 +140,7 @@ def killed(
     pytest.fail("no answer was resumed")
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 5, 20])
+@pytest.mark.parametrize("num_before", [5, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 1, 20))])
 def test_a_stream_goes_on_from_the_tiers_kv_when_its_replica_is_killed(
     process: ServerProcess, http: httpx.Client, undisturbed: list[str], num_before: int
 ) -> None:
@@ -151,7 +151,9 @@ def test_a_stream_goes_on_from_the_tiers_kv_when_its_replica_is_killed(
             assert found["host"] + found["disk"] >= 0.99 * (found["history"] - 1)
 
 
-@pytest.mark.parametrize("is_met", [True, False], ids=["met", "never met"])
+@pytest.mark.parametrize(
+    "is_met", [pytest.param(True, id="met"), pytest.param(False, id="never met", marks=pytest.mark.slow)]
+)
 def test_text_that_may_begin_a_stop_string_is_withheld_over_a_kill(
     process: ServerProcess, http: httpx.Client, undisturbed: list[str], is_met: bool
 ) -> None:
@@ -164,6 +166,7 @@ def test_text_that_may_begin_a_stop_string_is_withheld_over_a_kill(
         assert text == (whole[:first] if is_met else whole)
 
 
+@pytest.mark.slow
 def test_a_character_of_several_tokens_is_whole_over_a_kill(process: ServerProcess, http: httpx.Client) -> None:
     """The replica is killed between the tokens of a character; a grammar has the answer be of such characters."""
     whole = "\N{SNOWMAN}\N{GRINNING FACE}" * 30
@@ -201,6 +204,7 @@ def cpu_seconds_at_rest(process: ServerProcess) -> dict[int, float]:
         before = now
 
 
+@pytest.mark.slow
 def test_all_replicas_killed(process: ServerProcess, http: httpx.Client) -> None:
     """Who asks is told to come again, who has begun only waits."""
     whole, _ = stream(http, turn("waits", QUESTION) | {"session": {"id": "first"}})
