@@ -15,6 +15,7 @@ from mneme.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.truncation import MAX_RUNS, MIN_RUN_TOKENS, Truncation, plan_truncation, resolved
+from tests.budget import examples
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
 
 
@@ -63,7 +64,7 @@ def test_what_is_new_must_fit_alone() -> None:
         plan(10, 10, 11)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(st.data())
 def test_any_plan_keeps_what_it_should_and_fits(data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 3000))
@@ -106,7 +107,7 @@ def test_any_plan_keeps_what_it_should_and_fits(data: st.DataObject) -> None:
     assert all(end - start >= MIN_RUN_TOKENS for start, end in middle if start > head)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(100, 600), st.integers(1, 1000))
 def test_no_run_that_went_has_more_mass_than_one_that_stays(window: int, seed: int) -> None:
     masses = [((index * 7919 + seed) % 101) / 101 for index in range(window)]

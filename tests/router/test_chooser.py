@@ -20,6 +20,7 @@ from mneme.router.score import (
     rendezvous,
     replica_hashes,
 )
+from tests.budget import examples
 
 REPLICAS = [f"replica-{i}" for i in range(8)]
 CONFIG = RouterConfig()
@@ -249,7 +250,7 @@ def test_requests_with_one_hint_go_to_one_replica_in_every_ingress() -> None:
         assert len(homes) == 1
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(2, 8), st.integers(0, 2000))
 def test_one_hint_does_not_herd(num_replicas: int, num_shared: int) -> None:
     router = chooser(*REPLICAS[:num_replicas])

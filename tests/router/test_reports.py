@@ -17,6 +17,7 @@ from mneme.router.chooser import SILENT_S, ReplicaChooser, Reservation
 from mneme.router.prefix_index import SENT_S, PrefixIndex
 from mneme.router.score import RouterConfig
 from mneme.router.token_hashes import block_hashes
+from tests.budget import examples
 
 COST = {
     "prefill": [0.0, 1e-4, 0.0],
@@ -405,7 +406,7 @@ class Replica:
         return report(self.seq, epoch=f"life-{self.life}", device=self.there, is_snapshot=True)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32), st.floats(0, 0.3), st.floats(0, 0.5))
 def test_ingresses_converge_under_loss_gaps_and_disorder(seed: int, loss: float, disorder: float) -> None:
     rng = random.Random(seed)
@@ -442,7 +443,7 @@ def test_ingresses_converge_under_loss_gaps_and_disorder(seed: int, loss: float,
         assert reservation.matched_tokens == 64 * expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 2**32))
 def test_an_index_that_replicas_come_to_and_go_from_says_what_a_plain_one_would(seed: int) -> None:
     rng = random.Random(seed)

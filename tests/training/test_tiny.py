@@ -16,6 +16,7 @@ from mneme.replicas.engine.load import model_fingerprint
 from mneme.replicas.fuse.report import QualityReport, measured_on, read_gate, report_path
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.quality.coreference import px_cases
+from tests.budget import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ROOT / "training"
@@ -72,7 +73,7 @@ def test_quality_reports_of_these_weights_are_shipped(dtype):
     assert {row.num_cases for row in QualityReport.read(report_path(MODEL, model)).rows} == {400}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(texts)
 def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -87,7 +88,7 @@ def test_bos_comes_once_from_the_tokenizer_or_from_the_template(tokenizer):
     assert tokenizer.encode("Now Alice.", add_special_tokens=False).count(tokenizer.bos_token_id) == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(texts, texts), min_size=2, max_size=4), st.booleans())
 def test_the_template_is_prefix_stable(tokenizer, turns, with_system):
     messages = [{"role": "system", "content": " be brief\n"}] if with_system else []

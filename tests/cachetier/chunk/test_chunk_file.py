@@ -29,6 +29,7 @@ from mneme.cachetier.chunk.header import (
 )
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.chunk.syscalls import FileOperations
+from tests.budget import examples
 from tests.cachetier.chunks import (
     FINGERPRINT,
     LINEAGE,
@@ -70,7 +71,7 @@ LAYOUTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(LAYOUTS, st.integers(1, 16), st.sampled_from(LineageKind), st.integers(0, 1000), st.data())
 def test_what_was_written_comes_back(
     tmp_path_factory: pytest.TempPathFactory,

@@ -16,6 +16,7 @@ from mneme.cachetier.distributed.announcer import BATCH_CHANGES, MAX_PENDING, SI
 from mneme.cachetier.distributed.directory import SILENT_S, Announcement, Directory, Place, Reply, shard_of
 from mneme.cachetier.node.index import Change
 from mneme.cachetier.store import TierName
+from tests.budget import examples
 from tests.cachetier.nodes import Clock
 
 NUM_SHARDS = 2
@@ -161,7 +162,7 @@ class AnnouncingMachine(RuleBasedStateMachine):
 
 
 TestAnnouncing = AnnouncingMachine.TestCase
-TestAnnouncing.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnnouncing.settings = settings(max_examples=examples(150), stateful_step_count=40)
 
 
 def linked_node(num_keys: int) -> tuple[Link, Clock, NodeModel]:

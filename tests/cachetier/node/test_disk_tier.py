@@ -24,6 +24,7 @@ from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import descendants
 from mneme.cachetier.policy.eviction import LruPolicy, PolicyName, make_policy
 from mneme.errors import ConfigError
+from tests.budget import examples
 from tests.cachetier.chunks import (
     CHUNK_TOKENS,
     FINGERPRINT,
@@ -180,7 +181,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS)
 def test_any_order_of_calls_is_a_dictionary_of_chunks(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]

@@ -24,6 +24,7 @@ from mneme.cachetier.node import node_admin
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.pins import PinName
 from mneme.errors import CachePinRefused, ReplicaUnavailable
+from tests.budget import examples
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint
 from tests.cachetier.nodes import Clock, make_node, query, write_due
 
@@ -319,7 +320,7 @@ ids_of = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 
 
 @given(st.lists(ids_of, min_size=1, max_size=6), ids_of, st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_deletion_spares_what_differs(kept: list[list[int]], gone: list[int], spares_longer: bool) -> None:
     node = Node()
     for ids in [*kept, gone]:

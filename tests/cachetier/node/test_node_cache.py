@@ -21,6 +21,7 @@ from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.search import num_common
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.cachetier.simulate.simulator import BlockTier
+from tests.budget import examples
 from tests.cachetier.chunks import (
     CHUNK_TOKENS,
     FINGERPRINT,
@@ -603,7 +604,7 @@ def sequence(number: int) -> list[int]:
     return [*range(shared), *range(1000 * (number + 1), 1000 * (number + 1) + 30 - shared)]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=SIZES, has_disk=st.booleans(), steps=STEPS)
 def test_any_order_of_calls_finds_what_a_dictionary_has(
     tmp_path_factory: pytest.TempPathFactory, sizes: tuple[int, int], has_disk: bool, steps: list[tuple[str, int, int]]

@@ -22,6 +22,7 @@ from mneme.errors import TransferFailed
 from mneme.kernels.native import kv as native_kv
 from mneme.kernels.native.kv import gather_pages, scatter_pages
 from mneme.replicas.model.timeline import Timeline
+from tests.budget import examples
 from tests.cachetier.model_tier import Operation, operations, run_operations
 from tests.cachetier.pools import NUM_LAYERS, make_pool, wait_all
 from tests.kernels.cases import needs_native
@@ -58,7 +59,7 @@ def test_pages_come_back_as_they_went(dtype: torch.dtype, piece_bytes: int) -> N
     tier.close()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(operations(num_device=8, num_host=6), max_size=25), st.sampled_from([1, 500, 1 << 20]))
 def test_any_order_of_calls_is_a_dictionary_of_pages(steps: list[Operation], piece_bytes: int) -> None:
     pool = make_pool(8)

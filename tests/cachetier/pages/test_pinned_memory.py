@@ -22,6 +22,7 @@ from mneme.cachetier.pages.pinned_memory import PinnedHostMemory, make_tier, run
 from mneme.cachetier.pages.streams import CudaStreams, near_node, take_from
 from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.model.timeline import Timeline
+from tests.budget import examples
 from tests.cachetier.model_tier import Operation, operations, run_operations
 from tests.cachetier.played_streams import PlayedStreams
 from tests.cachetier.pools import NUM_LAYERS, Pool, make_pool, wait_all
@@ -29,7 +30,7 @@ from tests.cachetier.pools import NUM_LAYERS, Pool, make_pool, wait_all
 LAYER_BYTES = 2 * 2 * 4 * 6 * 4  # of a page of `make_pool`
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.lists(operations(num_device=8, num_host=6), max_size=25),
     st.integers(0, 2**32),
@@ -293,7 +294,7 @@ def test_memory_that_is_taken_of_a_node_keeps_its_content() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(operations(num_device=8, num_host=6), max_size=25))
 def test_a_cuda_device_gives_a_dictionary_of_pages(dtype: torch.dtype, steps: list[Operation]) -> None:
     pool = make_pool(8, dtype, "cuda")

@@ -23,6 +23,7 @@ from mneme.cachetier.sessions.log import MAX_CLOCK_SKEW_S, PAGE_BYTES, SessionLo
 from mneme.cachetier.sessions.log_store import Appended, LogKey
 from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.errors import ConfigError
+from tests.budget import examples
 from tests.cachetier.session_records import KEY, begin_turn, conversation, end_turn, ids_of, key_number
 
 STEPS = conversation(5)
@@ -648,6 +649,7 @@ class LogsMachine(RuleBasedStateMachine):
         self.logs.close()
 
 
+@pytest.mark.hypothesis
 def test_logs_against_a_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_LOGS", str(tmp_path))
-    run_state_machine_as_test(LogsMachine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(LogsMachine, settings=settings(max_examples=examples(60), stateful_step_count=25))

@@ -24,6 +24,7 @@ from mneme.cluster.wire.openai import (
 )
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.text.parts import StandIns
+from tests.budget import examples
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -55,7 +56,7 @@ def read_whole(body: ChatRequest | CompletionRequest) -> None:
         template_variables(body.chat_template_kwargs)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(st.dictionaries(CHAT_FIELDS, JSON, max_size=4))
 def test_any_values_are_taken_or_refused_with_a_field(changes: dict[str, Any]) -> None:
     for model in (ChatRequest, CompletionRequest):
@@ -63,7 +64,7 @@ def test_any_values_are_taken_or_refused_with_a_field(changes: dict[str, Any]) -
         assert refusal is None or (refusal.field and len(str(refusal)) < 1000)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
     refusal = refusal_of(lambda: parse_json_object(body))

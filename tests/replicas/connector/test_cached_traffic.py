@@ -8,7 +8,6 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.forest.pages import Path
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
+from tests.budget import examples
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine
 from tests.replicas.fake_runner import FakeRunner, continuation
@@ -103,17 +103,9 @@ pools = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100, at_length=2000))
 @given(st.lists(arrivals, min_size=1, max_size=10), pools)
 def test_any_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
-    Play(traffic, pool).run()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=3_000, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=12), pools)
-def test_much_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
     Play(traffic, pool).run()
 
 

@@ -19,6 +19,7 @@ from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.truncation import Truncation
+from tests.budget import examples
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows
 from tests.replicas.tiered_engine import (
     answers,
@@ -278,7 +279,7 @@ traffic = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(traffic, st.integers(0, 2**16), st.sampled_from(["host", "disk", "peer_disk"]), st.sampled_from([0, 0.1, 0.4]))
 def test_any_traffic_and_any_faults_give_the_tokens_of_a_full_prefill(
     decoder: Decoder, requests: list[tuple[int, int, int, int, bool]], seed: int, edge: str, share: float

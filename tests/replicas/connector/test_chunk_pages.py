@@ -24,6 +24,7 @@ from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
 from mneme.replicas.engine import load
 from mneme.replicas.engine.calibration import bringing
 from mneme.replicas.forest.moves import Graft, GraftPiece
+from tests.budget import examples
 from tests.cachetier.played_streams import PlayedStreams
 from tests.cachetier.pools import NUM_LAYERS, Pool, make_pool
 from tests.replicas.chunk_stores import FakeStore
@@ -101,7 +102,7 @@ def check_same_bytes(make: Callable[[Pool], ChunkPages], finish: Callable[[], ob
     assert sorted(ours) == sorted(theirs)  # batches are others, so is the order
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(tokens_of_chunks(), st.sampled_from(DTYPES), st.integers(1, 60), st.integers(0, 2**32))
 def test_a_device_has_the_bytes_of_a_cpu(
     chunks: list[ChunkTokens], dtype: torch.dtype, slot_tokens: int, seed: int

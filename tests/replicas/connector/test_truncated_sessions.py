@@ -23,6 +23,7 @@ from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
 from mneme.replicas.truncation import Truncation
+from tests.budget import examples
 from tests.cachetier.chunks import chunk_files
 from tests.replicas.asked import answer
 from tests.replicas.cache_faults.saved_turn import header_of
@@ -219,7 +220,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, at_length=200))
 @given(
     turns,
     st.sampled_from([Truncation(), Truncation(keep_first=5), Truncation(ratio=0.3)]),

@@ -16,6 +16,7 @@ from mneme.replicas.engine.output import MAX_EXPLANATIONS
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.request import PromptUsage, SamplingParams
 from mneme.replicas.sequence import Sequence
+from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
@@ -62,7 +63,7 @@ def test_looking_changes_nothing() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_what_is_resident_is_what_a_request_would_find(prompts: list[list[int]]) -> None:
     engine = make_engine()
     for index, prompt in enumerate(prompts):

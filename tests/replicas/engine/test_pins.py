@@ -30,6 +30,7 @@ from mneme.replicas.engine.pins import pin_prefix, warm_before_traffic
 from mneme.replicas.forest.pages import PUBLIC_SALT
 from mneme.replicas.request import KeptPrefix, SamplingParams, TokenEvent
 from mneme.replicas.text.prompts import conversation_prefix
+from tests.budget import examples
 from tests.replicas.fake_runner import Clock, FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import GREEDY, make_engine, make_request, run, tokens_of, usage_of
 from tests.replicas.tiered_engine import lose_range
@@ -364,7 +365,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, at_length=600))
 @given(turns, st.integers(10, 14), st.lists(st.tuples(st.integers(1, 20), st.integers(1, 24)), min_size=1, max_size=4))
 def test_no_pin_ends_or_refuses_what_was_taken_before_it(
     traffic: list[Any], num_pages: int, pinning: list[tuple[int, int]]

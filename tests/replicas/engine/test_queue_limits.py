@@ -16,6 +16,7 @@ from mneme.replicas.engine.admission import MAX_RETRY_S, MIN_RETRY_S, DrainRate
 from mneme.replicas.engine.commands import get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import SamplingParams, TokenEvent
+from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import Clock, continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
@@ -225,7 +226,7 @@ def test_an_id_that_comes_again_has_its_own_deadline() -> None:
     assert ends(run(engine)) == {"a": "length"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(

@@ -13,6 +13,7 @@ from mneme.replicas.engine.reporter import REPORT_S, Reporter
 from mneme.replicas.report import ReplicaReport, unpack
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.router.token_hashes import block_hashes
+from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner
 
 BLOCK = 64
@@ -157,7 +158,7 @@ def test_the_load_counts_what_waits_and_runs() -> None:
     assert report.free_page_share < 1
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 14), st.integers(0, 40)), min_size=1, max_size=12),
     st.sampled_from([0, 12, 40]),

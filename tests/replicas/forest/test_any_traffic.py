@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from mneme.errors import PinRefused
 from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.forest.pages import Path
 from mneme.replicas.request import SamplingParams, TokenEvent
+from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.losses import lose
 from tests.replicas.schedule.test_engine_policy import POLICIES, make_engine, make_request, tokens_of
@@ -49,16 +49,9 @@ traffic_and_pool = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150, at_length=1500))
 @given(traffic_and_pool)
 def test_any_traffic_computes_what_each_request_alone_would(case: tuple[Any, ...]) -> None:
-    check_traffic(*case)
-
-
-@pytest.mark.slow
-@settings(max_examples=2_000, deadline=None)
-@given(traffic_and_pool)
-def test_much_traffic_computes_what_each_request_alone_would(case: tuple[Any, ...]) -> None:
     check_traffic(*case)
 
 

@@ -11,6 +11,7 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path
 from mneme.replicas.forest.paths import DocumentUse
 from mneme.replicas.sequence import Sequence, StepRows
+from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.schedule.test_engine_policy import make_request
 
@@ -28,7 +29,7 @@ blends = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(blends)
 def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
     documents, parts, question, sink, num_exact, chosen, page_size, num_rows, is_away = case

@@ -22,6 +22,7 @@ from mneme.errors import PinRefused
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Owner, Page, Path
 from mneme.replicas.forest.tiers import OutOfPages
+from tests.budget import examples
 
 SessionName = tuple[str, str]  # (tenant salt, session)
 
@@ -451,14 +452,10 @@ class ForestMachine(RuleBasedStateMachine):
         return max(self.key(leaf) for leaf in leaves)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_forest_is_what_the_model_says(policy: str) -> None:
     machine = type(f"Forest_{policy}", (ForestMachine,), {"policy": policy})
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_forest_is_what_the_model_says_2000_times(policy: str) -> None:
-    machine = type(f"Forest_{policy}", (ForestMachine,), {"policy": policy})
-    run_state_machine_as_test(machine, settings=settings(max_examples=500, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples(100, at_length=500), stateful_step_count=40)
+    )

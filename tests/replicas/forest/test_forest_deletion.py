@@ -11,6 +11,7 @@ from mneme.cachetier.chunk.keys import tenant_of
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.pages import PUBLIC_SALT, Resident, common_prefix
 from mneme.replicas.request import SamplingParams
+from tests.budget import examples
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
@@ -74,7 +75,7 @@ PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", PUBLIC_SALT]), PROMPT), max_size=10), PROMPT, st.integers(16, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_tenants_find_their_own_and_what_is_public(
     said: list[tuple[str, list[int]]], ids: list[int], pages: int
 ) -> None:
@@ -98,7 +99,7 @@ def test_tenants_find_their_own_and_what_is_public(
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=6), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_after_a_deletion_nothing_beyond_what_others_share_is_found(
     prompts: list[list[int]], data: st.DataObject
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.pages import DEVICE
 from mneme.replicas.model.decoder import Decoder
+from tests.budget import examples
 from tests.replicas.tiered_engine import (
     Place,
     answers,
@@ -156,7 +157,11 @@ def converse(
     return conversations
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(30),
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.integers(0, 50),
     st.lists(st.integers(1, 110), min_size=1, max_size=4),
@@ -170,7 +175,7 @@ def test_any_holes_give_the_logits_of_a_full_prefill(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 50),
     st.lists(st.integers(1, 110), min_size=1, max_size=4),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page, Path
 from mneme.replicas.forest.tiers import OutOfPages
+from tests.budget import examples
 
 PAGE_SIZE = 4
 
@@ -79,7 +80,7 @@ class Traffic:
 
 
 @given(seed=st.integers(0, 2**32), sharing=st.sampled_from([True, True, True, False]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_short_way_and_the_long_way_leave_the_same_forest(seed: int, sharing: bool) -> None:
     """Among twins, forks, copies on the host, truncated sequences and tokens that are not known yet."""
     rng = random.Random(seed)

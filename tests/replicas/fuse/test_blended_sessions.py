@@ -21,6 +21,7 @@ from mneme.replicas.documents import BlendOptions
 from mneme.replicas.engine.commands import delete_kv, delete_session, fork_session, kv_tier_of
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import PromptUsage, SamplingParams
+from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore
@@ -180,7 +181,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     turns,
     st.sampled_from(["host", "disk"]),

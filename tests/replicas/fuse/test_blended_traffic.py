@@ -17,6 +17,7 @@ from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.commands import delete_session, fork_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
+from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine
@@ -449,7 +450,7 @@ def in_its_order(request: GenerationRequest, events: list[TokenEvent], name: str
     return list((request if blend is None else request.in_order(blend.order)).prompt_token_ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     traffic,
     st.sampled_from([2, 4, 8]),
@@ -511,7 +512,7 @@ def test_any_traffic_computes_what_each_request_alone_would(
     assert not engine.forest.kept_roots
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     traffic,
     st.sampled_from([0.0, 0.1, 0.4]),

@@ -15,6 +15,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, seed=0)
@@ -95,7 +96,7 @@ def test_documents_of_different_messages_do_not_change_places() -> None:
 
 
 @given(asked=st.lists(st.permutations("ABCD").flatmap(lambda p: st.integers(1, 4).map(lambda n: p[:n])), max_size=5))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_traffic_answers_as_the_order_that_it_names_and_finds_no_less(asked: list[list[str]]) -> None:
     """The answers are those of a fresh engine that was asked for this very order. Documents are of one length here:
     a greedy choice of the longest might find less in all.

@@ -14,6 +14,7 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
+from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request
 
@@ -168,7 +169,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     arrivals,
     st.sampled_from([None, 0.01, 0.03, 0.1]),

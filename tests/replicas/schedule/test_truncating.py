@@ -15,6 +15,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.request import PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
+from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import FakeRunner, predict
 from tests.replicas.losses import lose
@@ -218,7 +219,7 @@ def test_tokens_that_took_the_place_of_kept_ones_are_noticed() -> None:
     assert usage_of(events).cached_tokens == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75, at_length=500))
 @given(
     st.lists(
         st.tuples(

@@ -15,6 +15,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule import queue as waiting_queue
 from mneme.replicas.schedule.queue import MAX_IDLE_FLOWS, MAX_PRIORITY_S, WaitingQueue
 from mneme.replicas.sequence import Sequence
+from tests.budget import examples
 
 PARAMS = SamplingParams()
 
@@ -130,7 +131,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(steps)
 def test_any_use_gives_the_order_of_the_model(todo: list[tuple[str, str | None, int, float]]) -> None:
     queue, model, make = WaitingQueue(), Model(), Arrivals()

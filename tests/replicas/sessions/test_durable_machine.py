@@ -12,6 +12,7 @@ from mneme.cachetier.sessions.log import SessionLogs
 from mneme.replicas.engine.commands import get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.sessions.journal import DurableSessions
+from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.schedule.test_engine_policy import make_engine
 from tests.replicas.sessions.test_session_machine import SETTINGS, LetterTokenizer, SessionMachine
@@ -63,13 +64,9 @@ class DurableMachine(SessionMachine):
         self.folder.cleanup()
 
 
-DURABLE = settings(SETTINGS, max_examples=40)
+DURABLE = settings(SETTINGS, max_examples=examples(20, at_length=400))
 
 
+@pytest.mark.hypothesis
 def test_sessions_over_restarts_against_a_dictionary() -> None:
     run_state_machine_as_test(DurableMachine, settings=DURABLE)
-
-
-@pytest.mark.slow
-def test_sessions_over_restarts_against_a_dictionary_at_length() -> None:
-    run_state_machine_as_test(DurableMachine, settings=settings(DURABLE, max_examples=1000))

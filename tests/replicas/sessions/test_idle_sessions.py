@@ -16,7 +16,7 @@ from mneme.replicas.sessions.token_log import MAX_MARKS
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request
 from tests.replicas.sessions.test_session_machine import LETTERS, LetterTokenizer
 
-NUM_SESSIONS, NUM_TURNS = 300, 1 + MAX_MARKS // 2
+NUM_SESSIONS, NUM_TURNS = 60, 1 + MAX_MARKS // 2
 PAGE_SIZE, PAGES_EACH = 16, 2
 SALT = "t" * 32
 # Files of which there are objects per page.
@@ -51,6 +51,7 @@ def traced_bytes() -> int:
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(per_page).traces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pages", [64, PAGES_EACH * NUM_SESSIONS + 64], ids=["KV gone", "KV cached"])
 def test_an_idle_session_costs_an_engine_at_most_1_kb_and_4_bytes_a_token(num_pages: int) -> None:
     """All of it but the pages: token log, places in tables, claim on a path, a time of its own; long names."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from mneme.errors import ContextLengthExceeded, InvalidRequest, SessionNotFound
 from mneme.replicas.engine.commands import delete_session, fork_session, get_session
 from mneme.replicas.request import SamplingParams, TokenEvent
+from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request
@@ -183,13 +184,9 @@ class SessionMachine(RuleBasedStateMachine):
             self.begin(name, turns[0])
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=examples(60, at_length=1000), stateful_step_count=40)
 
 
+@pytest.mark.hypothesis
 def test_sessions_against_a_dictionary() -> None:
     run_state_machine_as_test(SessionMachine, settings=SETTINGS)
-
-
-@pytest.mark.slow
-def test_sessions_against_a_dictionary_at_length() -> None:
-    run_state_machine_as_test(SessionMachine, settings=settings(SETTINGS, max_examples=2000))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
+from tests.budget import examples
 from tests.replicas.tiny_tokenizer import IM_END, IM_START, byte_level_backend, sentencepiece_backend, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -22,7 +23,7 @@ def stream_all(stream: TextStream, ids: list[int]) -> list[str]:
     return [*(stream.push([token_id]) for token_id in ids), stream.finish()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(TEXTS)
 def test_pieces_of_any_text_make_up_the_text(text: str) -> None:
     pieces = stream_all(TextStream(TOKENIZER), TOKENIZER.encode(text, add_special_tokens=False))
@@ -30,14 +31,14 @@ def test_pieces_of_any_text_make_up_the_text(text: str) -> None:
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.integers(3, TOKENIZER.vocab_size - 1), max_size=120))
 def test_any_ids_give_what_decoding_them_at_once_gives(ids: list[int]) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=True)
     assert "".join(stream_all(TextStream(TOKENIZER), ids)) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=120), STOPS)
 def test_whole_tokens_are_those_whose_text_lies_before_the_stop_string(ids: list[int], stops: list[str]) -> None:
     stream = TextStream(TOKENIZER, stops)
@@ -46,14 +47,14 @@ def test_whole_tokens_are_those_whose_text_lies_before_the_stop_string(ids: list
     assert stream.num_whole_tokens == bisect_right(sizes, len(stream.text)) - 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.sampled_from([*range(3, 259), 100, 100, 200, 200]), min_size=30, max_size=200))
 def test_long_runs_of_bytes_that_are_no_characters(ids: list[int]) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=True)
     assert "".join(stream_all(TextStream(TOKENIZER), ids)) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.text(st.sampled_from("the fox ab.c 世界🙂éß"), max_size=80))
 def test_byte_fallback_and_word_start_markers(text: str) -> None:
     ids = SENTENCEPIECE.encode(text, add_special_tokens=False)
@@ -61,7 +62,7 @@ def test_byte_fallback_and_word_start_markers(text: str) -> None:
     assert "".join(stream_all(TextStream(SENTENCEPIECE), ids)) == whole
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(SPLITTABLE, STOPS)
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
     stream = TextStream(TOKENIZER, stops)
@@ -78,7 +79,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
         assert any(text.startswith(stop, len(stream.text)) for stop in stops)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(SPLITTABLE, STOPS, st.randoms(use_true_random=False))
 def test_the_text_does_not_depend_on_how_ids_are_grouped(text: str, stops: list[str], rng: random.Random) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)

@@ -17,6 +17,7 @@ from mneme.replicas.documents import MAX_DOCUMENTS, BlendOptions, Document
 from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.prompts import Appended
 from mneme.replicas.text.tokenizer import Tokenizer
+from tests.budget import examples
 from tests.replicas.tiny_tokenizer import BOS, CHATML, sentencepiece_backend, tiny_tokenizer
 
 WITH_PLACE = (  # as templates of models that were trained on documents
@@ -54,7 +55,7 @@ def rendered(messages: Sequence[Mapping[str, Any]], documents: Sequence[object] 
 
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
 @given(texts=st.lists(st.tuples(DOCUMENTS, TEXTS), min_size=1, max_size=4), first=TEXTS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_prompt_is_its_parts_each_encoded_on_its_own(kind: str, first: str, texts: list[tuple[str, str]]) -> None:
     encoder = tokenizer(kind)
     parts = [Part(first)]
