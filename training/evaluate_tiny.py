@@ -25,7 +25,7 @@ from tiny_model import TinyLlama
 from tiny_tokenizer import CONTEXT_TOKENS
 from tokenizers import Tokenizer
 
-from mneme.replicas.quality.coreference import Case, Fact, px_cases
+from mneme.lab.quality.coreference import Case, Fact, px_cases
 
 SEED = 1234
 ROOT = Path(__file__).resolve().parent.parent
