@@ -33,7 +33,8 @@ from engines import DEVICE_ONLY, MAIN_MODEL, PAGE_SIZE, make_decoder, make_runne
 from harness import PartResult, Run, at_least, at_most, options_of
 
 from mneme.cachetier.policy.cost_model import Calibration, CostModel, calibrated
-from mneme.lab.cluster.play import ClusterShape, Simulation, rank
+from mneme.lab.cache.simulator import rank
+from mneme.lab.cluster.play import ClusterShape, Simulation
 from mneme.lab.cluster.policies import World
 from mneme.lab.cluster.replica import EngineShape, Status
 from mneme.lab.cluster.routers import ROUTERS

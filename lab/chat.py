@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TextIO
 
 import httpx
@@ -90,12 +91,9 @@ class Conversation:
 
     def _events(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
         body = {
-            "model": self.model,
-            "messages": messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True},
             **self.options,
-        }
+        }  # fmt: skip
         headers = {"X-Session-ID": self.session_id}
         try:
             with self.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
@@ -223,7 +221,7 @@ def _answer_once(conversation: Conversation, source: TextIO, sink: TextIO) -> li
         raise ChatFailed("standard input is not valid UTF-8") from None
     if not text:
         raise ChatFailed("nothing to say on standard input")
-    figures = conversation.ask(text, _shower(sink))
+    figures = conversation.ask(text, partial(print, end="", file=sink, flush=True))
     sink.write(f"\n{_dim(str(figures), sink)}\n")
     return [figures]
 
@@ -252,7 +250,7 @@ def _talk(conversation: Conversation, source: TextIO, sink: TextIO) -> list[Answ
 
 def _answer(conversation: Conversation, text: str, sink: TextIO) -> AnswerFigures | None:
     try:
-        figures = conversation.ask(_whole_text("the line", text), _shower(sink))
+        figures = conversation.ask(_whole_text("the line", text), partial(print, end="", file=sink, flush=True))
     except KeyboardInterrupt:
         sink.write("\n[stopped; the question is not part of the conversation]\n")
         return None
@@ -293,14 +291,6 @@ def _complete(text: str, state: int) -> str | None:
 
 def _dim(text: str, sink: TextIO) -> str:
     return f"\x1b[2m{text}\x1b[0m" if sink.isatty() and not os.environ.get("NO_COLOR") else text
-
-
-def _shower(sink: TextIO) -> Callable[[str], None]:
-    def show(piece: str) -> None:
-        sink.write(piece)
-        sink.flush()
-
-    return show
 
 
 def _server_sent_events(response: httpx.Response) -> Iterator[dict[str, Any]]:

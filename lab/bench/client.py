@@ -60,12 +60,9 @@ class ChatClient:
     async def ask(self, messages: list[dict[str, Any]], max_tokens: int, session: str) -> Answer:
         """Return when the stream has ended, however it does."""
         body = {
-            "messages": messages,
-            "max_tokens": max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "messages": messages, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True},
             **self._options,
-        }
+        }  # fmt: skip
         headers = {"X-Session-ID": quote(session, errors="replace")} if self._session_header else {}
         clock = asyncio.get_running_loop().time
         answer = Answer(session=session, sent_s=clock())

@@ -26,16 +26,7 @@ from mneme.lab.bench.client import ChatClient, connect
 from mneme.lab.bench.load import Load
 from mneme.lab.bench.measure import PERCENTS, SLO_NAMES, parse_slo, spread_ms, summarize
 from mneme.lab.bench.report import html_report
-from mneme.lab.bench.workloads import (
-    SHAPES,
-    Session,
-    Shape,
-    arrive,
-    content,
-    make_sessions,
-    sessions_of_trace,
-    think,
-)
+from mneme.lab.bench.workloads import SHAPES, Session, Shape, arrive, content, make_sessions, sessions_of_trace, think
 from mneme.lab.cache.traces import MAX_TOKENS, read_paced_trace
 from mneme.lab.chat import ChatFailed, add_server_arguments, auth_headers, base_url, first_model
 
@@ -176,11 +167,8 @@ def _run(
     url, model, http = _server(args)
     options = {"model": model, "temperature": 0, **({"ignore_eos": True} if args.ignore_eos else {})}
     asker = ChatClient(http, options, session_header=args.session_header, timeout_s=args.timeout)
-    load, is_interrupted, seen = (
-        Load(asker.ask, partial(content, documents=args.documents)),
-        False,
-        list[autoscale.Replicas](),
-    )
+    load = Load(asker.ask, partial(content, documents=args.documents))
+    is_interrupted, seen = False, list[autoscale.Replicas]()
     try:
         asyncio.run(_play(http, load, sessions, num_users, None if profile is None else seen))
     except KeyboardInterrupt:  # what was measured until then is worth having
@@ -260,12 +248,9 @@ def _server(args: argparse.Namespace) -> tuple[str, str, httpx.AsyncClient]:
 
 
 async def _play(
-    http: httpx.AsyncClient,
-    load: Load,
-    sessions: list[Session],
-    num_users: int | None,
+    http: httpx.AsyncClient, load: Load, sessions: list[Session], num_users: int | None,
     seen: list[autoscale.Replicas] | None,
-) -> None:
+) -> None:  # fmt: skip
     """Keep what the server says of its replicas meanwhile in `seen`, if that is given."""
     async with http:
         beside = [asyncio.create_task(_show(load, sum(len(session.turns) for session in sessions)))]
@@ -323,13 +308,12 @@ def _progress(load: Load, num_requests: int, elapsed_s: float) -> list[tuple[str
         ("in flight", str(load.num_running)),
         ("failed", str(load.num_failed + load.num_unsent)),
         ("output tokens/s", f"{tokens / max(span_s, 1e-3):.1f}"),
-        ("TTFT ms p50 / p90 / p99", _spread([each["ttft"] for each in recent])),
-        ("E2E ms p50 / p90 / p99", _spread([each["e2e"] for each in recent])),
+        ("TTFT ms p50 / p90 / p99", _spread(spread_ms([each["ttft"] for each in recent]))),
+        ("E2E ms p50 / p90 / p99", _spread(spread_ms([each["e2e"] for each in recent]))),
     ]
 
 
-def _spread(samples_s: list[float | None]) -> str:
-    spread = spread_ms(samples_s)
+def _spread(spread: dict[str, float] | None) -> str:
     return "-" if spread is None else " / ".join(f"{spread[f'p{percent}']:.1f}" for percent in PERCENTS)
 
 
@@ -339,16 +323,10 @@ def rows_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
     def number(name: str, form: str) -> str:
         return "-" if figures[name] is None else format(figures[name], form)
 
-    def spread(name: str) -> str:
-        of = figures[f"{name}_ms"]
-        return "-" if of is None else " / ".join(f"{of[f'p{percent}']:.1f}" for percent in PERCENTS)
-
-    ended = "interrupted after" if figures["interrupted"] else "in"
+    ended = f"{'interrupted after' if figures['interrupted'] else 'in'} {figures['duration_s']:.1f} s"
+    cached = "not said by the server" if figures["cached_share"] is None else f"{figures['cached_share']:.1%}"
     rows = [
-        (
-            "requests",
-            f"{figures['num_ok']:,} answered, {figures['num_failed']:,} failed, {ended} {figures['duration_s']:.1f} s",
-        ),
+        ("requests", f"{figures['num_ok']:,} answered, {figures['num_failed']:,} failed, {ended}"),
         *((f"  {kind}", f"{count:,}") for kind, count in figures["errors"].items()),
         *((("  the first", figures["first_error"]),) if figures["first_error"] else ()),
         *((("  without usage", f"{figures['num_without_usage']:,}"),) if figures["num_without_usage"] else ()),
@@ -356,13 +334,10 @@ def rows_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("output tokens/s", number("output_tokens_per_s", ",.1f")),
         ("total tokens/s", number("total_tokens_per_s", ",.1f")),
         ("prompt tokens", number("prompt_tokens", ",")),
-        (
-            "  of these cached",
-            "not said by the server" if figures["cached_share"] is None else f"{figures['cached_share']:.1%}",
-        ),
+        ("  of these cached", cached),
         ("output tokens", number("output_tokens", ",")),
-        *((f"{name.upper()} ms p50 / p90 / p99", spread(name)) for name in SLO_NAMES),
-        ("sent late by ms", spread("lag")),
+        *((f"{name.upper()} ms p50 / p90 / p99", _spread(figures[f"{name}_ms"])) for name in SLO_NAMES),
+        ("sent late by ms", _spread(figures["lag_ms"])),
     ]
     if figures["slo_ms"] is not None:
         bounds = ", ".join(f"{name} {bound:g} ms" for name, bound in figures["slo_ms"].items())

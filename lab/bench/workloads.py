@@ -128,13 +128,9 @@ def sessions_of_trace(requests: Sequence[PacedRequest], words_per_token: float, 
     for index, asked in enumerate(requests):
         turn = Turn(
             pieces=tuple(_pieces(asked, f"{seed} line {index}", f"{seed} block", words_per_token)),
-            max_tokens=max(asked.output_tokens, 1),
-            at_s=asked.at_s or 0.0,
-            delay_s=asked.delay_s,
-            name=asked.request_id,
-            wait_for=asked.wait_for,
-            is_whole=asked.block_ids is not None,
-        )
+            max_tokens=max(asked.output_tokens, 1), at_s=asked.at_s or 0.0, delay_s=asked.delay_s,
+            name=asked.request_id, wait_for=asked.wait_for, is_whole=asked.block_ids is not None,
+        )  # fmt: skip
         name = f"request-{index}" if asked.session_id is None else f"session-{asked.session_id}"
         turns_by_session.setdefault(name, []).append(turn)
     return [Session(name=name, turns=turns) for name, turns in turns_by_session.items()]

@@ -18,8 +18,8 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import ConfigError, shown
 from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.cache.costs import GB, Prices, load_costs, load_table
-from mneme.lab.cache.simulator import SIMULATED_POLICIES, CacheSimulator, Outcome
-from mneme.lab.cache.synthetic import PREFIX, make_trace, parse_shape
+from mneme.lab.cache.simulator import SIMULATED_POLICIES, CacheSimulator, Outcome, rank
+from mneme.lab.cache.synthetic import PREFIX, made_trace
 from mneme.lab.cache.traces import MAX_TOKENS, TraceRequest, most_used_within, read_trace
 from mneme.replicas.model.config import load_model_config, model_directory
 
@@ -64,6 +64,7 @@ _MODEL_OPTIONS = (
 
 
 def add_cache_simulation(cache: argparse.ArgumentParser) -> None:
+    cache.set_defaults(run=simulate_cache)
     add_options(cache, _OPTIONS)
     add_options(cache.add_mutually_exclusive_group(), _MODEL_OPTIONS)
     cache.add_argument(
@@ -76,12 +77,13 @@ def simulate_cache(args: argparse.Namespace) -> int:
     """Run every policy at every capacity. Raises `ConfigError`."""
     check_options(args, _OPTIONS)
     costs, prices = load_costs(args.rates, given_rates(args)), load_table(Prices, args.prices)
-    sizes = _sizes(args, _block_bytes(costs, args))
+    sizes = _sizes(args, args.block_tokens * costs.calibration.kv_bytes_per_token)
     policies = args.policy.split(",")
     for policy in policies:
         if policy not in SIMULATED_POLICIES:
             raise ConfigError(f"policy: must be one of {', '.join(SIMULATED_POLICIES)} (got {shown(policy)})")
-    trace = _trace(args.trace, args.block_tokens)
+    made = made_trace(args.trace, args.block_tokens)
+    trace = read_trace(Path(args.trace), args.block_tokens) if made is None else made
     num_distinct = len({block_id for request in trace for block_id in request.block_ids})
     sizes = sizes or [Size([max(round(share * num_distinct), 1)]) for share in _DEFAULT_SHARES]
     busy_blocks = most_used_within(trace, HOUR_S)
@@ -199,23 +201,12 @@ def say(text: str) -> None:
     print(f"mneme simulate: {text}", file=sys.stderr, flush=True)
 
 
-def _trace(name: str, block_tokens: int) -> list[TraceRequest]:
-    if name == PREFIX or name.startswith(PREFIX + ":"):
-        return make_trace(parse_shape(name), block_tokens)
-    return read_trace(Path(name), block_tokens)
-
-
 class Size(NamedTuple):
     """Gives the sizes of a cache, for one run."""
 
     blocks: list[int | None]  # by tier
     host_gb: float = 0.0
     disk_gb: float = 0.0
-
-
-def _block_bytes(costs: CostModel, args: argparse.Namespace) -> int:
-    block_tokens: int = args.block_tokens
-    return block_tokens * costs.calibration.kv_bytes_per_token
 
 
 def _sizes(args: argparse.Namespace, block_bytes: float) -> list[Size]:
@@ -229,7 +220,7 @@ def _sizes(args: argparse.Namespace, block_bytes: float) -> list[Size]:
     if args.capacity_blocks is not None:
         return [Size([_num_blocks(size)]) for size in args.capacity_blocks.split(",")]
     choices = [_gigabytes(name, text) for name, text in zip(TIERS, given, strict=True)]
-    return [size_in_blocks(gigabytes, block_bytes) for gigabytes in itertools.product(*choices)]
+    return [_size_in_blocks(gigabytes, block_bytes) for gigabytes in itertools.product(*choices)]
 
 
 def _gigabytes(name: str, text: str | None) -> list[float]:
@@ -245,12 +236,11 @@ def _gigabytes(name: str, text: str | None) -> list[float]:
     return sizes
 
 
-def size_in_blocks(gigabytes: Sequence[float], block_bytes: float) -> Size:
+def _size_in_blocks(gigabytes: Sequence[float], block_bytes: float) -> Size:
     blocks: list[int | None] = [int(size * GB / block_bytes) for size in gigabytes]
     if not any(blocks):
-        raise ConfigError(
-            f"capacity: no tier holds a block of {block_bytes / GB:.3g} GB (--model or --kv-bytes-per-token)"
-        )
+        size = f"{block_bytes / GB:.3g} GB"
+        raise ConfigError(f"capacity: no tier holds a block of {size} (--model or --kv-bytes-per-token)")
     return Size(blocks, *gigabytes[1:])
 
 
@@ -258,9 +248,8 @@ def _num_blocks(text: str) -> int | None:
     if text == "inf":
         return None
     if not text.isascii() or not text.isdigit() or len(text) > 13 or not 1 <= int(text) <= _MAX_BLOCKS:
-        raise ConfigError(
-            f"capacity-blocks: must be a whole number from 1 to {_MAX_BLOCKS}, or inf (got {shown(text)})"
-        )
+        rule = f"must be a whole number from 1 to {_MAX_BLOCKS}, or inf"
+        raise ConfigError(f"capacity-blocks: {rule} (got {shown(text)})")
     return int(text)
 
 
@@ -277,7 +266,7 @@ def _run(
     simulator = CacheSimulator(trace, size.blocks, policy, costs=costs, queue=args.queue, prefetch=args.prefetch)
     outcome = simulator.run(advance)
     shape = {"policy": policy, "capacity_blocks": size.blocks, "block_tokens": args.block_tokens, "queue": args.queue}
-    figures = _figures(outcome, _block_bytes(costs, args) / GB, len(size.blocks))
+    figures = _figures(outcome, args.block_tokens * costs.calibration.kv_bytes_per_token / GB, len(size.blocks))
     cost = None
     if outcome.span_s:  # prefills alone: decoding costs the same with every cache
         cost = round(prices.hourly(outcome.compute_s / outcome.span_s, size.host_gb, size.disk_gb), 4)
@@ -297,7 +286,7 @@ def _figures(outcome: Outcome, block_gb: float, num_tiers: int) -> dict[str, Any
         for name, tier in named.items()
     }
     ordered = sorted(outcome.ttft_s)
-    ttft = {"mean": statistics.fmean(ordered), **{f"p{p}": _rank(ordered, p) for p in (50, 90, 99)}}
+    ttft = {"mean": statistics.fmean(ordered), **{f"p{p}": rank(ordered, p) for p in (50, 90, 99)}}
     return {
         "num_requests": outcome.num_requests,
         "num_blocks": outcome.num_blocks,
@@ -310,10 +299,6 @@ def _figures(outcome: Outcome, block_gb: float, num_tiers: int) -> dict[str, Any
         "prefill_s": round(outcome.compute_s, 3),
         "busy_devices": round(outcome.compute_s / outcome.span_s, 4) if outcome.span_s else None,
     }
-
-
-def _rank(ordered: Sequence[float], percent: int) -> float:
-    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
 
 
 def plot_runs(path: Path, runs: Sequence[dict[str, Any]], subtitle: str) -> None:

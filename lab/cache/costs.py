@@ -39,19 +39,14 @@ class Rates:
 
     def cost_model(self) -> CostModel:
         """Nothing has a latency, and a prompt is one step."""
-        return CostModel(
-            Calibration(
-                prefill=(0.0, 1 / self.prefill_tokens_per_s, 0.0),
-                decode=(self.decode_step_s, 0.0, self.kv_bytes_per_token / self.device_gb_per_s / GB),
-                edges={
-                    "host": (0.0, 0.0, 1 / self.host_gb_per_s / GB),
-                    "disk": (0.0, 0.0, 1 / self.disk_gb_per_s / GB),
-                },
-                step_rows=_WHOLE_PROMPT,
-                kv_bytes_per_token=max(round(self.kv_bytes_per_token), 1),
-            ),
-            stands_still,
+        calibration = Calibration(
+            prefill=(0.0, 1 / self.prefill_tokens_per_s, 0.0),
+            decode=(self.decode_step_s, 0.0, self.kv_bytes_per_token / self.device_gb_per_s / GB),
+            edges={"host": (0.0, 0.0, 1 / self.host_gb_per_s / GB), "disk": (0.0, 0.0, 1 / self.disk_gb_per_s / GB)},
+            step_rows=_WHOLE_PROMPT,
+            kv_bytes_per_token=max(round(self.kv_bytes_per_token), 1),
         )
+        return CostModel(calibration, stands_still)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,11 @@ class Outcome:
         return self.num_found / self.num_blocks if self.num_blocks else 0.0
 
 
+def rank(ordered: Sequence[float], percent: int) -> float:
+    """The smallest value that so many percent do not pass."""
+    return ordered[max(-(-len(ordered) * percent // 100), 1) - 1]
+
+
 class FirstToken(NamedTuple):
     ttft_s: float
     compute_s: float
@@ -161,18 +166,13 @@ class BlockTiers:
         capacities: Sequence[int | None],
         make_policy: Callable[[int | None], EvictionPolicy],
         clock: Callable[[], float],
-        *,
-        beside: BlockTiers | None = None,
     ) -> None:
-        """`beside`: a device of the same node, whose memory and disk this one shares: the first capacity counts."""
-        self.engine = NodeIndex(clock)
-        self.node: NodeIndex = NodeIndex(clock) if beside is None else beside.node
+        self.engine, self.node = NodeIndex(clock), NodeIndex(clock)
         names: tuple[TierName, ...] = ("host", "host", "disk")  # nobody asks for the device's
-        made = capacities if beside is None else capacities[:1]
         self.tiers: list[BlockTier] = [
             BlockTier(self.node if place else self.engine, names[place], capacity, make_policy(capacity))
-            for place, capacity in reversed([*enumerate(made)])
-        ][::-1] + ([] if beside is None else beside.tiers[1:])
+            for place, capacity in reversed([*enumerate(capacities)])
+        ][::-1]
 
     def use(self, keys: Sequence[bytes]) -> list[int]:
         """One request; how many of its blocks were found in each tier, from its first on."""

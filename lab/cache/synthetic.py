@@ -61,6 +61,12 @@ def parse_shape(text: str) -> SyntheticShape:
     return SyntheticShape(**given)  # type: ignore[arg-type]
 
 
+def made_trace(name: str, block_tokens: int) -> list[TraceRequest] | None:
+    """Return the trace that `synthetic[:KEY=VALUE,...]` says; None: that is the name of a file. Raises `ConfigError`."""
+    is_made = name == PREFIX or name.startswith(PREFIX + ":")
+    return make_trace(parse_shape(name), block_tokens) if is_made else None
+
+
 def make_trace(shape: SyntheticShape, block_tokens: int) -> list[TraceRequest]:
     """Poisson arrivals of sessions; the same for the same shape. A short last block is never shared."""
     rng = random.Random(shape.seed)
@@ -81,25 +87,14 @@ class _Ids:
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._id_by_block: dict[tuple[str, int, int], int] = {}
-        self._num_ids = 0
 
     def of(self, prompt: int, system_tokens: int, session: int, num_tokens: int) -> list[int]:
         num_full, short = divmod(num_tokens, self.block_tokens)
-        num_shared = min(system_tokens // self.block_tokens, num_full)
-        ids = [self._id("prompt", prompt, place) for place in range(num_shared)]
-        ids += [self._id("session", session, place) for place in range(num_shared, num_full)]
-        return [*ids, self._new()] if short else ids
-
-    def _id(self, kind: str, owner: int, place: int) -> int:
-        key = (kind, owner, place)
-        found = self._id_by_block.get(key)
-        if found is None:
-            found = self._id_by_block[key] = self._new()
-        return found
-
-    def _new(self) -> int:
-        self._num_ids += 1
-        return self._num_ids
+        num_shared, known = min(system_tokens // self.block_tokens, num_full), self._id_by_block
+        blocks = [("prompt", prompt, place) for place in range(num_shared)]
+        blocks += [("session", session, place) for place in range(num_shared, num_full)]
+        ids = [known.setdefault(block, len(known) + 1) for block in blocks]
+        return [*ids, known.setdefault(("short", len(known), 0), len(known) + 1)] if short else ids
 
 
 def _session(

@@ -169,14 +169,10 @@ def _read_paced(path: Path, block_tokens: int) -> Iterator[PacedRequest]:
         yield PacedRequest(
             at_s=None if row.get("timestamp") is None else checks.ms("timestamp", row["timestamp"]),
             block_ids=None if row.get("hash_ids") is None else _block_ids(checks, row, num_input, block_tokens),
-            input_tokens=num_input,
-            output_tokens=num_output,
-            block_tokens=block_tokens,
-            session_id=session_id,
-            request_id=request_id,
-            delay_s=checks.ms("delay", row.get("delay") or 0) if waits else 0.0,
+            input_tokens=num_input, output_tokens=num_output, block_tokens=block_tokens, session_id=session_id,
+            request_id=request_id, delay_s=checks.ms("delay", row.get("delay") or 0) if waits else 0.0,
             wait_for=tuple(wait_for),
-        )
+        )  # fmt: skip
         request_ids |= {request_id} if request_id is not None else set()
         session_ids |= {session_id} if session_id is not None else set()
 

@@ -1,4 +1,7 @@
-"""`mneme simulate cluster`: what clients of a cluster would see under a trace, by router. No Ray, no tensors, no KV."""
+"""`mneme simulate cache | cluster`; the latter is here: what clients would see under a trace, by router.
+
+No Ray, no tensors, no KV.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName
 from mneme.errors import ConfigError, shown
 from mneme.lab.arguments import Option, add_options, check_options
-from mneme.lab.cache.command import TRACE_HELP, progress, size_in_blocks
+from mneme.lab.cache.command import TRACE_HELP, add_cache_simulation, progress
 from mneme.lab.cache.costs import GB, load_costs
 from mneme.lab.cache.synthetic import PREFIX
 from mneme.lab.cache.traces import MAX_TOKENS
@@ -25,7 +28,7 @@ from mneme.lab.cluster.scenarios import SCENARIOS
 from mneme.lab.cluster.workload import Turn, read_workload, scaled
 from mneme.router.autoscaler import AutoscaleConfig
 
-_SECONDS, _REPLICAS = (1e-6, 1e6), (1, 10_000)
+_SECONDS, _REPLICAS, _GB = (1e-6, 1e6), (1, 10_000), (0.0, 1e9)
 _OPTIONS = (
     Option("--replicas", "N", "engines (default 8), or MIN..MAX, which the autoscaler keeps to", str, "8", _REPLICAS),
     Option("--router", "NAME", f"several by commas, or all: {', '.join(ROUTERS)}", default="mneme"),
@@ -41,8 +44,8 @@ _OPTIONS = (
         "--rates", "FILE", "JSON of measured rates, or a replica's cost model (default: Llama-2-70B on eight A800s)",
         Path,
     ),
-    Option("--device-gb", "GB", "for KV, of one replica, in 10^9 bytes (default 400)", float, None, (0.0, 1e9)),
-    Option("--host-gb", "GB", "the host tiers of one node's engines (default 0)", float, 0.0, (0.0, 1e9)),
+    Option("--device-gb", "GB", "for KV, of one replica, in 10^9 bytes (default 400)", float, DEFAULT_DEVICE_GB, _GB),
+    Option("--host-gb", "GB", "the host tiers of one node's engines (default 0)", float, 0.0, _GB),
     Option("--replicas-per-node", "N", "that share its memory (default 8)", int, 8, _REPLICAS),
     Option("--policy", None, "which blocks go first (default lru)", str, "lru", None, get_args(PolicyName)),
     Option("--block-tokens", "N", "tokens in a block (default 512)", int, 512, (1, MAX_TOKENS)),
@@ -58,26 +61,21 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-class _Stored(argparse.Action):
-    """Stores a value, and that it was given."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        namespace.given = *namespace.given, self.dest.replace("_", "-")
-
-
-def add_cluster_simulation(parser: argparse.ArgumentParser) -> None:
-    parser.register("action", None, _Stored)
-    parser.set_defaults(given=())
-    add_options(parser, _OPTIONS)
-    parser.add_argument("--exact", action="store_true", help="changes nothing: all steps are those of the scheduler")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    add_cache_simulation(whats.add_parser("cache", help="hit rates, bytes moved and costs of a cache under a trace"))
+    cluster = whats.add_parser("cluster", help="times, hit rates and load of a cluster under a trace, by router")
+    cluster.set_defaults(run=simulate_cluster)
+    # Without defaults, so that what is given is known.
+    add_options(cluster, (each._replace(default=argparse.SUPPRESS) for each in _OPTIONS))
+    cluster.add_argument("--exact", action="store_true", help="changes nothing: all steps are those of the scheduler")
+    cluster.add_argument("--json", action="store_true", help="one line of JSON")
 
 
 def simulate_cluster(args: argparse.Namespace) -> int:
     """Play the trace with every router. Raises `ConfigError`."""
+    given = [each.name.lstrip("-") for each in _OPTIONS if hasattr(args, each.attribute)]
+    args = argparse.Namespace(**{each.attribute: each.default for each in _OPTIONS} | vars(args))
     args.replicas, args.autoscale = _replicas(args.replicas)
     check_options(args, _OPTIONS)
     names = list(ROUTERS) if args.router == "all" else args.router.split(",")
@@ -85,9 +83,7 @@ def simulate_cluster(args: argparse.Namespace) -> int:
         if name not in ROUTERS:
             raise ConfigError(f"router: must be one of {', '.join(ROUTERS)}, or all (got {shown(name)})")
     if args.scenario is not None:
-        if ignored := [
-            name for name in dict.fromkeys(args.given) if name not in ("scenario", "router", "seed", "exact")
-        ]:
+        if ignored := [name for name in given if name not in ("scenario", "router", "seed")]:
             raise ConfigError(f"{', '.join(ignored)}: cannot be given beside --scenario, which has its own")
         shape, turns = SCENARIOS[args.scenario](args.seed)
         costs = DEFAULT_RATES.cost_model()
@@ -113,27 +109,17 @@ def simulate_cluster(args: argparse.Namespace) -> int:
 
 
 def _shape(args: argparse.Namespace, costs: CostModel) -> ClusterShape:
-    gigabytes = (DEFAULT_DEVICE_GB if args.device_gb is None else args.device_gb, args.host_gb)
     kv_bytes = costs.calibration.kv_bytes_per_token
-    size_in_blocks(gigabytes, args.block_tokens * kv_bytes)
-    device_tokens, host_tokens = (int(size * GB / kv_bytes) for size in gigabytes)
+    device_tokens, host_tokens = (int(size * GB / kv_bytes) for size in (args.device_gb, args.host_gb))
+    engine = EngineShape(
+        max_step_s=None if args.max_step_ms is None else args.max_step_ms / 1e3, max_running=args.max_running,
+        max_batch_tokens=args.max_batch_tokens, capacity_tokens=device_tokens,
+        host_tokens=host_tokens // args.replicas_per_node,
+    )  # fmt: skip
     return ClusterShape(
-        replicas=args.replicas,
-        autoscale=args.autoscale,
-        startup_s=args.startup,
-        engine=EngineShape(
-            max_step_s=None if args.max_step_ms is None else args.max_step_ms / 1e3,
-            max_running=args.max_running,
-            max_batch_tokens=args.max_batch_tokens,
-            capacity_tokens=device_tokens,
-            host_tokens=host_tokens // args.replicas_per_node,
-        ),
-        policy=args.policy,
-        ingresses=args.ingresses,
-        timeout_s=args.timeout,
-        concurrency=args.concurrency,
-        seed=args.seed,
-    )
+        replicas=args.replicas, autoscale=args.autoscale, startup_s=args.startup, engine=engine, policy=args.policy,
+        ingresses=args.ingresses, timeout_s=args.timeout, concurrency=args.concurrency, seed=args.seed,
+    )  # fmt: skip
 
 
 def _check_fits(turns: Sequence[Turn], shape: ClusterShape) -> None:
@@ -158,12 +144,8 @@ def _run(
     shape: ClusterShape, turns: Sequence[Turn], costs: CostModel, args: argparse.Namespace, advance: Any
 ) -> dict[str, Any]:
     figures = Simulation(shape, turns, costs).run(advance)
-    asked = (
-        {"scenario": args.scenario}
-        if args.scenario
-        else {name: getattr(args, name) for name in ("trace", "scale", "speed")}
-    )
-    return {**asked, "exact": True, "seed": args.seed, **figures}
+    names = ("scenario",) if args.scenario else ("trace", "scale", "speed")
+    return {**{name: getattr(args, name) for name in names}, "exact": True, "seed": args.seed, **figures}
 
 
 def _assumptions(args: argparse.Namespace, costs: CostModel, shape: ClusterShape, turns: Sequence[Turn]) -> list[str]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName
+from mneme.lab.cache.simulator import rank
 from mneme.lab.cluster.policies import Router, World
 from mneme.lab.cluster.replica import EngineShape, Job, Replica, Status
 from mneme.lab.cluster.routers import ROUTERS, Mneme
@@ -351,22 +352,16 @@ class Simulation:
             "hit_ratio": round(sum(found) / blocks, 6),
             "infinite_hit_ratio": round(infinite_hit_ratio(self.turns), 6),
             "tier_hit_ratio": {name: round(n / blocks, 6) for name, n in zip(TIERS, found, strict=False)},
-            "ttft_p50_s": round(rank(ttft, 50), 6),
-            "ttft_p90_s": round(rank(ttft, 90), 6),
-            "ttft_p99_s": round(rank(ttft, 99), 6),
+            **{f"ttft_p{percent}_s": round(rank(ttft, percent), 6) for percent in (50, 90, 99)},
             "ttft_mean_s": round(statistics.fmean(ttft), 6),
-            "e2e_p50_s": round(rank(e2e, 50), 6),
-            "e2e_p99_s": round(rank(e2e, 99), 6),
-            "itl_p50_s": round(rank(itl, 50), 6),
-            "itl_p99_s": round(rank(itl, 99), 6),
+            **{f"e2e_p{percent}_s": round(rank(e2e, percent), 6) for percent in (50, 99)},
+            **{f"itl_p{percent}_s": round(rank(itl, percent), 6) for percent in (50, 99)},
             "load_skew": round(skew(busy), 4),
             "requests_skew": round(skew(requests), 4),
             "in_flight_skew_p99": round(rank(skews, 99), 4),
             "busy_share": round(sum(busy) / replica_s, 4) if replica_s else 0.0,
             "expected_minus_found": round(self._ghosts / self._expected, 6) if self._expected else 0.0,
-            "num_timeouts": self.num_timeouts,
-            "num_failed": self.num_failed,
-            "num_lost": self.num_lost,
+            **{name: getattr(self, name) for name in ("num_timeouts", "num_failed", "num_lost")},
             "replica_s": round(replica_s, 3),
             "sizes": [(round(at_s, 3), size) for at_s, size in self._history],
             "span_s": round(self.now_s, 3),
@@ -378,10 +373,6 @@ class Simulation:
 def _queue(status: Status) -> tuple[int, ...]:
     """Return what is news if it changes; streams that go on are none."""
     return status.queued_tokens, status.running, status.waiting
-
-
-def rank(ordered: Sequence[float], percent: int) -> float:
-    return ordered[max(-(-len(ordered) * percent // 100), 1) - 1]
 
 
 def skew(loads: Sequence[float]) -> float:

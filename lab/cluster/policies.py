@@ -200,12 +200,14 @@ class HashRing(Policy):
         return self._ring[bisect.bisect(self._ring, (text_hash(f"s{turn.session}"), -1)) % len(self._ring)][1]
 
 
-class RayPrefix(Policy):
-    match_rate, imbalanced = 0.1, math.inf
+class _Remembering(Policy):
+    """Rules of systems that remember what they sent."""
+
+    most_blocks: int | None = None
 
     def __init__(self, rng: random.Random, world: World) -> None:
         super().__init__(rng, world)
-        self.tree, self.size = Holders(), Counter[int]()
+        self.tree, self.size = Holders(self.most_blocks), Counter[int]()
 
     def forget(self, replica: int) -> None:
         self.tree.drop(replica)
@@ -214,39 +216,35 @@ class RayPrefix(Policy):
     def choose(self, turn: Turn) -> int:
         depth, owners = self.tree.deepest(turn.block_ids)
         queues = [self.requests[r] for r in self.replicas]
-        if max(queues) - min(queues) > self.imbalanced:
-            replica = self.power_of_two()
-        elif depth < self.match_rate * len(turn.block_ids) or not depth:
-            fewest = min(self.size[r] for r in self.replicas)
-            replica = self.least([r for r in self.replicas if self.size[r] == fewest])
-        else:
-            replica = self.least(owners)
+        replica = self.choose_by(depth / len(turn.block_ids), owners, max(queues), min(queues))
         self._expected[id(turn)] = depth if replica in owners else 0
-        self.size[replica] += len(turn.block_ids) - (depth if replica in owners else 0)
+        self.size[replica] += len(turn.block_ids) - self._expected[id(turn)]
         self.tree.add(replica, turn.block_ids)
         return replica
 
+    def choose_by(self, match_rate: float, owners: Sequence[int], most: int, fewest: int) -> int:
+        """`owners` have that share of the prompt; `most` and `fewest` requests has a replica."""
+        raise NotImplementedError
 
-class SGLangGateway(Policy):
+
+class RayPrefix(_Remembering):
+    match_rate, imbalanced = 0.1, math.inf
+
+    def choose_by(self, match_rate: float, owners: Sequence[int], most: int, fewest: int) -> int:
+        if most - fewest > self.imbalanced:
+            return self.power_of_two()
+        if match_rate < self.match_rate or not owners:
+            smallest = min(self.size[r] for r in self.replicas)
+            return self.least([r for r in self.replicas if self.size[r] == smallest])
+        return self.least(owners)
+
+
+class SGLangGateway(_Remembering):
     cache_threshold, balance_abs, balance_rel, most_blocks = 0.3, 64, 1.5, 2**20
 
-    def __init__(self, rng: random.Random, world: World) -> None:
-        super().__init__(rng, world)
-        self.tree = Holders(self.most_blocks)
-
-    def forget(self, replica: int) -> None:
-        self.tree.drop(replica)
-
-    def choose(self, turn: Turn) -> int:
-        depth, owners = self.tree.deepest(turn.block_ids)
-        queues = [self.requests[r] for r in self.replicas]
-        most, fewest = max(queues), min(queues)
+    def choose_by(self, match_rate: float, owners: Sequence[int], most: int, fewest: int) -> int:
         is_imbalanced = most - fewest > self.balance_abs and most > self.balance_rel * fewest
-        matches = depth > self.cache_threshold * len(turn.block_ids)
-        replica = owners[0] if matches and not is_imbalanced else self.least()
-        self._expected[id(turn)] = depth if replica in owners else 0
-        self.tree.add(replica, turn.block_ids)
-        return replica
+        return owners[0] if match_rate > self.cache_threshold and not is_imbalanced else self.least()
 
 
 class _Informed(Policy):

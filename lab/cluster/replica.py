@@ -33,12 +33,9 @@ from mneme.router.autoscaler import ReplicaLoad, ShareMeter
 # Llama-2-70B on eight A800s, the machine of the Mooncake traces, computed from its data sheet: 140 GFLOP a token at
 # half of 2,496 TFLOP/s, 140 GB of weights and 320 KB of KV a token at 70% of 16 TB/s.
 DEFAULT_RATES = Rates(
-    prefill_tokens_per_s=8_900.0,
-    decode_step_s=0.0125,
-    device_gb_per_s=11_400.0,
-    host_gb_per_s=50.0,
+    prefill_tokens_per_s=8_900.0, decode_step_s=0.0125, device_gb_per_s=11_400.0, host_gb_per_s=50.0,
     kv_bytes_per_token=327_680.0,
-)
+)  # fmt: skip
 DEFAULT_DEVICE_GB = 400.0  # for KV, of 640
 PAGE_TOKENS = 64
 _UNBOUNDED_TOKENS = 2**22  # of a device without a bound
@@ -99,20 +96,13 @@ class Replica:
         num_pages = max((shape.capacity_tokens or _UNBOUNDED_TOKENS) // PAGE_TOKENS, 1)
         num_host_pages = shape.host_tokens // PAGE_TOKENS
         self._forest = PrefixForest(
-            num_pages,
-            PAGE_TOKENS,
-            policy=make_policy(policy, clock, num_pages),
-            clock=clock,
-            num_host_pages=num_host_pages,
-            host_policy=make_policy(policy, clock, max(num_host_pages, 1)),
-        )
+            num_pages, PAGE_TOKENS, policy=make_policy(policy, clock, num_pages), clock=clock,
+            num_host_pages=num_host_pages, host_policy=make_policy(policy, clock, max(num_host_pages, 1)),
+        )  # fmt: skip
         self._scheduler = Scheduler(
-            self._forest,
-            max_batch_tokens=shape.max_batch_tokens,
-            max_running=shape.max_running,
-            costs=None if shape.max_step_s == math.inf else costs,
-            max_step_s=shape.max_step_s,
-        )
+            self._forest, max_batch_tokens=shape.max_batch_tokens, max_running=shape.max_running,
+            costs=None if shape.max_step_s == math.inf else costs, max_step_s=shape.max_step_s,
+        )  # fmt: skip
         self._max_running, self._clock = shape.max_running, clock
         self._busy_s = self._prefilled_s = self._saved_s = 0.0
         self._shares = ShareMeter()
@@ -141,16 +131,13 @@ class Replica:
         turn, arrival = job.turn, next(self._arrivals)
         self._block_tokens = turn.block_tokens
         ids = np.repeat(np.array(turn.block_ids), turn.block_tokens)[: turn.input_tokens].tolist()
-        sequence = Sequence(
-            request=GenerationRequest(
-                request_id=str(arrival), prompt_token_ids=(), sampling=_SAMPLING, session_id=str(turn.session)
-            ),
-            ids=ids,
-            num_prompt=len(ids),
-            max_tokens=turn.output_tokens,
-            arrival=arrival,
-            owner=self._owners.setdefault(turn.session, Owner()),
+        request = GenerationRequest(
+            request_id=str(arrival), prompt_token_ids=(), sampling=_SAMPLING, session_id=str(turn.session)
         )
+        sequence = Sequence(
+            request=request, ids=ids, num_prompt=len(ids), max_tokens=turn.output_tokens, arrival=arrival,
+            owner=self._owners.setdefault(turn.session, Owner()),
+        )  # fmt: skip
         self._jobs[id(sequence)] = job, sequence
         self._scheduler.add(sequence)
         if self.next_s is None:
@@ -169,37 +156,31 @@ class Replica:
 
     def status(self) -> Status:
         self._catch_up()
-        streams, left = self._streams_and_left()
+        streams, prompts = self._streams, [s for _, s in self._jobs.values() if not s.num_output]
+        left = [len(s.context) - (0 if s.path is None else s.path.num_tokens) for s in prompts]  # to compute of each
         return Status(
-            sum(self._costs.prefill_s(num_new, 0) for num_new in left),
-            sum(left),
-            len(self._scheduler.running),
-            len(self._scheduler.waiting),
-            sum(len(each.context) for each in streams),
-            1 - self._forest.num_in_use / self._forest.num_pages,
-        )
+            sum(self._costs.prefill_s(num_new, 0) for num_new in left), sum(left), len(self._scheduler.running),
+            len(self._scheduler.waiting), sum(len(each.context) for each in streams), 1 - self._used_share,
+        )  # fmt: skip
 
-    def _streams_and_left(self) -> tuple[list[Sequence], list[int]]:
-        """Return who has tokens, and how much is to be computed of each other prompt."""
-        streams = [s for s in self._scheduler.running if s.num_output]
-        prompts = [s for _, s in self._jobs.values() if not s.num_output]
-        return streams, [len(s.context) - (0 if s.path is None else s.path.num_tokens) for s in prompts]
+    @property
+    def _streams(self) -> list[Sequence]:
+        return [s for s in self._scheduler.running if s.num_output]
+
+    @property
+    def _used_share(self) -> float:
+        return self._forest.num_in_use / self._forest.num_pages
 
     def load(self, span_s: float) -> ReplicaLoad:
         """Say what the autoscaler asks; the last call was `span_s` ago."""
-        self._catch_up()
+        status = self.status()
         self._shares.note(self._prefilled_s, self._saved_s, span_s)
         self._prefilled_s = self._saved_s = 0.0
-        streams, left = self._streams_and_left()
         return ReplicaLoad(
-            backlog_s=sum(self._costs.prefill_s(num_new, 0) for num_new in left),
-            prefill_share=self._shares.prefill_share,
-            kv_share=self._forest.num_in_use / self._forest.num_pages,
-            step_s=self._costs.decode_s(len(streams), sum(len(s.context) for s in streams)),
-            constant_s=self._costs.terms_of("decode")[0],
-            num_requests=len(self._jobs),
-            saved_share=self._shares.saved_share,
-        )
+            backlog_s=status.queue_s, prefill_share=self._shares.prefill_share, kv_share=self._used_share,
+            step_s=self._costs.decode_s(len(self._streams), status.context_tokens), num_requests=len(self._jobs),
+            constant_s=self._costs.terms_of("decode")[0], saved_share=self._shares.saved_share,
+        )  # fmt: skip
 
     def lose_all(self) -> list[Job]:
         """The process dies: everything in flight is lost, and all KV."""

@@ -76,20 +76,11 @@ class Mneme(Router):
             for tier in (DEVICE, HOST, None)
         )
         report = ReplicaReport(
-            epoch=f"{self._lives[replica]}",
-            seq=number,
-            queue_s=status.queue_s,
-            queued_tokens=status.queued_tokens // self._grain,
-            running=status.running,
-            waiting=status.waiting,
-            context_tokens=status.context_tokens // self._grain,
-            free_page_share=status.free_share,
-            cost=None if number else self._costs(),
-            device=device,
-            host=host,
-            gone=gone,
-            is_snapshot=number == 0,
-        )
+            epoch=f"{self._lives[replica]}", seq=number, queue_s=status.queue_s,
+            queued_tokens=status.queued_tokens // self._grain, running=status.running, waiting=status.waiting,
+            context_tokens=status.context_tokens // self._grain, free_page_share=status.free_share,
+            cost=None if number else self._costs(), device=device, host=host, gone=gone, is_snapshot=number == 0,
+        )  # fmt: skip
         self._chooser.take_report(str(replica), report)
 
     def expected(self, turn: Turn) -> int | None:

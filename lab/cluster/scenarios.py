@@ -72,12 +72,9 @@ def restart_ghosts(seed: int) -> Scenario:
 
 
 SCENARIOS: dict[str, Callable[[int], Scenario]] = {
-    "sticky": sticky,
-    "death-spiral": death_spiral,
-    "affinity-collapse": affinity_collapse,
-    "herding": herding,
+    "sticky": sticky, "death-spiral": death_spiral, "affinity-collapse": affinity_collapse, "herding": herding,
     "restart-ghosts": restart_ghosts,
-}
+}  # fmt: skip
 
 
 def _poisson(rng: random.Random, *, per_s: float, span_s: float) -> Iterator[float]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mneme.lab.cache.synthetic import PREFIX, make_trace, parse_shape
+from mneme.lab.cache.synthetic import made_trace
 from mneme.lab.cache.traces import PacedRequest, read_paced_trace
 
 _JITTER_S = 60.0  # by which the copies of a trace are apart at most
@@ -35,9 +35,10 @@ class Turn:
 
 def read_workload(name: str, block_tokens: int) -> list[Turn]:
     """Read a trace's file, or make the one that `synthetic[:KEY=VALUE,...]` says. Raises `ConfigError`."""
-    if name == PREFIX or name.startswith(PREFIX + ":"):
-        return turns_of(PacedRequest(*asked) for asked in make_trace(parse_shape(name), block_tokens))
-    return turns_of(read_paced_trace(Path(name), block_tokens))
+    made = made_trace(name, block_tokens)
+    return turns_of(
+        read_paced_trace(Path(name), block_tokens) if made is None else (PacedRequest(*each) for each in made)
+    )
 
 
 def turns_of(trace: Iterable[PacedRequest]) -> list[Turn]:

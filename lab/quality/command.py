@@ -27,6 +27,10 @@ _QUICK_CASES = 20
 _QUICK_RATIOS = "0.15"
 
 
+_TASK_HELP = (
+    'FILE of JSON lines {"question", "passages", "answers"}, or coreference[:4x8,8x4,16x2], which mneme-tiny '
+    "can do (documents x sentences)"
+)
 _OPTIONS = (
     Option("--selectors", "NAMES", f"by commas, of {', '.join(SELECTORS)} (default: all but all)"),
     Option("--ratios", "SHARES", f"by commas, from 0 to 1 (default {_RATIOS})"),
@@ -44,19 +48,10 @@ _OPTIONS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=quality)
     parser.add_argument("model", help="mneme-tiny, or a Hugging Face model directory")
-    parser.add_argument(
-        "--task",
-        required=True,
-        metavar="TASK",
-        help='FILE of JSON lines {"question", "passages", "answers"}, or coreference[:4x8,8x4,16x2], which mneme-tiny '
-        "can do (documents x sentences)",
-    )
+    parser.add_argument("--task", required=True, metavar="TASK", help=_TASK_HELP)
     add_options(parser, _OPTIONS)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"{_QUICK_CASES} cases at ratio {_QUICK_RATIOS}; no report, unless --out says where",
-    )
+    quick = f"{_QUICK_CASES} cases at ratio {_QUICK_RATIOS}; no report, unless --out says where"
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--force", action="store_true", help="replace a report of more cases, or of other layouts")
 

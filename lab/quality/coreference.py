@@ -77,14 +77,6 @@ class Case:
     def of_kind(self, kind: str) -> list[Fact]:
         return [fact for fact in self.facts if fact.kind == kind]
 
-    def guess_among_pronouns(self, asked: Fact) -> float:
-        """Hit rate of a reader who knows the verb and that the answer stands behind a pronoun."""
-        return 1 / sum(fact.verb == asked.verb and fact.kind != "explicit" for fact in self.facts)
-
-    def guess_among_orphans(self, asked: Fact) -> float:
-        """Hit rate of a reader who also resolves every chunk on its own and guesses among the rest."""
-        return 1 / sum(fact.verb == asked.verb and fact.kind == "px" for fact in self.facts)
-
 
 @dataclass(slots=True)
 class _Story:

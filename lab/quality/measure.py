@@ -115,19 +115,13 @@ def measure(
             on_progress(len(batch))
         rows += [
             Measured(
-                layout=layout,
-                selector=arm.selector,
-                ratio=arm.ratio,
-                num_cases=len(fitting),
-                score=tally.f1 / len(fitting),
-                score_full=full_tally.f1 / len(fitting),
-                exact_match=tally.exact / len(fitting),
-                exact_match_full=full_tally.exact / len(fitting),
-                kl=sum(tally.kl) / len(tally.kl),
-                top1=sum(tally.agrees) / len(tally.agrees),
+                layout=layout, selector=arm.selector, ratio=arm.ratio, num_cases=len(fitting),
+                score=tally.f1 / len(fitting), score_full=full_tally.f1 / len(fitting),
+                exact_match=tally.exact / len(fitting), exact_match_full=full_tally.exact / len(fitting),
+                kl=sum(tally.kl) / len(tally.kl), top1=sum(tally.agrees) / len(tally.agrees),
             )
             for arm, tally in zip(arms, tallies, strict=True)
-        ]
+        ]  # fmt: skip
     return rows, num_left_out
 
 
@@ -162,22 +156,15 @@ class _Talker:
             num_tokens = self._max_tokens if one.text is None else len(one.text.ids)
             is_line = one.text is None and not self._is_chat
             params = SamplingParams(
-                temperature=0,
-                max_tokens=num_tokens,
-                stop="\n" if is_line else (),
-                ignore_eos=one.text is not None,
+                temperature=0, max_tokens=num_tokens, stop="\n" if is_line else (), ignore_eos=one.text is not None,
                 seed=index,
-            )
-            self._engine.submit(
-                GenerationRequest(
-                    request_id=name,
-                    prompt_token_ids=tuple(prompt.ids),
-                    sampling=params,
-                    salt="full" if blend.mode == "off" else "control" if _is_exact(blend) else "blend",
-                    documents=prompt.spans,
-                    blend=blend,
-                )
-            )
+            )  # fmt: skip
+            salt = "full" if blend.mode == "off" else "control" if _is_exact(blend) else "blend"
+            asked = GenerationRequest(
+                request_id=name, prompt_token_ids=tuple(prompt.ids), sampling=params, salt=salt,
+                documents=prompt.spans, blend=blend,
+            )  # fmt: skip
+            self._engine.submit(asked)
         while self._engine.has_work:
             for event in self._engine.step():
                 one = self._said[event.request_id]

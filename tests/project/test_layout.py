@@ -69,7 +69,7 @@ LEVELS = {
         "app local",
         "cli",
     ),
-    "lab": ("arguments chat", "cache quality", "bench cluster", "simulate"),
+    "lab": ("arguments chat", "cache quality", "bench cluster"),
 }
 LEVEL = {
     f"{folder}.{room}": n

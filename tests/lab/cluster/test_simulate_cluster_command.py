@@ -62,7 +62,7 @@ def test_a_scenario_needs_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
             "replicas, rates: cannot be given beside --scenario",
         ),
         (["--device-gb", "-1"], "device-gb: must be from 0"),
-        (["--device-gb", "0.001"], "capacity: no tier holds a block"),
+        (["--device-gb", "0.001"], "device-gb: must hold the longest request, of "),
         ([*SMALL, "--device-gb", "0.05"], "device-gb: must hold the longest request, of "),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["--trace", "trace.jsonl"], "trace.jsonl:2: is no JSON"),
