@@ -62,7 +62,7 @@ def parse_shape(text: str) -> SyntheticShape:
 
 
 def made_trace(name: str, block_tokens: int) -> list[TraceRequest] | None:
-    """Return the trace that `synthetic[:KEY=VALUE,...]` says; None: that is the name of a file. Raises `ConfigError`."""
+    """Return the trace that `synthetic[:KEY=VALUE,...]` says; None for the name of a file. Raises `ConfigError`."""
     is_made = name == PREFIX or name.startswith(PREFIX + ":")
     return make_trace(parse_shape(name), block_tokens) if is_made else None
 
