@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import httpx
 import pytest
 
-from mneme.cluster.cli import chat as terminal_chat
+from mneme.lab import chat as terminal_chat
 from mneme.lab.chat import Conversation, add_arguments, run_chat
 from tests.cluster.api_fixtures import Server, serving
 from tests.cluster.fake_engine_client import SENTENCE
@@ -99,7 +99,7 @@ def test_ctrl_c_stops_only_the_answer(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(terminal_chat, "_shower", lambda sink: interrupt)
+    monkeypatch.setattr(Conversation, "ask", interrupt)
     assert run_chat(parsed("--url", server.url)) == 0
     assert "[stopped" in capsys.readouterr().out
 
