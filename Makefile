@@ -70,7 +70,7 @@ faults: $(DEV_READY) # long fault and kill loops of the cache tier
 	$(PYTEST) -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
 
 # The paths of a CPU without a compiler: torch in the place of the compiled kernels, wherever those are called.
-TORCH_TESTS := tests/kernels tests/replicas tests/cachetier/pages/test_host_memory.py
+TORCH_TESTS := tests/kernels tests/replicas tests/lab/quality tests/cachetier/pages/test_host_memory.py
 TORCH_TESTS += --ignore=tests/replicas/cache_faults --ignore-glob="*/test_durable_*" --ignore-glob="*/test_triton_*"
 
 test-torch: $(DEV_READY) # tests of the paths without compiled kernels

@@ -48,6 +48,8 @@ from workloads import VOCAB_SIZE
 
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import MnemeError
+from mneme.lab.quality.measure import Arm, measure
+from mneme.lab.quality.tasks import Task, read_task
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
@@ -58,8 +60,6 @@ from mneme.replicas.fuse.selectors import count, filter_counts, first_share
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.quality.measure import Arm, measure
-from mneme.replicas.quality.tasks import Task, read_task
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from mneme.replicas.text.tokenizer import Tokenizer
 

@@ -31,10 +31,10 @@ from typing import Any
 from harness import Check, PartResult, Run, at_least, at_most, options_of, rounded
 from plots import lines, rows, save
 
-from mneme.cachetier.simulate.costs import Rates
-from mneme.cachetier.simulate.simulator import CacheSimulator
-from mneme.cachetier.simulate.synthetic import SyntheticShape, make_trace
-from mneme.cachetier.simulate.traces import TraceRequest, most_used_within, read_trace
+from mneme.lab.cache.costs import Rates
+from mneme.lab.cache.simulator import CacheSimulator
+from mneme.lab.cache.synthetic import SyntheticShape, make_trace
+from mneme.lab.cache.traces import TraceRequest, most_used_within, read_trace
 
 BLOCK_TOKENS = 512
 TIER_NAMES = ("device", "host", "disk")

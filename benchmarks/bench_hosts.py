@@ -8,7 +8,7 @@ disk) with a replica of mneme-tiny (float32); `mneme serve --address` runs on th
 
     network    TCP from one host to another: MB/s, and the time that a byte takes to come back
     peers      conversations of one text, each with a salt of its own, so that all must say the same; turns send their
-               history and are placed by power of two choices, so most go to another host: where their KV came from
+               history and are placed at random, so most go to another host: where their KV came from
     loss       1% of all frames are lost, under clients that stream answers whose text is known
     partition  nothing comes through the third host's port, then it does again and its Ray node is started anew, as
                KubeRay would; the same clients. The ingresses are on the other hosts, and so is the clients' proxy.
@@ -129,7 +129,7 @@ class Cluster:
             "--address", f"{HOSTS[0]}:{RAY_PORT}", "--host", HOSTS[0], "--port", str(PORT), "--replicas", "3",
             "--set", "cpus_per_replica=1", "--set", "engine.dtype=float32", "--set", "cache.load=always",
             "--set", f"cache.disk.folder={folder}/kv-%n", "--set", f"cache.disk.capacity_bytes={512 << 20}",
-            "--set", "router.policy=power-of-two", "--set", "ingress.replicas=2",
+            "--set", "router.policy=random", "--set", "ingress.replicas=2",
         )  # fmt: skip
         self.url = f"http://{HOSTS[0]}:{PORT}"
         self.await_replicas(3)

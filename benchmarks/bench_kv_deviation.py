@@ -27,8 +27,8 @@ from harness import Check, PartResult, Run, at_least, options_of
 from plots import caption_of, lines, save
 from torch import Tensor
 
+from mneme.lab.quality.tasks import read_task
 from mneme.replicas.model.config import model_directory
-from mneme.replicas.quality.tasks import read_task
 from mneme.replicas.text.parts import EncodedParts, encode_parts, prompt_parts
 from mneme.replicas.text.tokenizer import Tokenizer
 

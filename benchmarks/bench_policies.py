@@ -1,4 +1,4 @@
-"""Our router against others' rules on one cluster: real replicas, sessions and shared prompts and documents together.
+"""Our router against simple rules on one cluster: real replicas, sessions and shared prompts and documents together.
 
     python benchmarks/bench_policies.py [--quick] [--rounds 3] [--rate 3] [--replicas 3] [--no-tier] [--out FOLDER]
 
@@ -9,6 +9,7 @@ their history back and name their session; a third single questions behind those
 4 of 24 documents. Poisson, the same texts at the same times for every arm, arms forwards and backwards in alternation.
 `hit` is what servers say was cached, `one cache` what a single replica with the same requests finds (all fits there).
 `skew` is the most tokens computed by a replica over the mean. Ratios are of the same round, ours over the other's.
+Rules of other systems are compared in the simulator (bench_simulated_cluster.py).
 Bound: three engines, ingress and the client share the cores, so a replica's speed depends on the others'.
 """
 
@@ -24,18 +25,17 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-import httpx  # noqa: E402
 from harness import PartResult, Run, at_least, at_most, median_ratio, options_of, take_turns  # noqa: E402
 from workloads import write_chat_llama  # noqa: E402
 
-from mneme.cluster.bench.client import ChatClient  # noqa: E402
-from mneme.cluster.bench.load import Load  # noqa: E402
-from mneme.cluster.bench.measure import summarize  # noqa: E402
-from mneme.cluster.bench.workloads import Session, Shape, arrive, make_sessions  # noqa: E402
+from mneme.lab.bench.client import ChatClient, connect  # noqa: E402
+from mneme.lab.bench.load import Load  # noqa: E402
+from mneme.lab.bench.measure import summarize  # noqa: E402
+from mneme.lab.bench.workloads import Session, Shape, arrive, make_sessions  # noqa: E402
 from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
 
 OURS, ONE = "mneme", "one cache"
-OTHERS = ("power-of-two", "ring", "ray", "hash")
+OTHERS = ("least-loaded", "hash", "random")
 PARTS = {
     "sessions": Shape(turns=5, words=48, prefix_words=400, prefixes=6, max_tokens=24),
     "shared-prefix": Shape(words=48, prefix_words=400, prefixes=6, max_tokens=24),
@@ -54,8 +54,7 @@ def sessions_of(num_requests: int, rate: float, seed: int) -> list[Session]:
 
 
 async def ask(url: str, sessions: list[Session]) -> dict[str, Any]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
+    async with connect(url) as http:
         options = {"model": "llama-31m", "temperature": 0, "ignore_eos": True}
         client = ChatClient(http, options, session_header=False, timeout_s=300)
         named = ChatClient(http, options, session_header=True, timeout_s=300)

@@ -26,6 +26,7 @@ its own, on another core.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 import random
@@ -51,7 +52,7 @@ from engines import (
 from harness import Check, PartResult, Run, at_least, options_of
 from plots import DIM, Points, caption_of, lines, save
 from rate_search import Point, Reading, Steps, Sweep, median_points, throughput_at
-from session_load import Load, Window, counted, kv_per_turn, percentile, point_of
+from session_load import Load, Served, Window, counted, kv_per_turn, percentile, point_of
 from workloads import MODEL_SHAPE, VOCAB_SIZE
 
 from mneme.replicas.engine.engine import Engine
@@ -123,12 +124,13 @@ class Runs:
         load = Load(engine, trace, think_scale=self._scale.think_scale, keeps_sessions=system != STATELESS)
         load.warm_up()
         num_steps = engine.num_steps
-        load.play(window.ends_s)
-        point = point_of(load.served, window, offered_per_s)
+        asyncio.run(load.play(window.ends_s))
+        turns = [*counted(load.served, load.began_s, window)]
+        point = point_of(turns, window, offered_per_s)
         self.rows.append(
             {
                 "system": system, "offered/s": offered_per_s, "seed": seed, "served/s": point.served_per_s,
-                "p90 ms/token": point.p90_s * 1e3, **_per_turn(load, window), "busy": load.busy_s / window.ends_s,
+                "p90 ms/token": point.p90_s * 1e3, **_per_turn(turns), "busy": load.busy_s / window.ends_s,
                 "steps/s": (engine.num_steps - num_steps) / window.ends_s,
                 "suspended": engine.scheduler.num_suspensions,
             }
@@ -158,16 +160,15 @@ class Runs:
         return make_engine(runner, system)
 
 
-def _per_turn(load: Load, window: Window) -> dict[str, float]:
+def _per_turn(turns: Sequence[Served]) -> dict[str, float]:
     """Means over the turns that count: prompt and output tokens, where the prompts' KV came from."""
-    turns = list(counted(load.served, window))
     if not turns:
         return {}
-    kv = kv_per_turn(load.served, window)
+    kv = kv_per_turn(turns)
     return {
         "turns": len(turns),
-        "prompt": sum(turn.num_prompt for turn in turns) / len(turns),
-        "out": sum(turn.num_out for turn in turns) / len(turns),
+        "prompt": sum(turn.prompt_tokens or 0 for turn in turns) / len(turns),
+        "out": sum(turn.output_tokens or 0 for turn in turns) / len(turns),
         "rows": kv.get("recomputed", 0.0) + kv.get("dropped", 0.0),
         "device": kv.get("device", 0.0),
         "host": kv.get("host", 0.0),

@@ -33,10 +33,12 @@ from engines import DEVICE_ONLY, MAIN_MODEL, PAGE_SIZE, make_decoder, make_runne
 from harness import PartResult, Run, at_least, at_most, options_of
 
 from mneme.cachetier.policy.cost_model import Calibration, CostModel, calibrated
-from mneme.cluster.simulate.play import ClusterShape, Simulation, rank
-from mneme.cluster.simulate.replica import EngineShape, Status
-from mneme.cluster.simulate.routers import ROUTERS, World
-from mneme.cluster.simulate.workload import Turn
+from mneme.lab.cache.simulator import rank
+from mneme.lab.cluster.play import ClusterShape, Simulation
+from mneme.lab.cluster.policies import World
+from mneme.lab.cluster.replica import EngineShape, Status
+from mneme.lab.cluster.routers import ROUTERS
+from mneme.lab.cluster.workload import Turn
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import backlog_s, num_queued_tokens
@@ -156,7 +158,7 @@ def play(
 ) -> tuple[dict[str, float], list[Step]]:
     """Play the turns on real engines, with the simulator's router; return also the steps they made."""
     now_s = 0.0
-    router = ROUTERS[policy](random.Random(f"{seed}.0"), World(costs, lambda: now_s, BLOCK_TOKENS, {}, None))
+    router = ROUTERS[policy](random.Random(f"{seed}.0"), World(costs, lambda: now_s, BLOCK_TOKENS, {}))
     prompts = [token_ids(turn) for turn in turns]
     page_bytes, block_by_page = 4 * PAGE_SIZE, dict[bytes, int]()  # by the tokens of the last page of each block
     for turn, ids in zip(turns, prompts, strict=True):
@@ -167,7 +169,7 @@ def play(
 
     def told(replica: int, tokens: bytes, is_there: bool) -> None:
         if (block_id := block_by_page.get(tokens)) is not None:
-            router.stored(replica, block_id, is_there=is_there)
+            router.placed(replica, block_id, DEVICE if is_there else None)
 
     engines = [TimedEngine(r, costs, functools.partial(told, number)) for number, r in enumerate(runners)]
     router.set_replicas(range(len(engines)))
@@ -192,8 +194,9 @@ def play(
             if event.usage is not None:
                 cached = event.usage.cached_tokens
                 ttft_s.append(now_s - due_s[number])
-                num_found += (cached + (cached == turn.input_tokens - 1)) // BLOCK_TOKENS
-                router.started(turn)
+                found = (cached + (cached == turn.input_tokens - 1)) // BLOCK_TOKENS
+                num_found += found
+                router.started(turn, found)
             if event.finish_reason is not None:
                 assert event.finish_reason == "length", event
                 router.ended(turn)
@@ -222,7 +225,7 @@ def scaled(costs: CostModel, steps: Sequence[Step]) -> CostModel:
 
 def simulate(turns: Sequence[Turn], policy: str, num_engines: int, costs: CostModel, seed: int) -> dict[str, float]:
     engine = EngineShape(max_batch_tokens=MAX_BATCH_TOKENS, max_running=128, capacity_tokens=NUM_PAGES * PAGE_SIZE)
-    shape = ClusterShape(replicas=num_engines, router=policy, engine=engine, exact=True, seed=seed)
+    shape = ClusterShape(replicas=num_engines, router=policy, engine=engine, seed=seed)
     figures = Simulation(shape, turns, costs).run()
     return {name: figures[name] for name in ("ttft_p50_s", "hit_ratio")}
 

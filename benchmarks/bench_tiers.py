@@ -101,8 +101,8 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName
 from mneme.cachetier.policy.load_controller import LoadPlan
-from mneme.cachetier.simulate.costs import Prices
 from mneme.errors import MnemeError
+from mneme.lab.cache.costs import Prices
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.load import choose_dtype
 from mneme.replicas.request import GenerationRequest, PromptUsage

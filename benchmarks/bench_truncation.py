@@ -44,6 +44,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from mneme.errors import MnemeError
+from mneme.lab.quality.coreference import px_cases
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Moves
@@ -51,7 +52,6 @@ from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import LayerWeights, load_weights
-from mneme.replicas.quality.coreference import px_cases
 from mneme.replicas.request import PromptUsage
 from mneme.replicas.sequence import Sequence as EngineSequence
 from mneme.replicas.sequence import StepRows

@@ -10,8 +10,7 @@ of these that can be:
     ring     every replica has been silent for long while it had work: the home of the session or hint
     p2c      as that, without either: of two, by hash, the one with fewer requests
 
-Where `router.policy` names another's rule (`policies.py`), that stands in the place of the last three, as "policy",
-unless it raises.
+Where `router.policy` names a rule (`_numbers_by_rule`), that stands in the place of the last three, as "policy".
 
 A replica's load is what it reports and what was reserved here since, or all that was reserved here if it reports
 nothing. Figures that are no sensible numbers count as not reported.
@@ -27,24 +26,25 @@ import statistics
 import struct
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mneme.errors import ConfigError
 from mneme.primitives import Bounded
 from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport, unpack
-from mneme.router.policies import MINE, POLICIES, Policy
 from mneme.router.prefix_index import SENT_S, PrefixIndex
 from mneme.router.score import (
     F64,
+    MINE,
     U64,
     UNKNOWN,
     Asked,
     Flags,
     Loads,
+    PolicyName,
     Prices,
     RouterConfig,
     alike,
@@ -69,7 +69,6 @@ _NUM_LATE = 32  # first tokens of a replica from which its overhead is learned
 _LATE_LOADS_S = 60.0  # how long it is known what loads took longer: else a bad moment would end all loads for ever
 _MAX_ERROR = 10.0  # of one prediction, in the sum of relative errors
 
-_T = TypeVar("_T")
 _Session = tuple[str, str]  # (salt, session id)
 
 
@@ -225,16 +224,6 @@ _FOUND = ("matched", "in_host", "in_node", "at_peers", "reused")
 
 
 @dataclass(slots=True, eq=False)
-class _PolicyRequest:
-    """What another's rule looks at."""
-
-    policy: Policy
-    block_ids: Sequence[int]
-    session: object
-    input_tokens: int
-
-
-@dataclass(slots=True, eq=False)
 class Reservation:
     """Load that a chosen replica carries until its release; `started` and `release` may be called twice."""
 
@@ -250,7 +239,6 @@ class Reservation:
     _chooser: ReplicaChooser
     _session: _Session | None
     _on_release: Callable[[Reservation], None] | None = None  # of a session's turn
-    _by_policy: _PolicyRequest | None = None  # which counts it until its release
     _is_started: bool = False
     _admitted_s: float = math.inf
 
@@ -275,16 +263,11 @@ class Reservation:
         self._leave_queue()
         self._load.release(self)
         self._running = self._context_tokens = 0
-        if self._by_policy is not None:
-            _guarded(self._by_policy.policy.ended, self._by_policy)
-            self._by_policy = None
         if self._on_release is not None:
             self._on_release(self)
             self._on_release = None
 
     def _leave_queue(self) -> None:
-        if self._by_policy is not None and not self._is_started:
-            _guarded(self._by_policy.policy.started, self._by_policy)
         self._is_started = True
         self._load.leave_queue(self)
         self._work_ns = 0
@@ -297,6 +280,7 @@ class ReplicaChooser:
 
     config: RouterConfig
     clock: Callable[[], float] = time.monotonic
+    rng: random.Random = field(default_factory=random.Random)  # of the rule `random`
     decisions: Counter[str] = field(init=False, default_factory=Counter)  # by reason
     # Of requests that were answered: seconds to the first token, and tokens of prompts that were not computed.
     accuracy: defaultdict[str, float] = field(init=False, default_factory=lambda: defaultdict(float))
@@ -316,16 +300,11 @@ class ReplicaChooser:
     _resent_s: float = field(init=False, default=0.0)
     _to_resend: deque[Reservation] = field(init=False, default_factory=deque)
     _unique: itertools.count[int] = field(init=False, default_factory=itertools.count)
-    _policy: Policy | None = field(init=False, default=None)  # None: ours
-    _numbers: dict[str, int] = field(init=False, default_factory=dict)  # of replicas, for the policy
-    _new_number: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         self._index = PrefixIndex(self.config.index_blocks)
         self._in_tier = PrefixIndex(self.config.index_blocks)
         self._private = Bounded(_MAX_PRIVATE)
-        if self.config.policy != MINE:
-            self._policy = POLICIES[self.config.policy](random.Random(), self._token_s)
         self.set_replicas(())
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
@@ -343,15 +322,10 @@ class ReplicaChooser:
         for node in [node for node, named_s in self._named_s.items() if abs(now_s - named_s) > _NODE_S]:
             self._in_tier.forget(node)
             del self._named_s[node]
-        if self._policy is not None:
-            self._numbers = {r: self._numbers.get(r) or next(self._new_number) for r in replica_ids}
-            _guarded(self._policy.set_replicas, list(self._numbers.values()), list(self._numbers))
 
     def forget_prefixes(self, replica_id: str) -> None:
         """The replica restarted: it is a candidate, and holds nothing."""
         self._index.forget(replica_id)
-        if self._policy is not None and replica_id in self._numbers:
-            _guarded(self._policy.restarted, self._numbers[replica_id])
 
     def take_report(self, replica_id: str, report: ReplicaReport) -> bool:
         """Follow what a replica says; False: something is missing, and a snapshot is to be asked for."""
@@ -418,7 +392,8 @@ class ReplicaChooser:
         session = None if session_id is None else (salt, session_id)
         shared = f"s{session[1]}" if session else f"a{affinity}" if affinity else None
         # A prompt without one that comes through several ingresses at once is computed once, too.
-        own = f"p{chains[0][0]}" if chains[0] else f"r{next(self._unique)}"
+        has_home = bool(chains[0]) and self.config.policy == MINE
+        own = f"p{chains[0][0]}" if has_home else f"r{next(self._unique)}"
         preferences = rendezvous(shared or own, hashes)
         is_away = np.ones(len(replica_ids), bool) if shared else np.zeros(len(replica_ids), bool)
         is_away[preferences.argmax()] = False
@@ -441,27 +416,19 @@ class ReplicaChooser:
             nothing = np.zeros(len(replica_ids))
             asked = Asked(len(token_ids), nothing, nothing, nothing, nothing, nothing, is_away)
         answering = self._answering(session)
-        by_policy: _PolicyRequest | None = None
-        number: int | None = None
-        if self._policy is not None and answering not in replica_ids:
-            by_policy = _PolicyRequest(self._policy, chains[0], shared or next(self._unique), len(token_ids))
-            number = _guarded(self._policy.place, by_policy)
-            by_policy = None if number is None else by_policy
         if answering in replica_ids:
             reason, chosen = "session", replica_ids.index(answering)
-        elif number is not None:
-            numbers = [self._numbers[r] for r in replica_ids]  # without those that are excluded
-            reason, chosen = "policy", numbers.index(number) if number in numbers else int(running.argmin())
+        elif self.config.policy != MINE:
+            numbers = _numbers_by_rule(self.config.policy, np.fmax(running, table[:, _SAID_RUNNING]), self.rng)
+            reason, chosen = "policy", _first_of_least(numbers, preferences)
         elif priced is not None and not is_silent.all():
-            total = np.where(is_eligible, priced.total, np.inf)
-            best = np.flatnonzero(total == total.min())
-            reason, chosen = "score", int(best[preferences[best].argmax()])
+            reason, chosen = "score", _first_of_least(np.where(is_eligible, priced.total, np.inf), preferences)
         else:
             order = [int(i) for i in np.argsort(preferences)[::-1] if is_eligible[i]]
             reason, chosen = ("ring", order[0]) if shared else ("p2c", min(order[:2], key=lambda i: running[i]))
         self.decisions[reason] += 1
         route = Route(reason, chosen, replica_ids, asked, priced)
-        return self._reserve(route, chains, num_choices, session, now_s, by_policy)
+        return self._reserve(route, chains, num_choices, session, now_s)
 
     def record(self, token_ids: Sequence[int], replica_id: str, *, salt: str = "") -> None:
         """`replica_id` holds the KV of these tokens now."""
@@ -475,7 +442,6 @@ class ReplicaChooser:
         num_choices: int,
         session: _Session | None,
         now_s: float,
-        by_policy: _PolicyRequest | None,
     ) -> Reservation:
         replica_id = route.replica_ids[route.chosen]
         load, asked, priced = self._loads[replica_id], route.asked, route.prices
@@ -492,7 +458,6 @@ class ReplicaChooser:
             chain=chains[0],
             _chooser=self,
             _session=session,
-            _by_policy=by_policy,
         )
         load.reserve(reservation)
         self._unstarted[reservation] = None
@@ -550,15 +515,10 @@ class ReplicaChooser:
             return
         if report.is_snapshot:
             self._index.forget(replica_id)
-        device, gone = unpack(report.device), unpack(report.gone)
-        self._index.update(replica_id, device=device, host=unpack(report.host), gone=gone)
+        device = unpack(report.device)
+        self._index.update(replica_id, device=device, host=unpack(report.host), gone=unpack(report.gone))
         if report.node and device:  # what is computed is saved
             self._in_tier.update(report.node, device=device)
-        if self._policy is not None:
-            _guarded(_tell, self._policy, self._numbers[replica_id], report.is_snapshot, device, gone)
-
-    def _token_s(self) -> float:
-        return float(token_s(alike(self._table[:, _FIGURES:])).mean())
 
     def _send(self, chain: Sequence[int], replica_id: str, now_s: float) -> None:
         """Note what a replica will have: until it says so itself, if it says such things."""
@@ -641,22 +601,22 @@ class ReplicaChooser:
             return []
 
 
-def _guarded(call: Callable[..., _T], *args: Any) -> _T | None:
-    """Call another's rule; whatever is wrong with it, requests are routed."""
-    try:
-        return call(*args)
-    except Exception:
-        logger.exception("router.policy: its rule raised, requests are routed all the same")
-        return None
+def _numbers_by_rule(policy: PolicyName, running: F64, rng: random.Random) -> F64:
+    """Return a number for each candidate, of which the smallest is chosen.
+
+    random        any of them
+    least-loaded  the fewest requests, by what a replica reports or what was reserved here
+    hash          all are alike: the home of the session or hint, whatever it has to do; other requests go to any
+    """
+    if policy == "random":
+        return np.array([rng.random() for _ in running])
+    return running if policy == "least-loaded" else np.zeros_like(running)
 
 
-def _tell(policy: Policy, number: int, is_anew: bool, device: Sequence[int], gone: Sequence[int]) -> None:
-    """Let a policy have what a replica reports."""
-    if is_anew:
-        policy.restarted(number)
-    for blocks, is_there in ((device, True), (gone, False)):
-        for block in blocks:
-            policy.stored(number, block, is_there=is_there)
+def _first_of_least(numbers: F64, preferences: U64) -> int:
+    """Return the candidate with the smallest number, of equal ones the first in rendezvous order."""
+    best = np.flatnonzero(numbers == numbers.min())
+    return int(best[preferences[best].argmax()])
 
 
 def _loads_of(table: F64, figures: F64, usual: F64, age_s: F64, is_silent: Flags, late_load_s: float) -> Loads:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.ma  # the first median would import it, and a request wait 10 ms for that
@@ -23,12 +23,13 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.config import check_range
 from mneme.errors import ConfigError
 from mneme.replicas.report import BLOCK_TOKENS
-from mneme.router.policies import MINE, PolicyName
 from mneme.router.token_hashes import text_hash
 
 F64 = NDArray[np.float64]
 U64 = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
+MINE: Final = "mneme"  # predicted seconds: `prices`
+PolicyName = Literal["mneme", "random", "least-loaded", "hash"]
 
 _CHUNK_TOKENS = 256  # that an edge brings at once
 _RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
@@ -46,7 +47,7 @@ UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 12, 2048, 1, math.nan, math.nan])
 class RouterConfig:
     """Says how affinity is weighed against load."""
 
-    policy: PolicyName = MINE  # another: by that rule (`policies.py`), and only the sizes below say anything
+    policy: PolicyName = MINE  # another: by that rule (`chooser.py`), and only the sizes below say anything
     block_tokens: int = BLOCK_TOKENS  # tokens per hashed block; replicas report blocks of the default
     index_blocks: int = 1_000_000  # blocks remembered per ingress
     load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...

@@ -19,7 +19,7 @@ from tiny_words import words
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mneme.replicas.quality.coreference import Case, Fact, make_case
+from mneme.lab.quality.coreference import Case, Fact, make_case
 
 VALUE_WEIGHT = 4.0
 """Of the answer's one decisive token, against 1 for the words around it."""

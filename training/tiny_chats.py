@@ -19,7 +19,7 @@ from tiny_words import (
     VALUES_BY_VERB,
 )
 
-from mneme.replicas.quality.coreference import make_case
+from mneme.lab.quality.coreference import make_case
 
 Turn = tuple[str, str]
 """What the user says and what the assistant answers."""

@@ -13,7 +13,7 @@ from tiny_tokenizer import BOS, IM_END, render
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mneme.replicas.quality.coreference import Case, Fact
+from mneme.lab.quality.coreference import Case, Fact
 
 
 class Encoded(NamedTuple):

@@ -12,7 +12,7 @@ from tiny_words import line_starts, words
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mneme.replicas.quality.coreference import make_case
+from mneme.lab.quality.coreference import make_case
 
 BOS, PAD, IM_START, IM_END = "<|bos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 3072

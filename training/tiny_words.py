@@ -1,7 +1,7 @@
 """The closed word lists of the generated tasks; the tokenizer makes each name and value one token."""
 
 # ruff: noqa: SIM905
-from mneme.replicas.quality.coreference import BASE_FORM, FOODS, GAMES, MEN, PLACES, VALUES_BY_VERB, WOMEN
+from mneme.lab.quality.coreference import BASE_FORM, FOODS, GAMES, MEN, PLACES, VALUES_BY_VERB, WOMEN
 
 NAMES = WOMEN + MEN
 

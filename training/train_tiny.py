@@ -28,8 +28,8 @@ from tiny_tokenizer import CONTEXT_TOKENS, task_texts, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from mneme.lab.quality.coreference import px_cases
 from mneme.replicas.engine.load import cpu_multiplies_bfloat16
-from mneme.replicas.quality.coreference import px_cases
 
 SEED = 20
 ROOT = Path(__file__).resolve().parent.parent

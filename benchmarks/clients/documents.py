@@ -32,8 +32,8 @@ import httpx  # noqa: E402
 from clients.run import Server, describe, serving  # noqa: E402
 from harness import PartResult, cpu_name, load_average, print_part  # noqa: E402
 
-from mneme.replicas.quality.measure import best_scores  # noqa: E402
-from mneme.replicas.quality.tasks import read_task  # noqa: E402
+from mneme.lab.quality.measure import best_scores  # noqa: E402
+from mneme.lab.quality.tasks import read_task  # noqa: E402
 
 WORDS = ("the", "house", "on", "a", "hill", "is", "red", "and", "has", "two", "doors", "that", "nobody", "opens")
 WAYS: dict[str, dict[str, Any]] = {

@@ -38,10 +38,10 @@ from gpu.steps import Row, Run, Step
 from harness import NOT_RUN
 from random_models import SHAPES, head_weights, kv_bytes_per_token, layer_weights, model_config
 
-from mneme.cluster.bench.client import ChatClient
-from mneme.cluster.bench.load import Load
-from mneme.cluster.bench.measure import Answer, summarize
-from mneme.cluster.bench.workloads import _WORDS, Session, Shape, arrive, make_sessions
+from mneme.lab.bench.client import ChatClient, connect
+from mneme.lab.bench.load import Load
+from mneme.lab.bench.measure import Answer, summarize
+from mneme.lab.bench.workloads import _WORDS, Session, Shape, arrive, make_sessions
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "MNEME_SERVED_RUN"
@@ -384,8 +384,7 @@ def _client(pipe: Any, url: str, sessions: Any, num_users: Any, options: Any, li
 
 
 async def _ask(url: str, sessions: Any, num_users: Any, options: Any, limit_s: float) -> list[Answer]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(None, connect=30.0), limits=limits) as http:
+    async with connect(url) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         body = {"model": model, "temperature": 0, "ignore_eos": True, **options}
         load = Load(ChatClient(http, body, session_header=True, timeout_s=600.0).ask)

@@ -1,4 +1,4 @@
-"""The command line: `mneme serve`, `chat`, `bench`, `doctor`, `cache`, `simulate` and `quality`.
+"""The command line: `mneme serve`, `doctor`, `cache` and `keys`; `lab` adds `chat`, `bench`, `simulate` and `quality`.
 
 Public: `main.main`. Nobody imports it.
 """

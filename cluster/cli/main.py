@@ -1,4 +1,8 @@
-"""The command line: `mneme serve | chat | bench | doctor | simulate | cache | keys | quality`."""
+"""The command line: `mneme serve | chat | bench | doctor | simulate | cache | keys | quality`.
+
+`LABORATORY`'s commands come from entry points (group `mneme.commands`), each loaded only when it is named. One adds its
+arguments to a parser, with `run` among the defaults.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -24,6 +29,12 @@ examples:
   mneme bench autoscale --peak 8                       load that rises and falls: do replicas follow, does KV stay
   mneme quality ./Llama-3.1-8B --task musique.jsonl    what reusing documents costs in quality
 `mneme COMMAND --help` says more of each."""
+LABORATORY = {  # what measures and plays, and what `mneme --help` says of it
+    "chat": "talk to a server in the terminal",
+    "bench": "load on a running server, and what its users would see",
+    "simulate": "what a trace would do to a cache or a cluster, without a model",
+    "quality": "what reusing documents in place does to a model's answers",
+}
 # Options of `vllm serve` that have an equivalent here.
 _VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our key, type, metavar, help
     ("--served-model-name", "served_name", str, "NAME", "what clients call the model"),
@@ -41,7 +52,7 @@ _VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our ke
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 1 for a failed check, 2 for what the user must change."""
-    parser = _parser()
+    parser = _parser(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
@@ -70,19 +81,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     import shtab
 
-    from mneme.cluster.cli.bench import add_bench_arguments
     from mneme.cluster.cli.cache import add_cache_arguments
     from mneme.cluster.cli.cache import cache as run_cache
-    from mneme.cluster.cli.chat import add_chat_arguments, run_chat
     from mneme.cluster.cli.keys import add_keys_arguments
     from mneme.cluster.cli.keys import keys as run_keys
-    from mneme.cluster.cli.quality import add_quality_arguments
-    from mneme.cluster.cli.quality import quality as run_quality
-    from mneme.cluster.cli.simulate import add_cache_simulation, simulate_cache
-    from mneme.cluster.cli.simulate_cluster import add_cluster_simulation, simulate_cluster
 
     parser = _Parser(
         prog="mneme",
@@ -93,33 +98,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mneme {__version__}")
     shtab.add_argument_to(parser, "--print-completion", help="print a completion script for this shell")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    named = next((each for each in argv if not each.startswith("-")), None)
+    is_completed = any(each.startswith("--print-c") for each in argv)  # with the options of all commands
+
+    def add_of_laboratory(name: str) -> None:
+        command = commands.add_parser(name, help=LABORATORY[name])
+        missing = _load(name, command) if is_completed or name == named else None
+        if missing is not None and name == named:
+            command.exit(2, f"mneme {name}: needs {missing}, which is not installed: pip install 'mneme[lab]'\n")
 
     serve = commands.add_parser("serve", help="serve an OpenAI-compatible API on this machine")
     _add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
 
-    chat = commands.add_parser("chat", help="talk to a server in the terminal")
-    add_chat_arguments(chat)
-    chat.set_defaults(run=run_chat)
-
-    bench = commands.add_parser("bench", help="load on a running server, and what its users would see")
-    add_bench_arguments(bench)
+    add_of_laboratory("chat")
+    add_of_laboratory("bench")
 
     doctor = commands.add_parser("doctor", help="what this machine has, and what would keep a cluster from starting")
     doctor.add_argument("--port", type=int, default=8000, metavar="N", help="the port of `mneme serve` (default 8000)")
     doctor.add_argument("--json", action="store_true", help="one line of JSON")
     doctor.set_defaults(run=_doctor)
 
-    simulate = commands.add_parser("simulate", help="what a trace would do to a cache or a cluster, without a model")
-    whats = simulate.add_subparsers(dest="what", required=True, metavar="WHAT")
-    simulated_cache = whats.add_parser("cache", help="hit rates, bytes moved and costs of a cache under a trace")
-    add_cache_simulation(simulated_cache)
-    simulated_cache.set_defaults(run=simulate_cache)
-    simulated_cluster = whats.add_parser(
-        "cluster", help="times, hit rates and load of a cluster under a trace, by router"
-    )
-    add_cluster_simulation(simulated_cluster)
-    simulated_cluster.set_defaults(run=simulate_cluster)
+    add_of_laboratory("simulate")
 
     cache = commands.add_parser("cache", help="what the disk tier's folder holds, and whether it is sound")
     add_cache_arguments(cache)
@@ -129,10 +129,20 @@ def _parser() -> argparse.ArgumentParser:
     add_keys_arguments(keys)
     keys.set_defaults(run=run_keys)
 
-    quality = commands.add_parser("quality", help="what reusing documents in place does to a model's answers")
-    add_quality_arguments(quality)
-    quality.set_defaults(run=run_quality)
+    add_of_laboratory("quality")
     return parser
+
+
+def _load(name: str, command: argparse.ArgumentParser) -> str | None:
+    """Let a command of the laboratory add its arguments; return what it needs that is not installed."""
+    found = [*entry_points(group="mneme.commands", name=name)]
+    if not found:
+        return "mneme.lab"
+    try:
+        found[0].load()(command)
+    except ImportError as error:
+        return error.name or str(error)
+    return None
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("kernels", "replicas", "cachetier", "router", "cluster")
-# Who may import whom: cluster -> {router, replicas} -> cachetier -> kernels, replicas -> kernels; all -> mneme.errors,
-# .config, .primitives.
+PRODUCT = ("kernels", "replicas", "cachetier", "router", "cluster")
+FOLDERS = (*PRODUCT, "lab")
+# Who may import whom: cluster -> {router, replicas} -> cachetier -> kernels, replicas -> kernels; lab -> all of these,
+# and none of these -> lab; all -> mneme.errors, .config, .primitives.
 ALLOWED = {
     "kernels": set(),
     "cachetier": {"kernels"},
     "replicas": {"kernels", "cachetier"},
     "router": {"cachetier", "replicas"},
     "cluster": {"router", "replicas", "cachetier"},
+    "lab": {*PRODUCT},
 }
 # Rooms (sub-packages, and single files at a folder's root) from the bottom up: each imports only what stands before its
 # line. Imports for type checkers alone count too.
@@ -42,7 +44,7 @@ LEVELS = {
         "admin policy",
         "config",
         "node",
-        "sessions simulate",
+        "sessions",
         "distributed",
     ),
     "replicas": (
@@ -54,11 +56,11 @@ LEVELS = {
         "model sessions",
         "schedule",
         "engine",
-        "llm quality",
+        "llm",
     ),
-    "router": ("prefix_index replica_set token_hashes", "policies", "score", "chooser", "serve_router"),
+    "router": ("prefix_index replica_set token_hashes", "score", "chooser", "serve_router"),
     "cluster": (
-        "bench logs simulate tenancy wire",
+        "logs tenancy wire",
         "keys",
         "config",
         "serve",
@@ -67,6 +69,7 @@ LEVELS = {
         "app local",
         "cli",
     ),
+    "lab": ("arguments chat", "cache quality", "bench cluster"),
 }
 LEVEL = {
     f"{folder}.{room}": n
@@ -131,6 +134,15 @@ def test_imports_go_one_way(path: Path) -> None:
             assert folder == "cluster" or str(path.relative_to(ROOT)).startswith(RAY), name
         if parts[0] == "triton":
             assert str(path.relative_to(ROOT)).startswith(TRITON), name
+
+
+PRODUCT_FILES = [*python_files(*PRODUCT), *(path for path in (ROOT / "src/mneme").glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", PRODUCT_FILES, ids=ids)
+def test_the_product_does_not_name_the_laboratory(path: Path) -> None:
+    """Not in a string either: its commands are found by the package's entry points."""
+    assert not re.search(r"mneme[./]lab\.|from mneme import lab|import_module\(.*lab", path.read_text())
 
 
 def room_of(parts: Sequence[str]) -> str:

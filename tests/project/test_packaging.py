@@ -7,9 +7,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+
+from mneme.cluster.cli.main import LABORATORY
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -45,13 +48,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_the_embedded_model(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {"mneme", next(n for n in names if "dist-info" in n).split("/")[0]}
-    for folder in ("kernels", "replicas", "router", "cluster"):
+    for folder in ("kernels", "replicas", "router", "cluster", "lab"):
         modules = {f"mneme/{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
         assert modules
         assert modules <= names
     model = {f"mneme/replicas/mneme_tiny/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
     assert model <= names
     assert "mneme/py.typed" in names
+
+
+def test_the_wheel_names_the_commands_of_the_laboratory(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (path,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
+    parsed = ConfigParser()
+    parsed.read_string(archive.read(path).decode())
+    commands = dict(parsed["mneme.commands"])
+    assert commands.keys() == LABORATORY.keys()
+    modules = {f"{value.partition(':')[0].replace('.', '/')}.py" for value in commands.values()}
+    assert modules <= set(archive.namelist())
 
 
 def test_the_wheel_runs_where_the_repository_is_not(wheel: Path, tmp_path: Path) -> None:

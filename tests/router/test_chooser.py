@@ -6,14 +6,17 @@ import random
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.replicas.report import ReplicaReport
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.score import (
     UNKNOWN,
     Asked,
     Loads,
+    PolicyName,
     RouterConfig,
     load_bound,
     prices,
@@ -271,3 +274,42 @@ def test_a_hint_follows_the_kv_that_load_has_moved() -> None:
         reservation.release()
     assert choose(router, [8] * 64, affinity="app").replica_id == held[0].replica_id
     assert choose(router, [*history, 9, 9], affinity="app").replica_id == held[-1].replica_id
+
+
+@pytest.mark.parametrize("policy", ["random", "least-loaded", "hash"])
+def test_by_a_rule_who_is_there_is_chosen(policy: PolicyName) -> None:
+    router, rng = chooser(*REPLICAS, config=RouterConfig(policy=policy)), random.Random(0)
+    held: list[Reservation] = []
+    for number in range(300):
+        there = rng.sample(REPLICAS, rng.randint(2, 8)) if number % 50 == 49 else list(router._loads)
+        router.set_replicas(there)
+        without = rng.choice(there)
+        chosen = router.select_and_reserve([1] * 640, session_id=f"s{number}", exclude=(without,))
+        assert chosen is not None
+        assert chosen.replica_id in set(there) - {without}
+        held.append(chosen)
+        if rng.random() < 0.7:
+            held.pop(rng.randrange(len(held))).release()
+    assert router.decisions == {"policy": 300}
+
+
+def test_the_rules_spread_load_or_keep_sessions() -> None:
+    def homes(policy: PolicyName, session: str | None, replicas: list[str] = REPLICAS) -> Counter[str]:
+        router = ReplicaChooser(RouterConfig(policy=policy), rng=random.Random(1))
+        router.set_replicas(replicas)
+        return Counter(choose(router, [1] * 640, session).replica_id for _ in range(80))
+
+    assert set(homes("least-loaded", None).values()) == {10}
+    assert len(homes("random", None)) == len(homes("hash", None)) == 8  # though all have one prompt
+    # In every ingress the same, in whatever order it linked the replicas.
+    assert [*homes("hash", "s1")] == [*homes("hash", "s1", REPLICAS[::-1])] == [preferred("ss1", REPLICAS)]
+
+
+def test_the_least_loaded_is_so_by_what_others_sent_too() -> None:
+    router = chooser("a", "b", config=RouterConfig(policy="least-loaded"))
+    report = ReplicaReport(
+        epoch="e", seq=0, queue_s=0.0, queued_tokens=0, running=2, waiting=1, context_tokens=0, free_page_share=1.0,
+        is_snapshot=True,
+    )  # fmt: skip
+    router.take_report("a", report)
+    assert [choose(router, [1]).replica_id for _ in range(3)] == ["b"] * 3

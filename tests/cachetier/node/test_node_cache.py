@@ -20,7 +20,7 @@ from mneme.cachetier.node.index import Change, NodeIndex, descendants
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.search import num_common
 from mneme.cachetier.policy.eviction import make_policy
-from mneme.cachetier.simulate.simulator import BlockTier
+from mneme.lab.cache.simulator import BlockTier
 from tests.budget import examples
 from tests.cachetier.chunks import (
     CHUNK_TOKENS,

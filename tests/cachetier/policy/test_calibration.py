@@ -12,8 +12,8 @@ import pytest
 
 from mneme.cachetier.policy.calibration import CostFile, measured_edges
 from mneme.cachetier.policy.cost_model import fit
-from mneme.cachetier.simulate.costs import load_costs
 from mneme.errors import ConfigError
+from mneme.lab.cache.costs import load_costs
 from tests.cachetier.cost_cases import make_costs
 
 MODEL = bytes(range(32))

@@ -1,8 +1,0 @@
-"""The load tool behind `mneme bench`: what is sent when, how answers are timed, and what comes of it.
-
-`workloads` and `measure` are policy without clock or network; `load` plays sessions on an event loop's time; `client`
-speaks HTTP; `report` draws. Any OpenAI-compatible server can be measured: nothing of this one is asked for. Only
-`autoscale`, load that rises and falls, is about this one's replicas, which its metrics say.
-
-Public: `workloads`, `load.Load`, `client.ChatClient`, `measure`, `report.html_report`. Imported by the command line.
-"""

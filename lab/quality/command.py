@@ -1,0 +1,170 @@
+"""`mneme quality`: what reusing documents in place does to a model's answers. No Ray; one engine in this process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args, get_type_hints
+
+from mneme.config import parse
+from mneme.errors import ConfigError, shown
+from mneme.lab.arguments import Option, add_options, check_options
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.documents import SELECTORS, Selector
+from mneme.replicas.fuse.report import MIN_CASES, MIN_SCORE_FULL, Measured, QualityReport
+
+if TYPE_CHECKING:
+    from mneme.lab.quality.tasks import Task
+
+_SELECTORS = tuple(each for each in SELECTORS if each != "all")  # that one is full recompute, in two steps
+_RATIOS = "0.05,0.1,0.15,0.2,0.3,0.5"
+_QUICK_CASES = 20
+_QUICK_RATIOS = "0.15"
+
+
+_TASK_HELP = (
+    'FILE of JSON lines {"question", "passages", "answers"}, or coreference[:4x8,8x4,16x2], which mneme-tiny '
+    "can do (documents x sentences)"
+)
+_OPTIONS = (
+    Option("--selectors", "NAMES", f"by commas, of {', '.join(SELECTORS)} (default: all but all)"),
+    Option("--ratios", "SHARES", f"by commas, from 0 to 1 (default {_RATIOS})"),
+    Option("--cases", "N", "of each layout, at most (default 400)", int, None, (1, 100_000)),
+    Option("--max-tokens", "N", "of an answer (default 32)", int, 32, (1, 32_768)),
+    Option("--device", "DEVICE", "auto, cpu or cuda[:index]", default="auto"),
+    Option(
+        "--dtype", None, "that the model is served in: a report is for one", str, "auto", None,
+        get_args(get_type_hints(EngineConfig)["dtype"]),
+    ),
+    Option("--out", "DIR", "folder of the report (default: the model's)", Path),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=quality)
+    parser.add_argument("model", help="mneme-tiny, or a Hugging Face model directory")
+    parser.add_argument("--task", required=True, metavar="TASK", help=_TASK_HELP)
+    add_options(parser, _OPTIONS)
+    quick = f"{_QUICK_CASES} cases at ratio {_QUICK_RATIOS}; no report, unless --out says where"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--force", action="store_true", help="replace a report of more cases, or of other layouts")
+
+
+def quality(args: argparse.Namespace) -> int:
+    """Measure, write the report, and say what it allows. Raises `MnemeError`."""
+    ratios = [_ratio(each) for each in (args.ratios or (_QUICK_RATIOS if args.quick else _RATIOS)).split(",")]
+    selectors = [_selector(each) for each in args.selectors.split(",")] if args.selectors else _SELECTORS
+    num_cases = args.cases if args.cases is not None else _QUICK_CASES if args.quick else 400
+    check_options(args, _OPTIONS)
+
+    from mneme.lab.quality.measure import Arm, measure
+    from mneme.lab.quality.tasks import read_task
+    from mneme.replicas.engine.load import choose_device, choose_dtype, load_engine, model_fingerprint
+    from mneme.replicas.fuse.report import measured_on, report_path
+    from mneme.replicas.model.config import load_model_config, model_directory
+    from mneme.replicas.text.tokenizer import Tokenizer
+
+    task = read_task(args.task, num_cases)
+    arms = [Arm(selector, 0.0) for selector in selectors if selector == "none"]
+    arms += [Arm(selector, 1.0) for selector in selectors if selector == "all"]
+    arms += [Arm(each, ratio) for each in selectors if each not in ("none", "all") for ratio in ratios]
+    folder = model_directory(args.model)
+    model_config = load_model_config(folder)
+    dtype = choose_dtype(args.dtype, choose_device(args.device), model_config.dtype)
+    config = parse(EngineConfig, {"device": args.device, "dtype": str(dtype).removeprefix("torch.")})
+    out = args.out or (None if args.quick else folder)
+    if out is not None and not (out.is_dir() and os.access(out, os.W_OK)):
+        raise ConfigError(f"out: must be a folder that can be written to (got {shown(str(out))})")
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    measured = measured_on(model_fingerprint(folder, model_config, dtype))
+    if out is not None and not args.force:
+        _check_broader(report_path(out, measured), task)
+    tokenizer = Tokenizer.load(folder)
+    engine = load_engine(args.model, config, tokenizer=tokenizer)
+    try:
+        with Progress(console=Console(stderr=True)) as bars:
+            bar = bars.add_task("cases", total=sum(map(len, task.cases_by_layout.values())))
+            rows, num_left_out = measure(
+                engine, tokenizer, task, arms, max_tokens=args.max_tokens, on_progress=lambda n: bars.advance(bar, n)
+            )
+    finally:
+        engine.close()
+        tokenizer.close()
+    report = QualityReport(model=measured, task=task.name, rows=tuple(rows))
+    path = None if out is None else report.write(out)
+    if num_left_out:
+        print(f"mneme quality: {num_left_out} cases are longer than the context, and left out", file=sys.stderr)
+    allowed = report.allowed()
+    if args.json:
+        figures = {**asdict(report), "allowed": allowed, "num_left_out": num_left_out}
+        print(json.dumps(figures | {"report": None if path is None else str(path)}))
+    else:
+        print("\n".join([*table(rows), "", _summary(allowed, rows)]))
+        if path is not None:
+            print(f"the report is {path}")
+    return 0
+
+
+def _check_broader(path: Path, task: Task) -> None:
+    """Raise `ConfigError` if the report there says more than one on this task will."""
+    try:
+        known = QualityReport.read(path)
+    except (OSError, ConfigError):
+        return
+    num_cases = {layout: len(cases) for layout, cases in task.cases_by_layout.items()}
+    for row in known.rows:
+        if row.num_cases > num_cases.get(row.layout, 0):
+            raise ConfigError(
+                f"out: {path} has {row.num_cases} cases of {row.layout}; --force replaces it all the same"
+            )
+
+
+def _summary(allowed: dict[Selector, float], rows: Sequence[Measured]) -> str:
+    if allowed:
+        return "allowed: " + ", ".join(f"{selector} from {ratio:g}" for selector, ratio in allowed.items())
+    if any(row.num_cases < MIN_CASES for row in rows):
+        return f"nothing is allowed: a report needs {MIN_CASES} cases of each layout"
+    if any(row.score_full < MIN_SCORE_FULL for row in rows):
+        return f"nothing is allowed: full recompute itself scores less than {MIN_SCORE_FULL} on a layout"
+    return "nothing is allowed: no selector is within a point of full recompute on every layout"
+
+
+def table(rows: Sequence[Measured]) -> list[str]:
+    """Return a line for each row under headings."""
+    lines = [f"{'layout':10} {'selector':14} {'ratio':>5} {'F1':>6} {'exact':>6} {'KL':>8} {'top-1':>6}"]
+    layout = None
+    for row in rows:
+        if row.layout != layout:
+            layout = row.layout
+            lines.append(f"{layout:10} {'full':14} {'':5} {row.score_full:6.3f} {row.exact_match_full:6.3f}")
+        lines.append(
+            f"{layout:10} {row.selector:14} {row.ratio:5g} {row.score:6.3f} {row.exact_match:6.3f} {row.kl:8.4f} "
+            f"{row.top1:6.3f}"
+        )
+    return lines
+
+
+def _ratio(given: str) -> float:
+    try:
+        ratio = float(given)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:  # NaN, too
+        raise ConfigError(f"ratios: must be numbers from 0 to 1 (got {shown(given)})")
+    return ratio
+
+
+def _selector(given: str) -> Selector:
+    for selector in SELECTORS:
+        if selector == given:
+            return selector
+    raise ConfigError(f"selectors: must be of {', '.join(SELECTORS)} (got {shown(given)})")

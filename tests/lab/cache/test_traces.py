@@ -1,0 +1,199 @@
+"""Readers that refuse what they would read wrongly, and made traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mneme.errors import ConfigError
+from mneme.lab.cache.costs import Prices, Rates, load_table
+from mneme.lab.cache.synthetic import SyntheticShape, make_trace, parse_shape
+from mneme.lab.cache.traces import TraceRequest, most_used_within, read_trace
+from tests.lab.trace_cases import random_trace
+
+ROW = {"timestamp": 500, "input_length": 9, "output_length": 3, "hash_ids": [7, 8, 9]}
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+
+
+def write_rows(folder: Path, *rows: Any) -> Path:
+    path = folder / "trace.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_mooncake_rows_are_read(tmp_path: Path) -> None:
+    later = {"timestamp": 2500, "input_length": 5, "output_length": 0, "hash_ids": [7, 11], "more": "ignored"}
+    assert read_trace(write_rows(tmp_path, ROW, later), 4) == [
+        TraceRequest(0.0, [7, 8, 9], 9, 3, 4),
+        TraceRequest(2.0, [7, 11], 5, 0, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[1]", "must be a JSON object with timestamp"),
+        ({**ROW, "timestamp": "500"}, "timestamp: must be a whole number"),
+        ({**ROW, "timestamp": True}, "timestamp: must be a whole number"),
+        ({**ROW, "timestamp": -1}, "timestamp: must be a whole number"),
+        ({**ROW, "timestamp": float("nan")}, "timestamp: must be a whole number"),
+        ({**ROW, "timestamp": 499}, "is earlier than the request before it"),
+        ({**ROW, "input_length": 0}, "input_length: must be a whole number from 1"),
+        ({**ROW, "input_length": 10**12}, "input_length: must be a whole number from 1"),
+        ({**ROW, "output_length": -1}, "output_length: must be"),
+        ({**ROW, "hash_ids": [7, 8]}, "2 blocks are not 9 tokens in blocks of 4"),
+        ({**ROW, "hash_ids": 7}, "hash_ids: must be a list"),
+        ({**ROW, "hash_ids": [7, 8, "9"]}, "hash_ids: must be a whole number"),
+        ({**ROW, "hash_ids": [7, 9, 8]}, "9 comes behind another prefix than before"),
+        ({**ROW, "hash_ids": [7, 8, 8]}, "8 comes behind another prefix than before"),
+        ({key: ROW[key] for key in ROW if key != "hash_ids"}, "must be a JSON object with"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"trace.jsonl:2: .*{rule}"):
+        read_trace(write_rows(tmp_path, ROW, row), 4)
+
+
+def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "other.txt").write_text("")
+    rules = {
+        "empty.jsonl": "has no requests", "bytes.jsonl": "bytes.jsonl:1: is not text", "folder.csv": "cannot be read",
+        "missing.csv": "cannot be read", "other.txt": "ends in .jsonl or .csv",
+    }  # fmt: skip
+    for name, rule in rules.items():
+        with pytest.raises(ConfigError, match=rule):
+            read_trace(tmp_path / name, 4)
+
+
+def test_blank_lines_are_no_requests(tmp_path: Path) -> None:
+    rows = ROW, {**ROW, "timestamp": 700}
+    whole = read_trace(write_rows(tmp_path, *rows), 4)
+    assert read_trace(write_rows(tmp_path, rows[0], "", rows[1], "", " "), 4) == whole
+    with pytest.raises(ConfigError, match=r"trace.jsonl:3: is no JSON"):
+        read_trace(write_rows(tmp_path, ROW, "", "{"), 4)
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.csv"])
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    rows = {".jsonl": json.dumps(ROW) + "\n", ".csv": "2023-11-16 18:17:03,9,10\r\n"}
+    row = rows[path.suffix]
+    header = AZURE if path.suffix == ".csv" else row
+    path.write_bytes((header + row).encode() + b"\xff\n" + row.encode())
+    with pytest.raises(ConfigError, match=f"{name}:3: is not text in UTF-8"):
+        read_trace(path, 4)
+
+
+def test_azure_rows_are_read_and_share_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE + "2023-11-16 18:17:03.9799600,9,10\r\n2023-11-16 18:18:04.0,4,0\r\n", newline="")
+    first, second = read_trace(path, 4)
+    assert first == TraceRequest(0.0, [0, 1, 2], 9, 10, 4)
+    assert second.arrival_s == pytest.approx(60.02004, abs=1e-5)
+    assert second[1:] == ([3], 4, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("a,b,c\r\n", ":1: must be TIMESTAMP,"),
+        (AZURE + "2023-11-16 18:17:03,9\r\n", ":2: must have 3 fields"),
+        (AZURE + "yesterday,9,1\r\n", ":2: is no time"),
+        (AZURE + "2023-11-16 18:17:03,9.5,1\r\n", ":2: is no time and two counts"),
+        (AZURE + "2023-11-16 18:17:03,0,1\r\n", ":2: ContextTokens: must be"),
+        (AZURE + "2023-11-16 18:17:03,1,1\r\n2023-11-15 18:17:03,1,1\r\n", ":3: is earlier"),
+        (AZURE + '"2023', "no CSV|fields"),
+        (AZURE, "has no requests"),
+    ],
+)
+def test_a_bad_azure_row_is_refused(tmp_path: Path, text: str, rule: str) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(text, newline="")
+    with pytest.raises(ConfigError, match=rule):
+        read_trace(path, 4)
+
+
+def test_made_traces_are_sessions_that_go_on() -> None:
+    shape = SyntheticShape(num_sessions=60, tokens_in=200, system_tokens=256, num_system_prompts=2)
+    trace = make_trace(shape, 64)
+    assert trace == make_trace(shape, 64)
+    assert trace != make_trace(SyntheticShape(num_sessions=60, tokens_in=200, seed=1), 64)
+    assert [asked.arrival_s for asked in trace] == sorted(asked.arrival_s for asked in trace)
+    parents: dict[int, int | None] = {}
+    for asked in trace:
+        assert len(asked.block_ids) == -(-asked.input_tokens // 64)
+        for parent, block_id in zip([None, *asked.block_ids], asked.block_ids, strict=False):
+            assert parents.setdefault(block_id, parent) == parent
+    assert len({tuple(asked.block_ids[:4]) for asked in trace}) == 2
+    assert len(parents) < sum(len(asked.block_ids) for asked in trace) / 2
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("synthetic:sessions=3", "unknown 'sessions'"),
+        ("synthetic:num_sessions=many", "num_sessions: must be a number"),
+        ("synthetic:num_sessions=2.5", "num_sessions: must be a number"),
+        ("synthetic:num_sessions=0", "num_sessions: must be from"),
+        ("synthetic:num_sessions=" + "9" * 400, "num_sessions: must be from"),
+        ("synthetic:seed=" + "9" * 400, "seed: must be from"),
+        ("synthetic:seed=" + "9" * 5000, "seed: must be a number"),
+        ("synthetic:max_tokens=100000000", "max_tokens: must be from 1e-09 to 1e\\+07"),
+        ("synthetic:think_s=inf", "think_s: must be from"),
+        ("synthetic:think_s=nan", "think_s: must be from"),
+        ("synthetic:num_sessions=1000000", "1000000 requests in all"),
+        ("synthetic:num_turns=0.5", "num_turns: at least 1"),
+    ],
+)
+def test_a_bad_shape_is_refused(text: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        parse_shape(text)
+
+
+def test_no_prompt_of_a_made_trace_is_longer_than_the_shape_says() -> None:
+    for lengths in ({"system_tokens": 5000}, {"tokens_in": 5000.0}):
+        trace = make_trace(SyntheticShape(num_sessions=20, max_tokens=1000, **lengths), 64)  # type: ignore[arg-type]
+        assert len(trace) >= 20
+        assert max(asked.input_tokens for asked in trace) == 1000
+
+
+def test_a_shape_is_parsed() -> None:
+    assert parse_shape("synthetic") == SyntheticShape()
+    assert parse_shape("synthetic:num_sessions=5,think_s=1.5") == SyntheticShape(num_sessions=5, think_s=1.5)
+
+
+def test_tables_are_read_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"host_gb_per_hour": 0.5}')
+    assert load_table(Prices, path).hourly(2.0, 10.0, 0.0) == 2 * 20.0 + 5.0
+    assert load_table(Rates, None) == Rates()
+    for text, rule in {
+        "{": "no readable JSON", "[]": "must be a mapping", '{"gpu": 1}': "gpu: unknown key",
+        '{"disk_gb_per_hour": 0}': "must be a number over 0", '{"disk_gb_per_hour": "1"}': "must be of type float",
+        '{"disk_gb_per_hour": NaN}': "must be a number over 0", '{"disk_gb_per_hour": true}': "must be of type float",
+    }.items():  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rule):
+            load_table(Prices, path)
+    path.write_text(" " * 100_000)
+    with pytest.raises(ConfigError, match="at most 65536 bytes"):
+        load_table(Prices, path)
+
+
+@pytest.mark.parametrize("span_s", [0.0, 30.0, 1e9])
+def test_most_used_within_is_that_of_every_span(span_s: float) -> None:
+    trace = random_trace(4)
+    spans = (
+        {block for asked in trace if 0 <= last.arrival_s - asked.arrival_s <= span_s for block in asked.block_ids}
+        for last in trace
+    )
+    assert most_used_within(trace, span_s) == max(map(len, spans))
+    assert most_used_within([], span_s) == 0
