@@ -5,5 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Benchmarks are read by people, who see what is wrong with them; `make test-all` runs their tests."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)

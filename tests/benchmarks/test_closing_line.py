@@ -74,7 +74,6 @@ def test_bench_attention_without_time_says_so() -> None:
     assert found["not_measured"] == ["cpu_auto_regret_geometric_mean", "cpu_auto_regret_worst"]
 
 
-@pytest.mark.slow
 def test_bench_system_prompt_counts_running_sequences(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_system_prompt.py", "--quick", "--only", "capacity", "--out", str(tmp_path)])
     assert {check["name"]: check["ok"] for check in found["checks"]} == {
@@ -96,7 +95,6 @@ def test_bench_ttft(tmp_path: Path) -> None:
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_bench_cache_policies_promises_of_a_made_trace_that_little_is_lost_to_lru(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_cache_policies.py", "--quick", "--out", str(tmp_path)])
     assert [(check["name"], check["ok"]) for check in found["checks"]] == [("default_over_lru_where_least", True)]
@@ -108,7 +106,6 @@ def test_bench_cache_policies_promises_of_a_made_trace_that_little_is_lost_to_lr
     assert (tmp_path / "cache_policies.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_sessions.py", "--quick", "--budget-s", "0.001", "--out", str(tmp_path)])
     part = found["results"]["lmsys"]
@@ -120,7 +117,6 @@ def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "lmsys.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_bench_truncation(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_truncation.py", "--quick", "--only", "turns", "--out", str(tmp_path)])
     rows = {row["arm"]: row for row in found["results"]["turns"]}
@@ -132,7 +128,6 @@ def test_bench_truncation(tmp_path: Path) -> None:
     assert (tmp_path / "truncation_turns.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_bench_copy_out() -> None:
     found = closing_line(["benchmarks/bench_copy_out.py", "--quick", "--pairs", "2"])
     copied = {row["arm"]: row["copied MB"] for row in found["results"]}
@@ -186,7 +181,6 @@ def test_a_committed_result_says_what_was_met_what_missed_and_what_not_measured(
     assert not {check["name"] for check in found["checks"]} & set(found["not_measured"])
 
 
-@pytest.mark.slow
 def test_bench_blend(tmp_path: Path) -> None:
     parts = ["--only", "ttft", "--only", "decode", "--only", "permutator"]
     found = closing_line(["benchmarks/bench_blend.py", "--quick", *parts, "--out", str(tmp_path)])
@@ -197,7 +191,6 @@ def test_bench_blend(tmp_path: Path) -> None:
     assert (tmp_path / "blend.json").exists()
 
 
-@pytest.mark.slow
 def test_bench_kv_deviation(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_kv_deviation.py", "--quick", "--out", str(tmp_path)])
     assert [check["name"] for check in found["checks"]] == [

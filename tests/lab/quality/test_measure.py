@@ -15,8 +15,6 @@ from mneme.replicas.engine.load import load_engine
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.engine
-
 TASK = read_task("coreference:8x4", 20)
 
 
