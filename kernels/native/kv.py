@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import KvRows
 from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
 from mneme.kernels.page_table import IntArray
-from mneme.kernels.rope import RopeTable
 
 U8Array = npt.NDArray[np.uint8]
 
@@ -47,73 +47,49 @@ class _Write(ctypes.Structure):
     )
 
 
-def can_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
-    """Tell whether `write_kv` takes keys and values like these for a pool like this."""
+def can_write(rows: KvRows) -> bool:
+    """Tell whether the compiled code takes keys and values like these for a pool like this."""
+    k, k_pages, v_pages = rows.k, rows.k_pages, rows.v_pages
     if not k.is_cpu or k.dtype not in DTYPE_NUMBERS or library() is None:
         return False
-    dtype = k.dtype
-    same_type = v.dtype is dtype and k_pages.dtype is dtype and v_pages.dtype is dtype
+    same_type = rows.v.dtype is k.dtype and k_pages.dtype is k.dtype and v_pages.dtype is k.dtype
     return same_type and k_pages.is_contiguous() and v_pages.is_contiguous() and k_pages.shape == v_pages.shape
 
 
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rope: RopeTable | None,
-) -> None:
+def write_kv(rows: KvRows) -> None:
     """See `mneme.kernels.kv_write.write_kv`; rows of k and v may be slices of a joint projection.
 
     Raises ValueError for a slot or position out of range, before anything is written.
     """
-    _call("mneme_write_kv", k, v, slots, positions, k_pages, v_pages, rope)
+    _call("mneme_write_kv", rows)
 
 
-def kv_deviation(
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rope: RopeTable | None,
-) -> Tensor:
-    """See `mneme.kernels.kv_deviation.kv_deviation`; takes and refuses what `write_kv` does."""
-    deviation = torch.empty(len(k), 2)
-    _call("mneme_kv_deviation", k, v, slots, positions, k_pages, v_pages, rope, deviation.data_ptr())
+def kv_deviation(rows: KvRows) -> Tensor:
+    """See `mneme.kernels.kv_write.kv_deviation`; takes and refuses what `write_kv` does."""
+    deviation = torch.empty(len(rows.k), 2)
+    _call("mneme_kv_deviation", rows, deviation.data_ptr())
     return deviation
 
 
-def _call(
-    name: str,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rope: RopeTable | None,
-    *more: int,
-) -> None:
-    if not (v.is_cpu and slots.is_cpu and positions.is_cpu and k_pages.is_cpu and v_pages.is_cpu):
+def _call(name: str, rows: KvRows, *more: int) -> None:
+    rope = rows.rope
+    is_here = rows.v.is_cpu and rows.slots.is_cpu and rows.positions.is_cpu
+    if not (is_here and rows.k_pages.is_cpu and rows.v_pages.is_cpu):
         raise ValueError("k, v, slots, positions, k_pages, v_pages: must be on one device")
     if rope is not None and not rope.table.is_cpu:
         raise ValueError(f"rope: must be on the device of k, cpu (got {rope.table.device})")
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    slots, positions = slots.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
-    num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
-    rows = _Write(
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (rows.k, rows.v))
+    slots, positions = rows.slots.to(torch.int64).contiguous(), rows.positions.to(torch.int64).contiguous()
+    num_kv_heads, num_pages, page_size, head_dim = rows.k_pages.shape
+    write = _Write(
         k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        slots.data_ptr(), positions.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
+        slots.data_ptr(), positions.data_ptr(), rows.k_pages.data_ptr(), rows.v_pages.data_ptr(),
         None if rope is None else rope.table.data_ptr(),
         k.shape[0], num_pages * page_size, 0 if rope is None else rope.num_positions,
         num_kv_heads, head_dim, 0 if rope is None else rope.rotary_dim // 2, DTYPE_NUMBERS[k.dtype],
         num_threads(),
     )  # fmt: skip
-    row = native_function(name)(ctypes.byref(rows), *more)
+    row = native_function(name)(ctypes.byref(write), *more)
     if row >= 0:
         raise ValueError(f"slots, positions: row {row} is out of range (got {int(slots[row])}, {int(positions[row])})")
 

@@ -52,7 +52,6 @@ DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}  # cpp/common.h: DType
 
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_attend": ((*[POINTER] * 2, COUNT, *[POINTER] * 2, COUNT, *[POINTER] * 3, NUMBER), None),
-    "mneme_attend_prepare": ((POINTER,), COUNT),
     "mneme_write_kv": ((POINTER,), COUNT),
     "mneme_kv_deviation": ((POINTER, POINTER), COUNT),
     "mneme_copy_pages": ((*[POINTER] * 4, *[COUNT] * 4, NUMBER), None),

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mneme.kernels.attention import PageTable, QueryRows, build_plan
-from mneme.kernels.share_cost import COMPILED_BFLOAT16, COMPILED_FLOAT32, TORCH, TRITON, ShareCost
+from mneme.kernels.share_cost import COMPILED_BFLOAT16, COMPILED_FLOAT32, TRITON, ShareCost
 
-COSTS = pytest.mark.parametrize("cost", [COMPILED_BFLOAT16, COMPILED_FLOAT32, TORCH, TRITON])
+COSTS = pytest.mark.parametrize("cost", [COMPILED_BFLOAT16, COMPILED_FLOAT32, TRITON])
 
 
 def pays(cost: ShareCost, rows: list[int], num_tokens: int) -> bool:

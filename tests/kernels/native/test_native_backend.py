@@ -61,7 +61,7 @@ def long_scene(dtype: torch.dtype, num_rows: int, head_dim: int = 64, **options:
 @each_build
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 150])
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"soft_cap": 2.0, "alibi_slopes": torch.full((4,), 0.01)}])
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"soft_cap": 2.0}])
 def test_long_contexts_equal_the_reference(dtype: torch.dtype, num_rows: int, options: dict[str, Any]) -> None:
     scene = long_scene(dtype, num_rows, **options)
     wanted = scene.attend(scene.plan(), backend="reference")

@@ -53,7 +53,7 @@ def small_wide_tiles(triton_device: torch.device, monkeypatch: pytest.MonkeyPatc
 def test_wide_tiles_equal_the_reference(
     triton_device: torch.device, small_wide_tiles: list[int], dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """With masks of rows, windows, slopes, a cap, parts of heads that rotate, deltas, free slots that hold NaN."""
+    """With masks of rows, windows, a cap, parts of heads that rotate, deltas, free slots that hold NaN."""
     scene = data.draw(scenes(dtype=dtype, most_rows=40, head_dims=(16,), heads=((1, 1), (1, 2), (2, 3))))
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in SHARES:
