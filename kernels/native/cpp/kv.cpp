@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "lanes.h"
+#include "common.h"
 
 namespace mneme::attention {
 

@@ -3,7 +3,7 @@
 // Each row is computed alone and in one order, so it does not depend on the rows beside it.
 // Bytes: inputs and results once each (a draw reads its logits twice). Flops per element: norms 4, with the addition 5,
 // gates about 20, best token 3, draw about 20.
-#include "vector.h"
+#include "lanes.h"
 
 #include <algorithm>
 #include <cmath>
@@ -18,26 +18,46 @@ template <class T>
 float sum_of_squares(const T* x, int64_t count) {
   Vec even = {}, odd = {};
   for (int64_t i = 0; i < count; i += 2 * kLanes) {
-    const Vec first = load(x + i, count - i);
+    const Vec first = load_float(x + i, count - i);
     even += first * first;
     if (count - i <= kLanes) break;
-    const Vec second = load(x + i + kLanes, count - i - kLanes);
+    const Vec second = load_float(x + i + kLanes, count - i - kLanes);
     odd += second * second;
   }
-  return sum(even + odd);
+  return horizontal_sum(even + odd);
 }
 
 template <class T>
 void norm_row(const T* x, const T* weight, T* out, int64_t count, float eps) {
   const float scale = 1.0f / std::sqrt(sum_of_squares(x, count) / static_cast<float>(count) + eps);
   for (int64_t i = 0; i < count; i += kLanes)
-    store(out + i, load(x + i, count - i) * scale * load(weight + i, count - i), count - i);
+    store(out + i, load_float(x + i, count - i) * scale * load_float(weight + i, count - i), count - i);
 }
 
 template <class T>
 void add_row(T* hidden, const T* delta, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes)
-    store(hidden + i, load(hidden + i, count - i) + load(delta + i, count - i), count - i);
+    store(hidden + i, load_float(hidden + i, count - i) + load_float(delta + i, count - i), count - i);
+}
+
+// e^x within 2 units in the last place; x is cut to [-87, 88], so that no result is denormal or infinite. NaN stays.
+inline Vec exponential(Vec x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  x = x > 88.0f ? splat(88.0f) : x;
+  const Vec shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number of ln 2
+  const Vec whole = shifted - 12582912.0f;
+  Vec rest = x - whole * 0.693145751953125f;  // ln 2 in two parts: the product with the first is exact
+  rest = rest - whole * 1.42860682030941723e-6f;
+  Vec series = splat(1.0f / 5040);  // Taylor: |rest| <= ln 2 / 2, so the next term is below 2^-27
+  series = series * rest + 1.0f / 720;
+  series = series * rest + 1.0f / 120;
+  series = series * rest + 1.0f / 24;
+  series = series * rest + 1.0f / 6;
+  series = series * rest + 0.5f;
+  series = series * rest + 1.0f;
+  series = series * rest + 1.0f;
+  const IntVec exponent = ((IntVec)shifted - 0x4b400000 + 127) << 23;
+  return series * (Vec)exponent;
 }
 
 enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
@@ -68,8 +88,8 @@ void gate_rows(const T* gate_up, T* out, int64_t num_rows, int64_t count, int nu
   for (int64_t row = 0; row < num_rows; ++row) {
     const T* gate = gate_up + row * 2 * count;
     for (int64_t i = 0; i < count; i += kLanes) {
-      const Vec up = load(gate + count + i, count - i);
-      store(out + row * count + i, activated<kActivation>(load(gate + i, count - i)) * up, count - i);
+      const Vec up = load_float(gate + count + i, count - i);
+      store(out + row * count + i, activated<kActivation>(load_float(gate + i, count - i)) * up, count - i);
     }
   }
 }
@@ -115,7 +135,7 @@ Best best_of(const float* x, int64_t count) {
   IntVec is_nan = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const Vec next = load(x + i);
+    const Vec next = load_float(x + i);
     is_nan |= next != next;
     largest = next > largest ? next : largest;
   }
@@ -157,12 +177,12 @@ constexpr int64_t kBlock = 256;  // weights whose sum is kept
 double sum_weights(const float* x, int64_t count, float best, float scale, float* values) {
   Vec total = {};
   for (int64_t i = 0; i < count; i += kLanes) {
-    Vec weight = weights_of(load(x + i, count - i), best, scale);
+    Vec weight = weights_of(load_float(x + i, count - i), best, scale);
     for (int64_t lane = count - i; lane < kLanes; ++lane) weight[lane] = 0;
     if (values) store(values + i, weight);
     total += weight;
   }
-  return sum(total);
+  return horizontal_sum(total);
 }
 
 // The first of `count` places at which the cumulative weight is above `target`; else the last that has any weight.
