@@ -114,8 +114,8 @@ def _appending_ms(scene: Scene, num_pages: int, clock: Clock) -> float:
     sequences, (numbers, positions) = np.arange(num_pages), scene.rows.arrays()
     for step in range(_RUNS):
         started = clock()
-        plan = plan.append_page(sequences, np.arange(plan.num_pages, plan.num_pages + num_pages))
-        plan = plan.with_rows(QueryRows(numbers, positions + 1 + step))
+        grown = plan.append_new_pages(sequences, np.arange(plan.num_pages, plan.num_pages + num_pages))
+        plan = (grown or scene.plan()).with_rows(QueryRows(numbers, positions + 1 + step))
         times.append((clock() - started) * 1e3)
     return statistics.median(times)
 

@@ -105,9 +105,10 @@ def test_the_tree_gives_the_plan_that_references_give(seed: int, share: Share) -
         if not num_sequences:
             return
         if rng.random() < 0.5:  # a page that is new, or is known to another table
-            sequence, page = int(rng.integers(num_sequences)), int(rng.integers(8 * num_sequences))
-            if page not in ours[sequence].page_ids:
-                listed, by_tree = listed.append_page(sequence, page), by_tree.append_page(sequence, page)
+            added = rng.integers(num_sequences, size=1), rng.integers(8 * num_sequences, size=1)
+            grown = [plan.append_new_pages(*added) for plan in (listed, by_tree)]
+            assert (grown[0] is None) == (grown[1] is None)
+            listed, by_tree = grown[0] or listed, grown[1] or by_tree
         else:
             sequence_of_row = np.sort(rng.integers(0, num_sequences, rng.integers(0, 5)))
             rows = QueryRows(sequence_of_row, np.full(len(sequence_of_row), 100))

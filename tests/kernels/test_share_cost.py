@@ -49,5 +49,5 @@ def test_a_plan_and_its_edits_go_by_the_cost_that_it_is_given(piece: float, num_
     tables = [PageTable.own([1, 2, 3, 4, 10 + i]) for i in range(2)]
     rows = QueryRows([0, 1], [140, 140])
     plan = build_plan(tables, rows, page_size=32, num_q_heads=8, num_kv_heads=2, head_dim=64, cost=cost)
-    edited = [plan.with_rows(rows), plan.append_page(0, 99)]
+    edited = [plan.with_rows(rows), plan.append_new_pages(np.array([0]), np.array([99]))]
     assert [each.work.num_shared for each in (plan, *edited)] == [num_shared] * 3

@@ -112,16 +112,10 @@ def test_edited_plans_equal_fresh_ones(backend: str, scene: Scene, data: Any) ->
     plan = scene.plan(share=data.draw(st.sampled_from(["always", "never", "auto"])))
     spare = iter(range(24, 32))
     for _ in range(data.draw(st.integers(1, 4))):
-        count = len(plan.page_tables)
-        edit = data.draw(st.sampled_from(["append", "append_shared", "append_seen", "rows"]))
-        if edit == "append" and count:
-            plan = plan.append_page(data.draw(st.integers(0, count - 1)), next(spare))
-        elif edit == "append_shared" and count:
-            page = next(spare)
-            plan = plan.append_page(np.arange(count), page, delta=np.arange(count) * 3)
-        elif edit == "append_seen" and count:  # a page of some table, at a place and under a mask of its own
-            plan = plan.append_page(data.draw(st.integers(0, count - 1)), 1, delta=250 + next(spare), mask=0b0101)
-        elif edit == "rows":
+        if data.draw(st.booleans()) and plan.num_sequences:
+            sequence, page = np.array([data.draw(st.integers(0, plan.num_sequences - 1))]), np.array([next(spare)])
+            plan = plan.append_new_pages(sequence, page) or plan
+        else:
             plan = plan.with_rows(QueryRows(plan.sequence[::2], plan.position[::2] + 1))
     fresh = scene.plan(tables=list(plan.page_tables), rows=plan.rows, share=plan.share)
     q = torch.randn(plan.num_rows, plan.num_q_heads, plan.head_dim, generator=torch.Generator().manual_seed(1))

@@ -116,13 +116,6 @@ def test_a_pool_has_fewer_slots_than_32_bits_count() -> None:
         ("rows: ", lambda: plan_of(1).with_rows(QueryRows([0.5], [1]))),
         *(("rows: ", lambda s=s: two_sequences().with_rows(QueryRows(s, [5, 5, 6]))) for s in ([0, 1, 0], [0, 2, 2])),
         ("rows: ", lambda: two_sequences().with_rows(QueryRows([-1, 0, 0], [5, 5, 6]))),
-        ("sequence: ", lambda: two_sequences().append_page(2, 12)),
-        ("page_tables: ", lambda: two_sequences().append_page(0, -1)),
-        ("page_tables: ", lambda: two_sequences().append_page(0, 2**31)),
-        ("page_tables: .*twice", lambda: two_sequences().append_page(0, 10)),
-        ("mask: ", lambda: two_sequences().append_page([0, 1], [12, 13], mask=[-1, 2**63])),
-        ("page_id: must be a number or a vector", lambda: plan_of(20).append_page(0, [[3]])),
-        ("page_id: must be a number or a vector", lambda: plan_of(20).append_page([0, 0, 0], [3, 4])),
     ],
 )
 def test_plans_and_their_edits(message: str, call: Callable[[], object]) -> None:
@@ -298,8 +291,3 @@ def packed(dtype: torch.dtype = torch.float32) -> PackedLinear:
 def test_packed_linears(message: str, call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
-
-
-def test_no_page_may_be_appended() -> None:
-    plan = plan_of(20)
-    assert plan.append_page([], []).num_pages == plan.num_pages

@@ -154,7 +154,8 @@ def test_a_plan_whose_work_grew_in_place_reads_the_new_page() -> None:
     scene = long_scene(torch.float32, 1)
     plan = scene.plan()
     scene.attend(plan, backend="native")
-    grown = plan.append_page([0], [28])
+    grown = plan.append_new_pages(np.array([0]), np.array([28]))
+    assert grown is not None
     tables = [PageTable.from_refs(table) for table in scene.tables]
     tables[0] = tables[0].append([28], [0], [-1])
     sizes: dict[str, Any] = {"page_size": 32, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}

@@ -142,10 +142,8 @@ def test_tiles_stay_right_when_pages_are_appended(scene: Scene, share: str, data
         tiles = cut(plan.work, plan.num_rows, SMALL_GRID)
     for page in range(24, 24 + data.draw(st.integers(1, 3))):
         if plan.page_tables:
-            sequence = data.draw(st.integers(0, len(plan.page_tables) - 1))
-            grown = plan.append_page(sequence, page, delta=data.draw(st.sampled_from([0, 7])))
-            if grown.work.page_id is plan.work.page_id:
-                plan = grown
+            sequence = np.array([data.draw(st.integers(0, plan.num_sequences - 1))])
+            plan = plan.append_new_pages(sequence, np.array([page])) or plan
     assert read_by(plan.work, tiles) == wanted_reads(plan.work)
 
 
@@ -158,7 +156,8 @@ def test_a_decode_step_uploads_positions_and_a_new_page_a_few_words() -> None:
     position = int(packed.words[Header.position])
     following = plan.with_rows(QueryRows(plan.sequence, plan.position + 1))
     assert packed.update(following.work, tiles, following.position.astype(np.int32)) == [(position, position + 32)]
-    grown = following.append_page(5, 3000)
+    grown = following.append_new_pages(np.array([5]), np.array([3000]))
+    assert grown is not None
     spans = packed.update(grown.work, tiles, grown.position.astype(np.int32))
     assert sum(end - start for start, end in spans) <= 32 + 32 * 8 + 300
     fresh = PackedWork(plan.page_size)
