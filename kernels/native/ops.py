@@ -51,16 +51,6 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits.contiguous()
-    num_rows, count = logits.shape
-    index, value = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-    native_function("mneme_best_tokens")(
-        logits.data_ptr(), index.data_ptr(), value.data_ptr(), num_rows, count, num_threads()
-    )
-    return index, value
-
-
 def mask_logits(logits: Tensor, bits: Tensor) -> None:
     native_function("mneme_mask_logits")(
         logits.data_ptr(), bits.data_ptr(), len(logits), logits.shape[1], bits.shape[1], num_threads()

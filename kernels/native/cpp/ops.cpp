@@ -1,8 +1,8 @@
 // The decoder's row-wise operations: RMS norm, with or without the residual's addition, the gate of the MLP, the mask of
-// a grammar, the best token and the draw of one.
+// a grammar, and the draw of a token.
 // Each row is computed alone and in one order, so it does not depend on the rows beside it.
-// Bytes: inputs and results once each (a draw reads its logits twice). Flops per element: norms 4, with the addition 5,
-// gates about 20, best token 3, draw about 20.
+// Bytes: inputs and results once each (a draw reads its logits twice, unless it is greedy). Flops per element: norms 4,
+// with the addition 5, gates about 20, the best token 3, other draws about 20.
 #include "lanes.h"
 
 #include <algorithm>
@@ -199,8 +199,12 @@ int64_t first_beyond(const T* weight, int64_t count, double target, double* befo
   return last;
 }
 
+// The best token where the temperature is 0; -1 where the best logit is not finite.
 int64_t draw(const float* logits, int64_t count, double temperature, double number, std::vector<double>& sums) {
-  const float best = best_of(logits, count).value, scale = static_cast<float>(1.0 / temperature);
+  const auto [index, best] = best_of(logits, count);
+  if (!std::isfinite(best)) return -1;
+  if (temperature == 0) return index;
+  const float scale = static_cast<float>(1.0 / temperature);
   const int64_t num_blocks = (count + kBlock - 1) / kBlock;
   sums.resize(num_blocks);
   double total = 0, before;
@@ -253,18 +257,6 @@ extern "C" void mneme_gated(const void* gate_up, void* out, int64_t num_rows, in
     mneme::gate(static_cast<const float*>(gate_up), static_cast<float*>(out), num_rows, count, activation, threads);
   else
     mneme::gate(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), num_rows, count, activation, threads);
-}
-
-// logits [num_rows, count], contiguous; index and value [num_rows].
-extern "C" void mneme_best_tokens(const float* logits, int64_t* index, float* value, int64_t num_rows, int64_t count,
-                                  int32_t num_threads) {
-  const int threads = mneme::team(num_rows * count, num_threads);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const mneme::Best best = mneme::best_of(logits + row * count, count);
-    index[row] = best.index;
-    value[row] = best.value;
-  }
 }
 
 // logits [num_rows, count], bits [num_rows, num_words], contiguous.
