@@ -109,7 +109,3 @@ def test_other_rows_after_a_page_was_appended_see_it() -> None:
 def test_what_is_not_a_new_page_for_each_sequence_needs_another_plan(sequences: list[int], pages: list[int]) -> None:
     """A page of another table, one for two sequences, two for one."""
     assert two_sharers().append_new_pages(np.array(sequences), np.array(pages)) is None
-
-
-def test_no_page_may_be_appended() -> None:
-    assert grow(two_sharers(), {}).num_pages == two_sharers().num_pages

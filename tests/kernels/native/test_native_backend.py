@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.kernels.attention import PageRef, PageTable, QueryRows, RopeTable, build_plan
+from mneme.kernels.attention import PageRef, QueryRows, RopeTable
 from mneme.kernels.native import library as native_library
 from tests.kernels.cases import Scene, assert_close, make_scene, needs_native, scenes
 from tests.kernels.native.native_variants import VARIANTS, use_variant
@@ -152,14 +152,13 @@ def test_one_plan_serves_layers_of_other_types_and_options() -> None:
 
 def test_a_plan_whose_work_grew_in_place_reads_the_new_page() -> None:
     scene = long_scene(torch.float32, 1)
-    plan = scene.plan()
+    tables = [*scene.tables[:2], scene.tables[2][:-1]]
+    plan = scene.plan(tables=tables)
     scene.attend(plan, backend="native")
     grown = plan.append_new_pages(np.array([0]), np.array([28]))
     assert grown is not None
-    tables = [PageTable.from_refs(table) for table in scene.tables]
-    tables[0] = tables[0].append([28], [0], [-1])
-    sizes: dict[str, Any] = {"page_size": 32, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    fresh = build_plan(tables, plan.rows, **sizes)
+    assert grown.work.page_id is plan.work.page_id
+    fresh = scene.plan(tables=[[*tables[0], PageRef(28)], *tables[1:]])
     assert_close(scene.attend(grown, backend="native"), scene.attend(fresh, backend="reference"))
 
 
