@@ -33,13 +33,7 @@ class AttendArgs(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError, naming the argument, for what does not fit the plan or breaks a rule."""
-        self._check_tensors()
-        self._check_options()
-        if self.rope is not None:
-            self._check_reach(self.rope.num_positions)
-
-    def _check_tensors(self) -> None:
-        q, k_pages, v_pages, slot_position, plan = self.q, self.k_pages, self.v_pages, self.slot_position, self.plan
+        q, k_pages, v_pages, slot_position, rope, plan, softmax_scale, window, soft_cap = self
         wanted = (plan.num_rows, plan.num_q_heads, plan.head_dim)
         if q.shape != wanted:
             raise ValueError(f"q: must have shape {wanted}, as the plan says (got {tuple(q.shape)})")
@@ -71,26 +65,27 @@ class AttendArgs(NamedTuple):
             raise ValueError(f"q, k_pages, v_pages: must have one 16- or 32-bit floating type (got {types})")
         if not q.device == k_pages.device == v_pages.device == slot_position.device:
             raise ValueError("q, k_pages, v_pages, slot_position: must be on one device")
-
-    def _check_options(self) -> None:
-        rope, window, soft_cap = self.rope, self.window, self.soft_cap
-        if rope is not None and rope.rotary_dim > self.plan.head_dim:
-            raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {self.plan.head_dim}")
-        if rope is not None and rope.table.device != self.q.device:
-            raise ValueError(f"rope: must be on the device of q, {self.q.device} (got {rope.table.device})")
-        if not math.isfinite(self.softmax_scale):
-            raise ValueError(f"softmax_scale: must be finite (got {self.softmax_scale})")
+        if rope is not None and rope.rotary_dim > plan.head_dim:
+            raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {plan.head_dim}")
+        if rope is not None and rope.table.device != q.device:
+            raise ValueError(f"rope: must be on the device of q, {q.device} (got {rope.table.device})")
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale: must be finite (got {softmax_scale})")
         if window is not None and not (is_integer(window) and window >= 1):
             raise ValueError(f"window: must be an integer and at least 1 (got {window})")
         if soft_cap is not None and not 0 < soft_cap < math.inf:
             raise ValueError(f"soft_cap: must be positive and finite (got {soft_cap})")
 
-    def _check_reach(self, num_positions: int) -> None:
-        """Refuse a row that sees a key under a delta which takes it beyond the rope table; once per step.
+    def check_reach(self) -> None:
+        """Raise ValueError for a row that sees a key under a delta which takes it beyond the rope table; once per step.
 
-        Positions and deltas alone accept almost every step. Only where they do not, `slot_position` is read back.
+        Every backend calls it. Positions and deltas alone accept almost every step; only where they do not,
+        `slot_position` is read back.
         """
-        plan, key = self.plan, ("reach", num_positions, self.window)
+        if self.rope is None:
+            return
+        plan, num_positions = self.plan, self.rope.num_positions
+        key = ("reach", num_positions, self.window)
         version = version_of(self.slot_position)
         checked: tuple[Tensor, int | None] | None = plan.prepared.get(key)
         if checked is not None and checked[0] is self.slot_position and checked[1] == version:
@@ -128,11 +123,11 @@ class KvRows(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError where rows of keys and values do not fit a pool, or a rope does not fit a head."""
-        k, v, pool = self.k, self.v, self.k_pages.shape
+        k, v, slots, positions, k_pages, _, rope = self
+        pool = k_pages.shape
         if k.shape != v.shape or k.shape[1:] != (pool[0], pool[3]):
             raise ValueError(f"k, v: must fit the pool {tuple(pool)} (got {tuple(k.shape)}, {tuple(v.shape)})")
-        if self.slots.shape != k.shape[:1] or self.positions.shape != k.shape[:1]:
-            got = f"got {len(self.slots)}, {len(self.positions)}"
-            raise ValueError(f"slots, positions: one each for {len(k)} rows ({got})")
-        if self.rope is not None and self.rope.rotary_dim > k.shape[2]:
-            raise ValueError(f"rope: rotates {self.rope.rotary_dim} dimensions, head_dim is {k.shape[2]}")
+        if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
+            raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
+        if rope is not None and rope.rotary_dim > k.shape[2]:
+            raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {k.shape[2]}")

@@ -22,6 +22,7 @@ class _Keys(NamedTuple):
 
 def attend_reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """See `mneme.kernels.attention.attend`; segments are ignored, only tables and rows are read."""
+    args.check_reach()
     q, slot_position, plan = args.q, args.slot_position, args.plan
     num_groups = plan.num_q_heads // plan.num_kv_heads
     keys_all = args.k_pages.flatten(1, 2).double().repeat_interleave(num_groups, 0)

@@ -111,6 +111,6 @@ class RopeTable:
         x, half = x.float(), self.table.shape[2]
         turns = self.table.index_select(0, positions.to(self.table.device, torch.int64))
         cos, sin = turns.unsqueeze(1).chunk(2, 2)  # [T, 1, 1, half]
-        pairs = x[..., : 2 * half].unflatten(-1, (2, half))
+        pairs = x[..., : 2 * half].view(*x.shape[:-1], 2, half)
         turned = torch.addcmul(pairs * cos, pairs.flip(-2), torch.cat((-sin, sin), 2)).flatten(-2)
         return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)

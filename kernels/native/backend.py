@@ -106,6 +106,7 @@ def prepare(args: AttendArgs) -> _Prepared:
 
 
 def _make(args: AttendArgs, version: int | None) -> _Prepared:
+    args.check_reach()
     plan, work, rope, soft_cap = args.plan, args.plan.work, args.rope, args.soft_cap
     position, loose = plan.position.astype(np.int32), _loose_rows(plan)
     bounds = page_bounds(args.slot_position, plan.page_size)

@@ -49,10 +49,10 @@ class _Write(ctypes.Structure):
 
 def can_write(rows: KvRows) -> bool:
     """Tell whether the compiled code takes keys and values like these for a pool like this."""
-    k, k_pages, v_pages = rows.k, rows.k_pages, rows.v_pages
+    k, v, _, _, k_pages, v_pages, _ = rows
     if not k.is_cpu or k.dtype not in DTYPE_NUMBERS or library() is None:
         return False
-    same_type = rows.v.dtype is k.dtype and k_pages.dtype is k.dtype and v_pages.dtype is k.dtype
+    same_type = v.dtype is k.dtype and k_pages.dtype is k.dtype and v_pages.dtype is k.dtype
     return same_type and k_pages.is_contiguous() and v_pages.is_contiguous() and k_pages.shape == v_pages.shape
 
 
@@ -72,18 +72,17 @@ def kv_deviation(rows: KvRows) -> Tensor:
 
 
 def _call(name: str, rows: KvRows, *more: int) -> None:
-    rope = rows.rope
-    is_here = rows.v.is_cpu and rows.slots.is_cpu and rows.positions.is_cpu
-    if not (is_here and rows.k_pages.is_cpu and rows.v_pages.is_cpu):
+    k, v, slots, positions, k_pages, v_pages, rope = rows
+    if not (v.is_cpu and slots.is_cpu and positions.is_cpu and k_pages.is_cpu and v_pages.is_cpu):
         raise ValueError("k, v, slots, positions, k_pages, v_pages: must be on one device")
     if rope is not None and not rope.table.is_cpu:
         raise ValueError(f"rope: must be on the device of k, cpu (got {rope.table.device})")
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (rows.k, rows.v))
-    slots, positions = rows.slots.to(torch.int64).contiguous(), rows.positions.to(torch.int64).contiguous()
-    num_kv_heads, num_pages, page_size, head_dim = rows.k_pages.shape
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    slots, positions = slots.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
+    num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
     write = _Write(
         k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        slots.data_ptr(), positions.data_ptr(), rows.k_pages.data_ptr(), rows.v_pages.data_ptr(),
+        slots.data_ptr(), positions.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
         None if rope is None else rope.table.data_ptr(),
         k.shape[0], num_pages * page_size, 0 if rope is None else rope.num_positions,
         num_kv_heads, head_dim, 0 if rope is None else rope.rotary_dim // 2, DTYPE_NUMBERS[k.dtype],

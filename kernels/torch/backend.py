@@ -32,13 +32,14 @@ def attend_torch(args: AttendArgs) -> tuple[Tensor, Tensor]:
 
     Scratch: the keys and values that a block of rows sees, in float32, and three times up to 16 MiB of scores.
     """
+    args.check_reach()
     q = args.q
     out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
     lse.fill_(-torch.inf)
     for sequence in _sequences(args.plan, q.device):
         count = max(1, _MOST_SCORES // (q.shape[1] * max(1, len(sequence.slots))))
         row = sequence.first_row
-        for position in sequence.position.split(count):
+        for position in torch.split(sequence.position, count):
             rows = slice(row, row + len(position))
             _attend_rows(args, sequence, position, q[rows], out[rows], lse[rows])
             row = rows.stop
@@ -74,9 +75,9 @@ def _attend_rows(args: AttendArgs, sequence: _Sequence, position: Tensor, q: Ten
     slots, visible = sequence.slots[columns], visible[:, columns]
     keys, values = (pages.flatten(1, 2)[:, slots].float() for pages in (args.k_pages, args.v_pages))  # [Hkv, L, D]
 
-    deltas, counts = sequence.delta[columns].unique_consecutive(return_counts=True)
+    deltas, counts = torch.unique_consecutive(sequence.delta[columns], return_counts=True)
     parts = []
-    for delta, part in zip(deltas, keys.split(counts.tolist(), 1), strict=True):
+    for delta, part in zip(deltas, torch.split(keys, counts.tolist(), 1), strict=True):
         rotated = q.float()
         if args.rope is not None:  # rows that see nothing under this delta are clamped
             rotated = args.rope.rotate(rotated, (position - delta).clamp(0, args.rope.num_positions - 1))

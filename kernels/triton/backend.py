@@ -61,6 +61,7 @@ def attend_triton(args: AttendArgs) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not plan.num_rows:
         return out, lse
+    args.check_reach()
     choice = _choice(q.device, q.dtype, plan)
     step = _prepared_step(plan, args.slot_position, choice.grid)
     is_staged = step.staged is plan
@@ -216,7 +217,7 @@ def stage(
         return None
     deltas = plan.work.delta
     if num_rope_positions is not None and len(deltas) and plan.position.max() - deltas.min() >= num_rope_positions:
-        return None  # `AttendArgs.check` would read positions back
+        return None  # `AttendArgs.check_reach` would read positions back
     choice, step = _choice(device, dtype, plan), step_of(device)
     if step.holding(plan, slot_position, choice.grid) is not step:
         return None

@@ -99,10 +99,16 @@ extern "C" int64_t mneme_write_kv(const Write* write) {
   const Write& w = *write;
   if (const int64_t row = first_bad_row(w); row >= 0) return row;
   const bool is_large = w.num_rows * w.num_kv_heads * w.head_dim >= 1 << 16;  // else a team costs more than it saves
-#pragma omp parallel for num_threads(w.num_threads) if (is_large && w.num_threads > 1)
-  for (int head = 0; head < w.num_kv_heads; ++head) {
+  const int num_threads = is_large ? w.num_threads : 1;
+  const auto write_one = [&](int head) {
     w.dtype == mneme::kFloat32 ? write_head<float>(w, head) : write_head<mneme::bf16>(w, head);
+  };
+  if (num_threads <= 1) {  // a team of one costs a microsecond
+    for (int head = 0; head < w.num_kv_heads; ++head) write_one(head);
+    return -1;
   }
+#pragma omp parallel for num_threads(num_threads)
+  for (int head = 0; head < w.num_kv_heads; ++head) write_one(head);
   return -1;
 }
 
