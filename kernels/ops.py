@@ -92,7 +92,7 @@ def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[
     if not len(logits) == len(temperatures) == len(numbers):
         got = f"got {len(temperatures)}, {len(numbers)}"
         raise ValueError(f"temperatures, numbers: must be one each for {len(logits)} rows of logits ({got})")
-    drawn: list[int] = _sampler(logits).draw_whole(logits, temperatures, numbers).tolist()
+    drawn: list[int] = _sampler(logits).draw_whole(logits, temperatures, numbers)
     return drawn
 
 

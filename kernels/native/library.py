@@ -59,7 +59,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_rms_norm": ((*[POINTER] * 3, *[COUNT] * 5, REAL, *[NUMBER] * 2), None),
     "mneme_add_rms_norm": ((*[POINTER] * 4, *[COUNT] * 2, REAL, *[NUMBER] * 2), None),
     "mneme_mask_logits": ((*[POINTER] * 2, *[COUNT] * 3, NUMBER), None),
-    "mneme_draw_whole": ((*[POINTER] * 4, *[COUNT] * 2, NUMBER), None),
+    "mneme_draw_whole": ((*[POINTER] * 3, *[COUNT] * 2, NUMBER), None),
     "mneme_gated": ((*[POINTER] * 2, *[COUNT] * 2, *[NUMBER] * 3), None),
 }
 

@@ -32,7 +32,7 @@ def mask_logits(logits: Tensor, bits: Tensor) -> None:
     logits.masked_fill_(is_barred[:, : logits.shape[1]], -torch.inf)
 
 
-def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> Tensor:
+def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> list[int]:
     index = logits.argmax(dim=-1)  # a NaN counts as the largest
     is_finite = logits.gather(-1, index[:, None])[:, 0].isfinite()
     drawn = [row for row, is_known in enumerate(is_finite.tolist()) if is_known and temperatures[row]]
@@ -40,7 +40,8 @@ def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[
         temperature = torch.tensor([temperatures[row] for row in drawn], dtype=torch.float32, device=logits.device)
         weights = (logits[drawn] / temperature[:, None]).softmax(dim=-1)
         index[drawn] = invert(weights, [numbers[row] for row in drawn])
-    return index.where(is_finite, -1)
+    drawn_ids: list[int] = index.where(is_finite, -1).tolist()
+    return drawn_ids
 
 
 def invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
@@ -49,7 +50,7 @@ def invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
     weights  float32 [T, n]
     numbers  [T]  in [0, 1)
     """
-    ends = weights.double().cumsum(dim=-1)
+    ends = weights.cumsum(dim=-1, dtype=torch.float64)
     target = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * ends[:, -1:]
     last = torch.searchsorted(ends, ends[:, -1:].contiguous())  # if rounding leaves no place above the target
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)[:, 0]

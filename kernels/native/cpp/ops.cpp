@@ -268,15 +268,15 @@ extern "C" void mneme_mask_logits(float* logits, const uint32_t* bits, int64_t n
     mneme::mask_row(logits + row * count, bits + row * num_words, count);
 }
 
-// logits [num_rows, count], contiguous; temperature, number and index [num_rows].
-extern "C" void mneme_draw_whole(const float* logits, const double* temperature, const double* number,
-                                  int64_t* index, int64_t num_rows, int64_t count, int32_t num_threads) {
+// logits [num_rows, count], contiguous; options: num_rows temperatures, then as many numbers; index [num_rows].
+extern "C" void mneme_draw_whole(const float* logits, const double* options, int64_t* index, int64_t num_rows,
+                                 int64_t count, int32_t num_threads) {
   const int threads = mneme::team(num_rows * count, num_threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<double> sums;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; ++row)
-      index[row] = mneme::draw(logits + row * count, count, temperature[row], number[row], sums);
+      index[row] = mneme::draw(logits + row * count, count, options[row], options[num_rows + row], sums);
   }
 }
