@@ -26,7 +26,7 @@ DEV_READY := .venv/.dev-ready
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help setup setup-dev serve check check-tests test test-all test-torch faults kernels-compile lint format train gpu clean
+.PHONY: help setup setup-dev serve check check-tests test test-all faults kernels-compile lint format train gpu clean
 
 setup: $(READY) # .venv with what `mneme serve` needs
 setup-dev: $(DEV_READY) # and with tests, linters and types
@@ -68,13 +68,6 @@ FAULT_TESTS += $(wildcard tests/e2e/nodes/test_nodes.py)
 
 faults: $(DEV_READY) # long fault and kill loops of the cache tier
 	$(PYTEST) -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
-
-# The paths of a CPU without a compiler: torch in the place of the compiled kernels, wherever those are called.
-TORCH_TESTS := tests/kernels tests/replicas tests/lab/quality tests/cachetier/pages/test_host_memory.py
-TORCH_TESTS += --ignore=tests/replicas/cache_faults --ignore-glob="*/test_durable_*" --ignore-glob="*/test_triton_*"
-
-test-torch: $(DEV_READY) # tests of the paths without compiled kernels
-	MNEME_NATIVE=0 $(PYTEST) -m "not slow and not gpu" $(TORCH_TESTS) $(PYTEST_ARGS)
 
 kernels-compile: $(DEV_READY) # Triton's kernels for GPUs, without one
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.triton_compile

@@ -1,6 +1,6 @@
 """The constants of `kernels/share_cost.py` for this device, from measured times.
 
-    python benchmarks/fit_share_cost.py [--device cpu|cuda] [--dtype bfloat16] [--backend auto|torch]
+    python benchmarks/fit_share_cost.py [--device cpu|cuda] [--dtype bfloat16]
 
 Prefixes of several lengths and batches are attended with `share="always"` and `"never"`, in layers that together do not
 fit the last cache, as those of a model do not. A call's time is modelled as
@@ -38,13 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
-    parser.add_argument("--backend", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = fit(torch.device(options.device), getattr(torch, options.dtype), options.backend)
+    found = fit(torch.device(options.device), getattr(torch, options.dtype))
     report = {
-        "benchmark": "fit_share_cost", "device": options.device, "dtype": options.dtype, "backend": options.backend,
-        **found, "load_average": load_average(),
+        "benchmark": "fit_share_cost", "device": options.device, "dtype": options.dtype, **found,
+        "load_average": load_average(),
     }  # fmt: skip
     print(json.dumps(report))
 
@@ -52,7 +51,6 @@ def main() -> None:
 def fit(
     device: torch.device,
     dtype: torch.dtype,
-    backend: str = "auto",
     *,
     is_late: Callable[[], bool] = lambda: False,
     point_s: float = 0.3,
@@ -62,7 +60,7 @@ def fit(
     for heads, batch, shared in _grid():
         if is_late():
             break
-        samples += measure(heads, batch, shared, device, dtype, backend, point_s)
+        samples += measure(heads, batch, shared, device, dtype, point_s)
     if not samples:
         return {"constants_ps": {}, "median_error": None, "points": 0}
     constants, error = fitted([features for features, _ in samples], [picoseconds for _, picoseconds in samples])
@@ -77,7 +75,7 @@ def _grid() -> list[tuple[Heads, int, int]]:
 
 
 def measure(
-    heads: Heads, batch: int, shared: int, device: torch.device, dtype: torch.dtype, backend: str, point_s: float
+    heads: Heads, batch: int, shared: int, device: torch.device, dtype: torch.dtype, point_s: float
 ) -> list[tuple[list[float], float]]:
     """(features, picoseconds) of both arms; features are what each constant is multiplied with.
 
@@ -88,7 +86,7 @@ def measure(
         batch, shared, 64, heads=heads, dtype=dtype, device=device, page_size=32, cache_bytes=cache_bytes
     )
     shares: tuple[Share, ...] = ("always", "never")
-    arms = [ours(scene, share, share, backend) for share in shares]
+    arms = [ours(scene, share, share) for share in shares]
     for arm in arms:
         arm.output()
     timings = interleaved(arms, device, budget_s=point_s, now_s=time.perf_counter)

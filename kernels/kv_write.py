@@ -1,10 +1,11 @@
-"""Writing keys and values into a layer's pool, and keeping the positions at which slots were rotated."""
+"""Writes keys and values into a layer's pool, measures how far others are from them, marks where keys are rotated."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import KvRows
 from mneme.kernels.native import kv as native_kv
 from mneme.kernels.page_bounds import following
 from mneme.kernels.page_table import FREE_SLOT_POSITION, MAX_ABS_POSITION
@@ -32,13 +33,14 @@ def write_kv(
     `slot_position` is for all layers; `mark_written` updates it once per step. Raises ValueError for shapes that do not
     fit and for a rope that rotates more than head_dim.
     """
-    check_rows(k, v, slots, positions, k_pages, rope)
+    rows = KvRows(k, v, slots, positions, k_pages, v_pages, rope)
+    rows.check()
     triton_kv = triton_module("kv") if k.is_cuda else None
     if triton_kv is not None:
-        triton_kv.write_kv(k, v, slots, positions, k_pages, v_pages, rope)
+        triton_kv.write_kv(rows)
         return
-    if native_kv.can_write(k, v, k_pages, v_pages):
-        native_kv.write_kv(k, v, slots, positions, k_pages, v_pages, rope)
+    if native_kv.can_write(rows):
+        native_kv.write_kv(rows)
         return
     pool = (k_pages.shape[0], -1, k_pages.shape[3])
     rotated = k if rope is None else rope.rotate(k, positions)
@@ -47,14 +49,34 @@ def write_kv(
     v_pages.view(pool).index_copy_(1, index, v.to(v_pages.dtype).transpose(0, 1))
 
 
-def check_rows(k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, k_pages: Tensor, rope: RopeTable | None) -> None:
-    """Raise ValueError where rows of keys and values do not fit a pool, or a rope does not fit a head."""
-    if k.shape != v.shape or k.shape[1:] != (k_pages.shape[0], k_pages.shape[3]):
-        raise ValueError(f"k, v: must fit the pool {tuple(k_pages.shape)} (got {tuple(k.shape)}, {tuple(v.shape)})")
-    if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
-        raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
-    if rope is not None and rope.rotary_dim > k.shape[2]:
-        raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {k.shape[2]}")
+def kv_deviation(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rope: RopeTable | None,
+) -> Tensor:
+    """Return float32 [T, 2]: squared distances of new keys and values from those in their slots, over heads and dims.
+
+    CacheBlend selects tokens by them (section 4.3). The arguments are those of `write_kv`; the pool is only read, and a
+    slot may be read for several rows. Distances of keys are the same in every frame.
+
+    New keys are rotated in float32 and not rounded: a distance of 0 is a key that would be stored bit by bit in
+    float32, and one within its rounding in bfloat16. Raises ValueError as `write_kv` does.
+    """
+    rows = KvRows(k, v, slots, positions, k_pages, v_pages, rope)
+    rows.check()
+    if native_kv.can_write(rows):
+        return native_kv.kv_deviation(rows)
+    index = slots.to(torch.int64)
+    fresh_k = k.float() if rope is None else rope.rotate(k, positions)
+    distances = [
+        (fresh - pages.view(pages.shape[0], -1, pages.shape[3])[:, index].transpose(0, 1)).square().sum((1, 2))
+        for fresh, pages in ((fresh_k, k_pages), (v.float(), v_pages))
+    ]
+    return torch.stack(distances, 1)
 
 
 def new_slot_position(num_slots: int, device: torch.device | str = "cpu") -> Tensor:

@@ -7,6 +7,7 @@ result is rounded once. All raise ValueError, naming the argument, for shapes, t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -64,17 +65,6 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     return _backend(gate_up).gated(gate_up, activation)
 
 
-def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Return the largest logit of each row, the first of equal ones: its index and itself. A row with a NaN gives NaN.
-
-    logits  float32 [T, vocab]
-    """
-    _check_logits(logits)
-    computed = native_ops if native_ops.can_compute(logits) else torch_ops
-    index, value = computed.best_tokens(logits)
-    return index.tolist(), value.tolist()
-
-
 def mask_logits(logits: Tensor, bits: Tensor) -> None:
     """Set the logits of tokens whose bit is 0 to -inf, in place.
 
@@ -87,23 +77,22 @@ def mask_logits(logits: Tensor, bits: Tensor) -> None:
     if not is_right or not logits.is_contiguous() or not bits.is_contiguous() or bits.device != logits.device:
         rule = f"must be int32 [{len(logits)}, at least {num_words}] beside the logits, both contiguous"
         raise ValueError(f"bits: {rule} (got {_text(bits)})")
-    computed = native_ops if native_ops.can_compute(logits) else torch_ops
-    computed.mask_logits(logits, bits)
+    _sampler(logits).mask_logits(logits, bits)
 
 
 def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> list[int]:
-    """Return where each row's cumulative distribution, in the order of the vocabulary, passes its number.
+    """Return a token of each row, drawn from all of them: where the cumulative distribution, in the order of the
+    vocabulary, passes the row's number. -1 of rows whose best logit is not finite, as with a NaN.
 
-    logits        float32 [T, vocab]  the largest of each row is finite; a token at -inf is never drawn
-    temperatures  [T]  above 0: the distribution is the softmax of logits / temperature
+    logits        float32 [T, vocab]  a token at -inf is never drawn
+    temperatures  [T]  the distribution is the softmax of logits / temperature; 0: the best token, the first of equals
     numbers       [T]  in [0, 1)
     """
     _check_logits(logits)
     if not len(logits) == len(temperatures) == len(numbers):
         got = f"got {len(temperatures)}, {len(numbers)}"
         raise ValueError(f"temperatures, numbers: must be one each for {len(logits)} rows of logits ({got})")
-    computed = native_ops if native_ops.can_compute(logits) else torch_ops
-    drawn: list[int] = computed.draw_whole(logits, temperatures, numbers).tolist()
+    drawn: list[int] = _sampler(logits).draw_whole(logits, temperatures, numbers)
     return drawn
 
 
@@ -150,3 +139,8 @@ def _backend(x: Tensor) -> _Ops:
         on_cuda: _Ops | None = triton_module("ops")
         return torch_ops if on_cuda is None else on_cuda
     return native_ops if native_ops.can_compute(x) else torch_ops
+
+
+def _sampler(logits: Tensor) -> ModuleType:
+    """Return who masks and draws, but for the draws of `draw_tokens`."""
+    return native_ops if native_ops.can_compute(logits) else torch_ops

@@ -1,8 +1,8 @@
 """The plan of a step: built on the CPU from page tables and query rows, reused by all layers (Pensieve 6.4).
 
 A plan never changes; each edit gives a new one and reuses what the edit leaves valid (ChunkAttention 3.1):
-`with_rows` keeps segments, and for the rows of the same sequences all work; `append_page` fills room that the work
-keeps behind a sequence's own pages, when the page is new to all tables. So a decode step costs what changed: the rows'
+`with_rows` keeps segments, and for the rows of the same sequences all work; `append_new_pages` fills room that the work
+keeps behind a sequence's own pages, when pages are new to all tables. So a decode step costs what changed: the rows'
 positions and the pages begun, not the context. When a sequence joins or leaves, a plan is built anew.
 """
 
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.kernels.page_table import (
-    ALL_VISIBLE,
     MAX_ABS_POSITION,
     MAX_PAGE_SIZE,
     IntArray,
@@ -24,11 +23,9 @@ from mneme.kernels.page_table import (
     PageTable,
     QueryRows,
     References,
-    check_references,
     full_mask,
     is_integer,
     references_of,
-    signed_integers,
 )
 from mneme.kernels.segments import (
     Lineages,
@@ -103,80 +100,36 @@ class Plan:
         if np.array_equal(sequence, self.sequence):
             return replace(self, sequence=sequence, position=position, prepared={})
         if self.appended:
-            return self._rebuilt(self.page_tables, sequence, position)
-        work = self._arranged(sequence)
+            return build_plan(
+                self.page_tables, QueryRows(sequence, position), page_size=self.page_size, cost=self.cost,
+                num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, share=self.share,
+            )  # fmt: skip
+        work = arrange(
+            self.segments, sequence, self.num_sequences, page_size=self.page_size, cost=self.cost, share=self.share,
+            num_groups=self.num_q_heads // self.num_kv_heads, head_dim=self.head_dim,
+        )  # fmt: skip
         return replace(self, sequence=sequence, position=position, work=work, prepared={})
 
-    def append_page(
-        self,
-        sequence: npt.ArrayLike,
-        page_id: npt.ArrayLike,
-        delta: npt.ArrayLike = 0,
-        mask: npt.ArrayLike = ALL_VISIBLE,
-    ) -> Plan:
-        """Add a page to a sequence or, as vectors of one length, to several; the rows stay as they are."""
-        added = self._references(sequence, page_id, delta, mask)
-        grown = self._grown(added)
-        if grown is not None:
-            return grown
-        tables = replace(self, appended=(*self.appended, added)).page_tables
-        return self._rebuilt(tables, self.sequence, self.position)
-
     def append_new_pages(self, sequence: IntArray, page_id: IntArray) -> Plan | None:
-        """Add a page with delta 0 to each of these sequences, which are not checked, as `append_page` does.
+        """Add a page with delta 0 to each of these sequences, all in view; the rows stay as they are.
 
-        None where segments would have to be looked for again.
+        None where a plan has to be built anew: a page is not new to all tables, or there is no room for it behind the
+        sequence's own pages. Neither sequences nor pages are checked.
         """
-        zeros = np.zeros_like(page_id)
-        return self._grown(References(sequence, page_id, zeros, zeros + ALL_VISIBLE))
-
-    def _references(
-        self, sequence: npt.ArrayLike, page_id: npt.ArrayLike, delta: npt.ArrayLike, mask: npt.ArrayLike
-    ) -> References:
-        added = References(*_vectors(sequence=sequence, page_id=page_id, delta=delta, mask=mask))
-        if added.sequence.size and not 0 <= added.sequence.min() <= added.sequence.max() < self.num_sequences:
-            raise ValueError(f"sequence: must be in [0, {self.num_sequences}) (got {added.sequence.tolist()})")
-        check_references(added)
-        return added
-
-    def _grown(self, added: References) -> Plan | None:
-        """Fill the room behind sequences' own pages; None if a page is not new to all tables, or there is no room."""
-        page_ids, new_pages = added.page_id, set(added.page_id.tolist())
-        num_pages, is_known = max(self.num_pages, 1 + max(new_pages, default=-1)), self.is_known
-        if len(new_pages) < len(page_ids) or any(is_known[page] for page in new_pages if page < len(is_known)):
+        new_pages, is_known = set(page_id.tolist()), self.is_known
+        if len(new_pages) < len(page_id) or any(is_known[page] for page in new_pages if page < len(is_known)):
             return None
-        work = self.work.append(added._replace(mask=added.mask & full_mask(self.page_size)))
+        zeros = np.zeros_like(page_id)
+        added = References(sequence, page_id, zeros, zeros + full_mask(self.page_size))
+        work = self.work.append(added)
         if work is None:
             return None
+        num_pages = max(self.num_pages, 1 + max(new_pages, default=-1))
         if num_pages > len(is_known):
             is_known = np.pad(is_known, (0, num_pages))
-        is_known[page_ids] = True
+        is_known[page_id] = True
         return replace(
             self, num_pages=num_pages, appended=(*self.appended, added), is_known=is_known, work=work, prepared={}
-        )
-
-    def _arranged(self, sequence: IntArray) -> WorkList:
-        return arrange(
-            self.segments,
-            sequence,
-            self.num_sequences,
-            page_size=self.page_size,
-            num_groups=self.num_q_heads // self.num_kv_heads,
-            head_dim=self.head_dim,
-            share=self.share,
-            cost=self.cost,
-        )
-
-    def _rebuilt(self, tables: Sequence[PageTable], sequence: IntArray, position: IntArray) -> Plan:
-        return build_plan(
-            tables,
-            QueryRows(sequence, position),
-            page_size=self.page_size,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            share=self.share,
-            cost=self.cost,
         )
 
 
@@ -222,16 +175,6 @@ def build_plan(
         share=share, cost=cost, sequence=sequence, position=position, num_pages=num_pages,
         laid_out=tables, segments=found, appended=(), is_known=is_known, work=work,
     )  # fmt: skip
-
-
-def _vectors(**values: npt.ArrayLike) -> tuple[IntArray, ...]:
-    """Make int64 vectors of one length of numbers and vectors; ValueError, by name, for others."""
-    vectors = [np.atleast_1d(signed_integers(name, value)) for name, value in values.items()]
-    length = max({len(vector) for vector in vectors} - {1}, default=1)
-    for name, vector in zip(values, vectors, strict=True):
-        if vector.ndim != 1 or len(vector) not in (1, length):
-            raise ValueError(f"{name}: must be a number or a vector as long as the others (got shape {vector.shape})")
-    return np.broadcast_arrays(*vectors)
 
 
 def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, share: str) -> None:

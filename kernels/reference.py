@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import AttendArgs
 from mneme.kernels.page_table import FREE_SLOT_POSITION, PageTable
-from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
 
 
@@ -20,23 +20,13 @@ class _Keys(NamedTuple):
     shown: Tensor  # bool [L] the mask's bit
 
 
-def attend_reference(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slot_position: Tensor,
-    rope: RopeTable | None,
-    plan: Plan,
-    *,
-    softmax_scale: float,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend_reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """See `mneme.kernels.attention.attend`; segments are ignored, only tables and rows are read."""
+    args.check_reach()
+    q, slot_position, plan = args.q, args.slot_position, args.plan
     num_groups = plan.num_q_heads // plan.num_kv_heads
-    keys_all = k_pages.flatten(1, 2).double().repeat_interleave(num_groups, 0)
-    values_all = v_pages.flatten(1, 2).double().repeat_interleave(num_groups, 0)
+    keys_all = args.k_pages.flatten(1, 2).double().repeat_interleave(num_groups, 0)
+    values_all = args.v_pages.flatten(1, 2).double().repeat_interleave(num_groups, 0)
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
     tables = [_keys_of(table, plan.page_size, slot_position) for table in plan.page_tables]
@@ -44,17 +34,15 @@ def attend_reference(
         keys = tables[sequence]
         effective = int(position) - keys.deltas  # the query's position in the frame of each key
         visible = keys.shown & (keys.positions < FREE_SLOT_POSITION) & (keys.positions <= effective)
-        if window is not None:
-            visible &= keys.positions > effective - window
+        if args.window is not None:
+            visible &= keys.positions > effective - args.window
         if not visible.any():
             continue
         slots, effective = keys.slots[visible], effective[visible]
-        queries = _rotated(q[row].double(), effective, rope)
-        scores = torch.einsum("hld,hld->hl", queries, keys_all[:, slots]) * softmax_scale
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        if alibi_slopes is not None:
-            scores -= alibi_slopes.double()[:, None] * (effective - keys.positions[visible])
+        queries = _rotated(q[row].double(), effective, args.rope)
+        scores = torch.einsum("hld,hld->hl", queries, keys_all[:, slots]) * args.softmax_scale
+        if args.soft_cap is not None:
+            scores = args.soft_cap * torch.tanh(scores / args.soft_cap)
         lse[row] = torch.logsumexp(scores, -1)
         out[row] = torch.einsum("hl,hld->hd", torch.softmax(scores, -1), values_all[:, slots])
     return out.to(q.dtype), lse.float()
@@ -76,8 +64,6 @@ def _rotated(query: Tensor, effective: Tensor, rope: RopeTable | None) -> Tensor
     """Return the query row once per visible key, rotated to its position in that key's frame: [H, L, D]."""
     if rope is None:
         return query[:, None].expand(-1, len(effective), -1)
-    if effective.max() >= rope.num_positions:
-        raise ValueError(f"rows: a visible pair is {effective.max()} apart, the table ends at {rope.num_positions}")
     cos, sin = rope.cos[effective].double(), rope.sin[effective].double()
     half = cos.shape[-1]
     first, second, rest = query[:, None, :half], query[:, None, half : 2 * half], query[:, None, 2 * half :]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +16,6 @@ from torch import Tensor
 # A query's rotation reaches twice the context once a session was truncated.
 _POSITIONS_PER_CONTEXT = 2
 _POSITIONS_AT_ONCE = 1 << 16  # computed in float64: a long context's table takes little more memory than it keeps
-
-
-class Turns(NamedTuple):
-    """Rotations of T rows, for all heads."""
-
-    cos: Tensor  # float32 [T, 1, 1, rotary_dim / 2]
-    sin: Tensor  # float32 [T, 1, 2, rotary_dim / 2]  -sin for the first half, sin for the second
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,30 +102,15 @@ class RopeTable:
         """Return the same table on another device."""
         return RopeTable(self.table.to(device), self.max_position)
 
-    def turns(self, positions: Tensor, scale: float = 1.0) -> Turns:
-        """Return what rotates to these positions (int [T]), times a scale."""
-        rows = self.table.index_select(0, positions.to(self.table.device, torch.int64))
-        if scale != 1.0:
-            rows.mul_(scale)
-        cos, sin = rows.unsqueeze(1).chunk(2, 2)
-        return Turns(cos, torch.cat((-sin, sin), 2))
-
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate row t of `x` to `positions[t]`; float32, for the caller to round once.
 
         x           float [T, num_heads, head_dim]
         positions   int [T]  each in [0, num_positions)
         """
-        return rotate(x.float(), self.turns(positions))
-
-
-def rotate(x: Tensor, turns: Turns, tail_scale: float = 1.0) -> Tensor:
-    """Rotate float32 [..., T, num_heads, head_dim], half-split; dimensions behind the rotary ones are only scaled."""
-    half = turns.cos.shape[-1]
-    head_dim = x.shape[-1]
-    front = x if 2 * half == head_dim else x.narrow(-1, 0, 2 * half)
-    pairs = front.view(*x.shape[:-1], 2, half)
-    turned = torch.addcmul(pairs * turns.cos, pairs.flip(-2), turns.sin).flatten(-2)
-    if front is x:
-        return turned
-    return torch.cat((turned, x.narrow(-1, 2 * half, head_dim - 2 * half) * tail_scale), -1)
+        x, half = x.float(), self.table.shape[2]
+        turns = self.table.index_select(0, positions.to(self.table.device, torch.int64))
+        cos, sin = turns.unsqueeze(1).chunk(2, 2)  # [T, 1, 1, half]
+        pairs = x[..., : 2 * half].view(*x.shape[:-1], 2, half)
+        turned = torch.addcmul(pairs * cos, pairs.flip(-2), torch.cat((-sin, sin), 2)).flatten(-2)
+        return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)

@@ -68,10 +68,6 @@ COMPILED_BFLOAT16 = ShareCost(
 COMPILED_FLOAT32 = ShareCost(
     many_heads=8, key_few=141.0, head_few=16.0, reread=18.0, key_many=269.0, head_many=19.4, piece=6.7e4, merge=560.0
 )
-# The torch backend on the same core: one reading for about 64 rows, twenty small operations for a piece.
-TORCH = ShareCost(
-    many_heads=1, key_few=0.0, head_few=0.0, reread=0.0, key_many=2000.0, head_many=10.0, piece=6.5e7, merge=300.0
-)
 # An H100, 16-bit keys, tiles of 64 rows: fitted to the 39 times in benchmarks/results/gpu-2026-11-26/first, which it
 # misses by 5% in the median.
 TRITON = ShareCost(

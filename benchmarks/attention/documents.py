@@ -19,7 +19,6 @@ from attention.timing import Arm
 from harness import Check, PartResult, at_most
 
 from mneme.kernels.attention import PageTable, QueryRows
-from mneme.kernels.torch.merge import merge_parts
 from mneme.kernels.work import Share
 
 _HEADS = Heads(32, 8, 128)
@@ -86,8 +85,8 @@ def virtual_queries(scene: Scene, share: Share = "auto") -> Arm:
         q = scene.rope.rotate(scene.q.index_select(0, sequence), position).to(scene.q.dtype)
         with buffers:
             out, lse = scene.attend_rows(layer, plan, q, rope=False)
-        outs = out.float().view(-1, num_parts, *out.shape[1:]).transpose(0, 1)
-        return merge_parts(outs, lse.view(-1, num_parts, lse.shape[1]).transpose(0, 1))[0].to(q.dtype)
+        weights = lse.view(-1, num_parts, lse.shape[1]).softmax(1)
+        return (out.float().view(-1, num_parts, *out.shape[1:]) * weights[..., None]).sum(1).to(q.dtype)
 
     return Arm("virtual", call, len(scene.layers))
 

@@ -20,10 +20,10 @@ from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import interleaved
 from harness import Check, PartResult, at_most
 
+from mneme.kernels.arguments import AttendArgs
 from mneme.kernels.attention import Plan, QueryRows, mark_written
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import library as native_library
-from mneme.kernels.torch.backend import layout_of
 
 _SHARE_OF_STEP, _GROWTH = 0.05, 1.5
 _RUNS = 9
@@ -94,15 +94,13 @@ def _prepare_ms(scene: Scene, clock: Clock) -> float:
 
 
 def _prepare(scene: Scene, plan: Plan) -> None:
-    dtype = scene.q.dtype
     if scene.q.device.type == "cuda":
         from mneme.kernels.triton.backend import stage
 
-        stage(plan, scene.slot_position, dtype, scene.rope.num_positions)
+        stage(plan, scene.slot_position, scene.q.dtype, scene.rope.num_positions)
     elif native_library.library() is not None:
-        native_backend.prepare(plan, scene.slot_position, (scene.rope, scene.scale, None, None, None, dtype))
-    else:
-        layout_of(plan, scene.slot_position, None, False)
+        pool = (scene.q, *scene.layers[0], scene.slot_position)
+        native_backend.prepare(AttendArgs(*pool, scene.rope, plan, scene.scale, window=None, soft_cap=None))
 
 
 def _next_rows(scene: Scene) -> QueryRows:
@@ -116,8 +114,8 @@ def _appending_ms(scene: Scene, num_pages: int, clock: Clock) -> float:
     sequences, (numbers, positions) = np.arange(num_pages), scene.rows.arrays()
     for step in range(_RUNS):
         started = clock()
-        plan = plan.append_page(sequences, np.arange(plan.num_pages, plan.num_pages + num_pages))
-        plan = plan.with_rows(QueryRows(numbers, positions + 1 + step))
+        grown = plan.append_new_pages(sequences, np.arange(plan.num_pages, plan.num_pages + num_pages))
+        plan = (grown or scene.plan()).with_rows(QueryRows(numbers, positions + 1 + step))
         times.append((clock() - started) * 1e3)
     return statistics.median(times)
 

@@ -19,14 +19,14 @@ from torch import Tensor
 from mneme.cachetier.pages.tier import Load, SpanRecorder, checked_pages
 from mneme.cachetier.pages.transfers import Transfers
 from mneme.errors import ConfigError
-from mneme.kernels.native.kv import gather_pages, scatter_pages
+from mneme.kernels.native.kv import U8Array, gather_chunk, scatter_chunk
 from mneme.kernels.page_table import IntArray
 
 TRACK = "transfers"  # of the spans
 _PIECE_BYTES = 4 << 20  # of one layer of a save: what a load waits for; a copy's fixed cost is small beside it
 
-Gather = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # pages, page_ids, packed, packed_ids
-Scatter = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # packed, page_ids, pages, packed_ids
+Gather = Callable[[Tensor, Tensor, IntArray, int, U8Array], None]  # see `gather_chunk`: a host page is a chunk
+Scatter = Callable[[U8Array, int, IntArray, Tensor, Tensor], None]
 
 
 class DevicePool(Protocol):
@@ -49,8 +49,8 @@ class HostMemory:
         pool: DevicePool,
         num_pages: int,
         *,
-        gather: Gather = gather_pages,
-        scatter: Scatter = scatter_pages,
+        gather: Gather = gather_chunk,
+        scatter: Scatter = scatter_chunk,
         spans: SpanRecorder | None = None,
         piece_bytes: int = _PIECE_BYTES,
     ) -> None:
@@ -58,9 +58,10 @@ class HostMemory:
         self.num_pages = num_pages
         self._pool = pool
         self._gather, self._scatter, self._spans = gather, scatter, spans
-        num_layers, self._num_device_pages = pool.k_pages.shape[0], pool.k_pages.shape[2]
-        self._memory = zeros(host_shape(pool, num_pages), pool.k_pages.dtype).flatten(1, 2)  # rows K, V, K, V, ...
-        self._pages_per_piece = max(1, piece_bytes // (2 * self._memory[0, 0].nbytes))
+        num_layers, _, self._num_device_pages, self._page_size, _ = pool.k_pages.shape
+        memory = zeros(host_shape(pool, num_pages), pool.k_pages.dtype)
+        self._memory = memory.flatten(2).view(torch.uint8).numpy()  # [layers, host pages, bytes]
+        self._pages_per_piece = max(1, piece_bytes // self._memory.shape[2])
         self._transfers = Transfers(num_layers, self._num_device_pages, num_pages)
         # The thread knows the queue, not the tier: one that nobody holds any more ends it.
         self._close = weakref.finalize(self, self._transfers.close)
@@ -73,11 +74,12 @@ class HostMemory:
         device, host = self._checked(device_pages, host_pages)
         for start in range(0, len(device), self._pages_per_piece):
             part = slice(start, start + self._pages_per_piece)
-            self._transfers.save(device[part], host[part], partial(self._save_layer, *_ids(device[part], host[part])))
+            runs = self._runs(device[part], host[part])
+            self._transfers.save(device[part], host[part], partial(self._save_layer, runs))
 
     def load(self, host_pages: IntArray, device_pages: IntArray) -> Load:
         device, host = self._checked(device_pages, host_pages)
-        return self._transfers.load(host, device, partial(self._load_layer, *_ids(device, host)))
+        return self._transfers.load(host, device, partial(self._load_layer, self._runs(device, host)))
 
     def before_reuse(self, device_pages: IntArray) -> None:
         self._transfers.before_reuse(device_pages)
@@ -89,26 +91,25 @@ class HostMemory:
         device = checked_pages(device_pages, self._num_device_pages, host_pages)
         return device, checked_pages(host_pages, self.num_pages)
 
-    def _save_layer(self, page_ids: Tensor, k_rows: Tensor, v_rows: Tensor, layer: int) -> None:
-        start_s = self._spans.clock() if self._spans else 0.0
-        self._gather(self._pool.k_pages[layer], page_ids, self._memory[layer], k_rows)
-        self._gather(self._pool.v_pages[layer], page_ids, self._memory[layer], v_rows)
-        self._record(f"save layer {layer}", start_s, len(page_ids))
+    def _runs(self, device: IntArray, host: IntArray) -> IntArray:
+        whole = np.full_like(device, self._page_size)
+        return np.stack((device, np.zeros_like(device), whole, host * self._page_size), 1)
 
-    def _load_layer(self, page_ids: Tensor, k_rows: Tensor, v_rows: Tensor, layer: int) -> None:
+    def _save_layer(self, runs: IntArray, layer: int) -> None:
         start_s = self._spans.clock() if self._spans else 0.0
-        self._scatter(self._memory[layer], page_ids, self._pool.k_pages[layer], k_rows)
-        self._scatter(self._memory[layer], page_ids, self._pool.v_pages[layer], v_rows)
-        self._record(f"load layer {layer}", start_s, len(page_ids))
+        k_pages, v_pages = self._pool.k_pages[layer], self._pool.v_pages[layer]
+        self._gather(k_pages, v_pages, runs, self._page_size, self._memory[layer])
+        self._record(f"save layer {layer}", start_s, len(runs))
+
+    def _load_layer(self, runs: IntArray, layer: int) -> None:
+        start_s = self._spans.clock() if self._spans else 0.0
+        k_pages, v_pages = self._pool.k_pages[layer], self._pool.v_pages[layer]
+        self._scatter(self._memory[layer], self._page_size, runs, k_pages, v_pages)
+        self._record(f"load layer {layer}", start_s, len(runs))
 
     def _record(self, name: str, start_s: float, num_pages: int) -> None:
         if self._spans is not None:
             self._spans.span(name, start_s, self._spans.clock(), TRACK, pages=num_pages)
-
-
-def _ids(device: IntArray, host: IntArray) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids of pages in the pool, and of the rows of their keys and their values in a layer's host memory."""
-    return torch.from_numpy(device), torch.from_numpy(2 * host), torch.from_numpy(2 * host + 1)
 
 
 def host_shape(pool: DevicePool, num_pages: int) -> tuple[int, ...]:

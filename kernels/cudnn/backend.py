@@ -24,12 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import AttendArgs
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.page_bounds import version_of
 from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray, full_mask
 from mneme.kernels.plan import Plan
-from mneme.kernels.rope import RopeTable
-from mneme.kernels.torch.merge import UNSEEN_SCORE, merge_into
 from mneme.kernels.upload import upload
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,8 @@ ROW_STEP = 512
 KEY_STEP = 2048
 
 _MIN_CAPABILITY = (9, 0)
-_Attention = Callable[..., tuple[Tensor, Tensor]]  # of the arguments of `attend` but the backend
+# The lse of rows that see nothing, while parts are merged: finite, so that no NaN arises, and of no weight.
+_UNSEEN = -1e30
 _given_up: list[str] = []
 is_on = os.environ.get("MNEME_CUDNN") == "1"
 
@@ -85,74 +85,60 @@ def has_long(device: torch.device, dtype: torch.dtype, plan: Plan) -> bool:
     return not torch.cuda.is_current_stream_capturing() and bool(_longs(plan))
 
 
-def attend_long(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slot_position: Tensor,
-    rope: RopeTable | None,
-    plan: Plan,
-    *,
-    rest: _Attention,
-    softmax_scale: float,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+def attend_long(args: AttendArgs, *, rest: Callable[[AttendArgs], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """See `mneme.kernels.attention.attend`; `rest` attends to what is not long, or to all where cuDNN refuses."""
-    if any(value is not None for value in options.values()):  # windows, slopes and caps
-        return rest(q, k_pages, v_pages, slot_position, rope, plan, softmax_scale=softmax_scale, **options)
-    staged = _staged(plan, slot_position)
+    if args.window is not None or args.soft_cap is not None:
+        return rest(args)
+    staged = _staged(args.plan, args.slot_position)
     try:
-        found = [
-            _attend(q, k_pages, v_pages, rope, plan, long, ids, is_exact, softmax_scale)
-            for long, ids, is_exact in zip(staged.longs, staged.page_ids, staged.is_exact, strict=True)
-        ]
+        found = [_attend(args, *long) for long in zip(staged.longs, staged.page_ids, staged.is_exact, strict=True)]
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         logger.warning("cuDNN attends to no long prompt from now on: %s", error)
         _given_up.append(str(error))
-        return rest(q, k_pages, v_pages, slot_position, rope, plan, softmax_scale=softmax_scale)
-    out, lse = rest(q, k_pages, v_pages, staged.hidden, rope, plan, softmax_scale=softmax_scale)
-    for long, part in zip(staged.longs, found, strict=True):
+        return rest(args)
+    out, lse = rest(args._replace(slot_position=staged.hidden))
+    for long, parts in zip(staged.longs, found, strict=True):
         rows = slice(long.first_row, long.first_row + long.num_rows)
-        merged, logsum = out[rows].float(), lse[rows].clamp(min=UNSEEN_SCORE)
-        for part_out, part_lse in part:
-            merge_into(merged, logsum, part_out, part_lse)
-        out[rows], lse[rows] = merged, torch.where(logsum <= UNSEEN_SCORE, -torch.inf, logsum)
+        merged, logsum = out[rows].float(), lse[rows].clamp(min=_UNSEEN)
+        for part_out, part_lse in parts:
+            merged.lerp_(part_out, torch.sigmoid(part_lse - logsum).unsqueeze(-1))
+            torch.logaddexp(logsum, part_lse, out=logsum)
+        out[rows], lse[rows] = merged, torch.where(logsum <= _UNSEEN, -torch.inf, logsum)
     return out, lse
 
 
-def _attend(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, rope: RopeTable | None, plan: Plan, long: _Long, ids: Tensor,
-    is_exact: Tensor, scale: float,
-) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+def _attend(args: AttendArgs, long: _Long, ids: Tensor, is_exact: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Parts of a prompt's rows, float32 [rows, heads, head_dim] and [rows, heads]."""
+    q, pools, scale = args.q, (args.k_pages, args.v_pages), args.softmax_scale
+    num_heads, head_dim = args.plan.num_q_heads, args.plan.head_dim
     before = long.past % KEY_STEP  # past keys that the square takes: its first rows are nobody's
     num_square = _up(before + long.num_rows, ROW_STEP)
     num_padded = _up(long.num_rows, ROW_STEP)
     rows = slice(long.first_row, long.first_row + long.num_rows)
-    queries = q.new_zeros(plan.num_q_heads, 1, max(num_square, before + num_padded), plan.head_dim)
+    queries = q.new_zeros(num_heads, 1, max(num_square, before + num_padded), head_dim)
     slots = torch.arange(before, before + long.num_rows, device=q.device)
     positions = torch.arange(long.num_rows, device=q.device) + (long.start + long.past)
-    write_kv(q[rows], q[rows], slots, positions, queries, torch.empty_like(queries), rope)  # it rotates
-    queries = queries.view(1, plan.num_q_heads, -1, plan.head_dim)
-    square = [pages.new_zeros(1, len(pages), num_square, plan.head_dim) for pages in (k_pages, v_pages)]
+    write_kv(q[rows], q[rows], slots, positions, queries, torch.empty_like(queries), args.rope)  # it rotates
+    queries = queries.view(1, num_heads, -1, head_dim)
+    square = [pages.new_zeros(1, len(pages), num_square, head_dim) for pages in pools]
     first = long.past - before
-    for target, pages in zip(square, (k_pages, v_pages), strict=True):
+    for target, pages in zip(square, pools, strict=True):
         target[:, :, : before + long.num_rows] = _keys(pages, long, ids, first, before + long.num_rows)
     found = [sdpa(queries[:, :, :num_square], *square, is_causal=True, scale=scale)]
     found = [(out[:, :, before:], lse[:, :, before:]) for out, lse in found]
     start = 0
     while start < first:
         length = KEY_STEP << (((first - start) // KEY_STEP).bit_length() - 1)
-        keys, values = (_keys(pages, long, ids, start, length) for pages in (k_pages, v_pages))
+        keys, values = (_keys(pages, long, ids, start, length) for pages in pools)
         padded = queries[:, :, before : before + num_padded]
         found.append(sdpa(padded, keys, values, is_causal=False, scale=scale))
         start += length
     return [
         (
             torch.where(is_exact, out[0, :, : long.num_rows].transpose(0, 1).float(), 0.0),
-            torch.where(is_exact, lse[0, :, : long.num_rows].T, UNSEEN_SCORE),
+            torch.where(is_exact, lse[0, :, : long.num_rows].T, _UNSEEN),
         )
         for out, lse in found
     ]

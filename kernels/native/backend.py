@@ -1,9 +1,9 @@
 """The compiled CPU backend: `cpp/attention.cpp` over the plan's work list.
 
-Like the torch backend it reads shared segments once for all their rows, rotates queries and merges by log-sum-exp; it
-differs in reading pages where they lie. Products are summed in float32. Of bfloat16 keys the CPU's own dot product is
-used where it has one (AVX512_BF16) and many rows meet: the rotated, scaled query is then rounded once to bfloat16. Few
-rows, and CPUs without it, widen keys and values instead, with the query in float32.
+Shared segments are read once for all their rows, queries are rotated, pages are read where they lie, and partial
+results merge by log-sum-exp. Products are summed in float32. Of bfloat16 keys the CPU's own dot product is used where
+it has one (AVX512_BF16) and many rows meet: the rotated, scaled query is then rounded once to bfloat16. Few rows, and
+CPUs without it, widen keys and values instead, with the query in float32.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import AttendArgs
 from mneme.kernels.native.library import DTYPE_NUMBERS, NUMBER, POINTER, REAL, native_function, num_threads
 from mneme.kernels.page_bounds import page_bounds, version_of
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
-from mneme.kernels.rope import RopeTable
 
 _LOG2_E = math.log2(math.e)
 _WORK_ARRAYS = (
@@ -47,7 +47,6 @@ class _Step(ctypes.Structure):
         ("slot_position", POINTER),
         ("loose_row", POINTER),
         ("rope", POINTER),
-        ("alibi_slopes", POINTER),
         ("page_first", POINTER),
         ("page_last", POINTER),
     )
@@ -69,25 +68,12 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype in DTYPE_NUMBERS
 
 
-def attend_native(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slot_position: Tensor,
-    rope: RopeTable | None,
-    plan: Plan,
-    *,
-    softmax_scale: float,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend_native(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """See `mneme.kernels.attention.attend`.
 
     Scratch: 4 bytes per element of q if there are shared segments, and per thread about 0.3 MB.
     """
-    options = (rope, softmax_scale, window, alibi_slopes, soft_cap, q.dtype)
-    prepared = prepare(plan, slot_position, options)
+    q, plan, prepared = args.q, args.plan, prepare(args)
     if q.stride(2) != 1 or q.stride(1) != plan.head_dim:
         q = q.contiguous()
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
@@ -97,9 +83,9 @@ def attend_native(
         prepared.address,
         q.data_ptr(),
         q.stride(0),
-        k_pages.data_ptr(),
-        v_pages.data_ptr(),
-        k_pages.shape[1] * plan.page_size,
+        args.k_pages.data_ptr(),
+        args.v_pages.data_ptr(),
+        args.k_pages.shape[1] * plan.page_size,
         out.data_ptr(),
         lse.data_ptr(),
         None if total is None else total.data_ptr(),
@@ -108,29 +94,22 @@ def attend_native(
     return out, lse
 
 
-def prepare(plan: Plan, slot_position: Tensor, options: tuple[Any, ...]) -> _Prepared:
-    """Return what the first layer of a step derived, or derive it if `slot_position` has changed since.
-
-    options   (rope, softmax_scale, window, alibi_slopes, soft_cap, dtype of q)
-    """
-    rope, softmax_scale, window, alibi_slopes, soft_cap, dtype = options
-    slopes = None if alibi_slopes is None else (id(alibi_slopes), version_of(alibi_slopes))
-    key = ("native", slot_position.data_ptr(), id(rope), softmax_scale, window, slopes, soft_cap, dtype)
-    version = version_of(slot_position)
-    found: _Prepared | None = plan.prepared.get(key)
+def prepare(args: AttendArgs) -> _Prepared:
+    """Return what the first layer of a step derived, or derive it if `slot_position` has changed since."""
+    options = (id(args.rope), args.softmax_scale, args.window, args.soft_cap, args.q.dtype)
+    key = ("native", args.slot_position.data_ptr(), *options)
+    version = version_of(args.slot_position)
+    found: _Prepared | None = args.plan.prepared.get(key)
     if found is None or found.version != version:
-        found = plan.prepared[key] = _make(plan, slot_position, options, version)
+        found = args.plan.prepared[key] = _make(args, version)
     return found
 
 
-def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: int | None) -> _Prepared:
-    rope, softmax_scale, window, alibi_slopes, soft_cap, dtype = options
-    work = plan.work
-    position = plan.position.astype(np.int32)
-    loose = _loose_rows(plan)
-    bounds = page_bounds(slot_position, plan.page_size)
-    slopes = None if alibi_slopes is None else alibi_slopes.float().mul(_LOG2_E).contiguous()
-    table = None if rope is None else rope.table.contiguous()
+def _make(args: AttendArgs, version: int | None) -> _Prepared:
+    args.check_reach()
+    plan, work, rope, soft_cap = args.plan, args.plan.work, args.rope, args.soft_cap
+    position, loose = plan.position.astype(np.int32), _loose_rows(plan)
+    bounds = page_bounds(args.slot_position, plan.page_size)
     step = _Step(
         num_shared=work.num_shared,
         num_pieces=work.num_pieces,
@@ -140,31 +119,23 @@ def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: 
         num_kv_heads=plan.num_kv_heads,
         head_dim=plan.head_dim,
         page_size=plan.page_size,
-        window=FREE_SLOT_POSITION if window is None else min(window, FREE_SLOT_POSITION),
-        dtype=DTYPE_NUMBERS[dtype],
+        window=FREE_SLOT_POSITION if args.window is None else min(args.window, FREE_SLOT_POSITION),
+        dtype=DTYPE_NUMBERS[args.q.dtype],
         rotary_half=0 if rope is None else rope.rotary_dim // 2,
         num_positions=0 if rope is None else rope.num_positions,
-        score_scale=softmax_scale * _LOG2_E if soft_cap is None else softmax_scale / soft_cap,
+        score_scale=args.softmax_scale * _LOG2_E if soft_cap is None else args.softmax_scale / soft_cap,
         soft_cap=0.0 if soft_cap is None else soft_cap * _LOG2_E,
         position=_address(position),
-        slot_position=slot_position.data_ptr(),
+        slot_position=args.slot_position.data_ptr(),
         loose_row=_address(loose),
-        rope=None if table is None else table.data_ptr(),
-        alibi_slopes=None if slopes is None else slopes.data_ptr(),
+        rope=None if rope is None else rope.table.data_ptr(),
         page_first=_address(bounds.first),
         page_last=_address(bounds.last),
         **{name: _address(getattr(work, name)) for name in _WORK_ARRAYS},
     )
-    _refuse_rows_beyond(step)
     num_totals = plan.num_rows * plan.num_q_heads * plan.head_dim if work.num_shared else 0
-    alive = (work, position, loose, bounds, slopes, table, slot_position, rope, alibi_slopes)
+    alive = (work, position, loose, bounds, args.slot_position, rope)
     return _Prepared(step, ctypes.addressof(step), version, alive, num_totals)
-
-
-def _refuse_rows_beyond(step: _Step) -> None:
-    beyond = native_function("mneme_attend_prepare")(ctypes.addressof(step))
-    if beyond >= 0:
-        raise ValueError(f"rows: a visible pair is {beyond} apart, the rope table ends at {step.num_positions}")
 
 
 def _loose_rows(plan: Plan) -> npt.NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Compiled moves of keys and values on the CPU: new ones into their slots, pages and chunks out of a pool and back.
+"""Compiled moves of keys and values on the CPU: new ones into their slots, tokens out of a pool into chunks and back.
 
 `can_write` says whether the compiled code takes these tensors; gathers and scatters always work, in numpy where there
 is no library, in the calling thread alone. They give the interpreter lock back while they copy. All numbers are checked
@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import KvRows
 from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
 from mneme.kernels.page_table import IntArray
-from mneme.kernels.rope import RopeTable
 
 U8Array = npt.NDArray[np.uint8]
 
@@ -47,57 +47,32 @@ class _Write(ctypes.Structure):
     )
 
 
-def can_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
-    """Tell whether `write_kv` takes keys and values like these for a pool like this."""
+def can_write(rows: KvRows) -> bool:
+    """Tell whether the compiled code takes keys and values like these for a pool like this."""
+    k, v, _, _, k_pages, v_pages, _ = rows
     if not k.is_cpu or k.dtype not in DTYPE_NUMBERS or library() is None:
         return False
-    dtype = k.dtype
-    same_type = v.dtype is dtype and k_pages.dtype is dtype and v_pages.dtype is dtype
+    same_type = v.dtype is k.dtype and k_pages.dtype is k.dtype and v_pages.dtype is k.dtype
     return same_type and k_pages.is_contiguous() and v_pages.is_contiguous() and k_pages.shape == v_pages.shape
 
 
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rope: RopeTable | None,
-) -> None:
+def write_kv(rows: KvRows) -> None:
     """See `mneme.kernels.kv_write.write_kv`; rows of k and v may be slices of a joint projection.
 
     Raises ValueError for a slot or position out of range, before anything is written.
     """
-    _call("mneme_write_kv", k, v, slots, positions, k_pages, v_pages, rope)
+    _call("mneme_write_kv", rows)
 
 
-def kv_deviation(
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rope: RopeTable | None,
-) -> Tensor:
-    """See `mneme.kernels.kv_deviation.kv_deviation`; takes and refuses what `write_kv` does."""
-    deviation = torch.empty(len(k), 2)
-    _call("mneme_kv_deviation", k, v, slots, positions, k_pages, v_pages, rope, deviation.data_ptr())
+def kv_deviation(rows: KvRows) -> Tensor:
+    """See `mneme.kernels.kv_write.kv_deviation`; takes and refuses what `write_kv` does."""
+    deviation = torch.empty(len(rows.k), 2)
+    _call("mneme_kv_deviation", rows, deviation.data_ptr())
     return deviation
 
 
-def _call(
-    name: str,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rope: RopeTable | None,
-    *more: int,
-) -> None:
+def _call(name: str, rows: KvRows, *more: int) -> None:
+    k, v, slots, positions, k_pages, v_pages, rope = rows
     if not (v.is_cpu and slots.is_cpu and positions.is_cpu and k_pages.is_cpu and v_pages.is_cpu):
         raise ValueError("k, v, slots, positions, k_pages, v_pages: must be on one device")
     if rope is not None and not rope.table.is_cpu:
@@ -105,7 +80,7 @@ def _call(
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     slots, positions = slots.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
     num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
-    rows = _Write(
+    write = _Write(
         k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         slots.data_ptr(), positions.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
         None if rope is None else rope.table.data_ptr(),
@@ -113,87 +88,18 @@ def _call(
         num_kv_heads, head_dim, 0 if rope is None else rope.rotary_dim // 2, DTYPE_NUMBERS[k.dtype],
         num_threads(),
     )  # fmt: skip
-    row = native_function(name)(ctypes.byref(rows), *more)
+    row = native_function(name)(ctypes.byref(write), *more)
     if row >= 0:
         raise ValueError(f"slots, positions: row {row} is out of range (got {int(slots[row])}, {int(positions[row])})")
-
-
-def gather_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None = None) -> None:
-    """Copy pages of a layer's pool to rows of another buffer, in the calling thread alone.
-
-    pages       [num_kv_heads, num_pages, page_size, head_dim]
-    page_ids    int64 [n]
-    packed      [rows, num_kv_heads, page_size, head_dim]  n rows where there are no packed_ids
-    packed_ids  int64 [n]  the row of each page, none twice; None: side by side
-    """
-    _copy_pages(pages, page_ids, packed, packed_ids, into_pool=False)
-
-
-def scatter_pages(packed: Tensor, page_ids: Tensor, pages: Tensor, packed_ids: Tensor | None = None) -> None:
-    """The inverse of `gather_pages`; no page twice."""
-    _copy_pages(pages, page_ids, packed, packed_ids, into_pool=True)
-
-
-def _copy_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, *, into_pool: bool) -> None:
-    _check_pages(pages, page_ids, packed, packed_ids)
-    if library() is None:
-        _copy_pages_in_numpy(pages, page_ids, packed, packed_ids, into_pool)
-        return
-    num_kv_heads, num_pages, page_size, head_dim = pages.shape
-    page_bytes = page_size * head_dim * pages.element_size()
-    native_function("mneme_copy_pages")(
-        pages.data_ptr(), packed.data_ptr(), page_ids.data_ptr(), None if packed_ids is None else packed_ids.data_ptr(),
-        len(page_ids), num_kv_heads, num_pages, page_bytes, into_pool,
-    )  # fmt: skip
-
-
-def _copy_pages_in_numpy(
-    pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, into_pool: bool
-) -> None:
-    """Copy without torch, whose copies take all cores: a tier copies beside a forward pass."""
-    pool, rows = (x.view(torch.uint8).numpy() for x in (pages, packed))
-    columns = page_ids.numpy()
-    index = slice(None) if packed_ids is None else packed_ids.numpy()
-    if into_pool:
-        pool[:, columns] = rows[index].swapaxes(0, 1)
-    else:
-        rows[index] = pool[:, columns].swapaxes(0, 1)
-
-
-def _check_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None) -> None:
-    num_kv_heads, num_pages, *page = pages.shape
-    num_rows = len(page_ids) if packed_ids is None else len(packed)
-    wanted = (num_rows, num_kv_heads, *page)
-    if packed.shape != wanted or packed.dtype != pages.dtype:
-        raise ValueError(
-            f"packed pages: must be {pages.dtype} of shape {wanted} (got {packed.dtype}, {tuple(packed.shape)})"
-        )
-    if not (pages.is_contiguous() and packed.is_contiguous()):
-        raise ValueError("pages: all tensors must be contiguous")
-    if not (pages.is_cpu and packed.is_cpu and page_ids.is_cpu):
-        raise ValueError("pages: all tensors must be on the CPU")
-    _check_ids("page_ids", page_ids, num_pages)
-    if packed_ids is not None:
-        _check_ids("packed_ids", packed_ids, num_rows)
-        if len(packed_ids) != len(page_ids):
-            raise ValueError(f"packed_ids: one for each of {len(page_ids)} pages (got {len(packed_ids)})")
-
-
-def _check_ids(name: str, ids: Tensor, end: int) -> None:
-    if ids.dtype != torch.int64 or ids.ndim != 1 or not ids.is_contiguous() or not ids.is_cpu:
-        got = f"{ids.dtype}, {ids.ndim} dimensions, {ids.device}"
-        raise ValueError(f"{name}: must be a contiguous int64 vector on the CPU (got {got})")
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < end:
-        raise ValueError(f"{name}: must be in [0, {end})")
 
 
 def scatter_chunk(chunk: U8Array, num_tokens: int, runs: IntArray, k_pages: Tensor, v_pages: Tensor) -> None:
     """Copy a chunk's tokens into slots of a layer's pool; those in no run are left alone.
 
     chunk    uint8 [2 * num_kv_heads * num_tokens * head_dim * bytes of an element]  as [K and V, head, token, dim]; may
-    lie in read-only memory
-    runs     int64 [num_runs, 4]  page id, first offset in that page, how many tokens (at least 1), first in the chunk;
-    no slot twice
+    lie in read-only memory; or [num_chunks, so many] of several
+    runs     int64 [num_runs, 4]  page id, first offset in that page, how many tokens (at least 1), first in the chunk,
+    counted over all chunks; no slot twice
     k_pages  [num_kv_heads, num_pages, page_size, head_dim]  any dtype; a chunk has its bytes
     v_pages  like k_pages
 
@@ -213,13 +119,14 @@ def _copy_tokens(
     chunk: U8Array, num_tokens: int, runs: IntArray, k_pages: Tensor, v_pages: Tensor, *, into_pool: bool
 ) -> None:
     _check_arrays(chunk, num_tokens, runs, k_pages, v_pages)
+    num_chunks = len(chunk) if chunk.ndim == 2 else 1
     if library() is None:
-        bad_run = _copy_tokens_in_numpy(chunk, num_tokens, runs, k_pages, v_pages, into_pool)
+        bad_run = _copy_tokens_in_numpy(chunk, num_chunks, num_tokens, runs, k_pages, v_pages, into_pool)
     else:
         num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
         bad_run = native_function("mneme_copy_tokens")(
-            k_pages.data_ptr(), v_pages.data_ptr(), chunk.ctypes.data, runs.ctypes.data,
-            len(runs), num_tokens, num_kv_heads, num_pages, page_size, head_dim * k_pages.element_size(), into_pool,
+            k_pages.data_ptr(), v_pages.data_ptr(), chunk.ctypes.data, runs.ctypes.data, len(runs), num_chunks,
+            num_tokens, num_kv_heads, num_pages, page_size, head_dim * k_pages.element_size(), into_pool,
         )  # fmt: skip
     if bad_run >= 0:
         rule = f"must be in {tuple(k_pages.shape)} pages and {num_tokens} tokens"
@@ -227,19 +134,27 @@ def _copy_tokens(
 
 
 def _copy_tokens_in_numpy(
-    chunk: U8Array, num_tokens: int, runs: IntArray, k_pages: Tensor, v_pages: Tensor, into_pool: bool
+    chunk: U8Array,
+    num_chunks: int,
+    num_tokens: int,
+    runs: IntArray,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    into_pool: bool,
 ) -> int:
     """Return the first run that is out of range, or -1. Torch's copies would take all cores."""
     num_kv_heads, num_pages, page_size, _ = k_pages.shape
     for index, (page_id, offset, count, first) in enumerate(runs.tolist()):
         is_in_page = 0 <= page_id < num_pages and 0 <= offset < offset + count <= page_size
-        if not (is_in_page and 0 <= first < first + count <= num_tokens):
+        if not (is_in_page and 0 <= first < num_chunks * num_tokens and first % num_tokens + count <= num_tokens):
             return index
-    tokens = chunk.reshape(2, num_kv_heads, num_tokens, -1)
-    for pages, part in zip((k_pages, v_pages), tokens, strict=True):
+    chunks = chunk.reshape(num_chunks, 2, num_kv_heads, num_tokens, -1)
+    for kind, pages in enumerate((k_pages, v_pages)):
         pool = pages.view(torch.uint8).numpy()
         for page_id, offset, count, first in runs.tolist():
-            slots, side_by_side = pool[:, page_id, offset : offset + count], part[:, first : first + count]
+            number, first_token = divmod(first, num_tokens)
+            slots = pool[:, page_id, offset : offset + count]
+            side_by_side = chunks[number, kind, :, first_token : first_token + count]
             if into_pool:
                 slots[...] = side_by_side
             else:
@@ -257,7 +172,8 @@ def _check_arrays(chunk: U8Array, num_tokens: int, runs: IntArray, k_pages: Tens
         raise ValueError("k_pages, v_pages: must be contiguous and on the CPU")
     num_kv_heads, _, _, head_dim = k_pages.shape
     chunk_bytes = 2 * num_kv_heads * num_tokens * head_dim * k_pages.element_size()
-    if num_tokens < 1 or chunk.dtype != np.uint8 or chunk.shape != (chunk_bytes,) or not chunk.flags.c_contiguous:
+    is_fit = chunk.dtype == np.uint8 and chunk.ndim in (1, 2) and chunk.shape[-1] == chunk_bytes
+    if num_tokens < 1 or not is_fit or not chunk.flags.c_contiguous:
         rule = f"must be {chunk_bytes} contiguous bytes for {num_tokens} tokens, at least one"
         raise ValueError(f"chunk: {rule} (got {chunk.dtype}, {chunk.shape})")
     if runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 4 or not runs.flags.c_contiguous:

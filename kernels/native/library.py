@@ -52,17 +52,14 @@ DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}  # cpp/common.h: DType
 
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_attend": ((*[POINTER] * 2, COUNT, *[POINTER] * 2, COUNT, *[POINTER] * 3, NUMBER), None),
-    "mneme_attend_prepare": ((POINTER,), COUNT),
     "mneme_write_kv": ((POINTER,), COUNT),
     "mneme_kv_deviation": ((POINTER, POINTER), COUNT),
-    "mneme_copy_pages": ((*[POINTER] * 4, *[COUNT] * 4, NUMBER), None),
-    "mneme_copy_tokens": ((*[POINTER] * 4, *[COUNT] * 6, NUMBER), COUNT),
+    "mneme_copy_tokens": ((*[POINTER] * 4, *[COUNT] * 7, NUMBER), COUNT),
     "mneme_linear": ((*[POINTER] * 2, *[COUNT] * 2, POINTER, *[NUMBER] * 2), None),
     "mneme_rms_norm": ((*[POINTER] * 3, *[COUNT] * 5, REAL, *[NUMBER] * 2), None),
     "mneme_add_rms_norm": ((*[POINTER] * 4, *[COUNT] * 2, REAL, *[NUMBER] * 2), None),
-    "mneme_best_tokens": ((*[POINTER] * 3, *[COUNT] * 2, NUMBER), None),
     "mneme_mask_logits": ((*[POINTER] * 2, *[COUNT] * 3, NUMBER), None),
-    "mneme_draw_whole": ((*[POINTER] * 4, *[COUNT] * 2, NUMBER), None),
+    "mneme_draw_whole": ((*[POINTER] * 3, *[COUNT] * 2, NUMBER), None),
     "mneme_gated": ((*[POINTER] * 2, *[COUNT] * 2, *[NUMBER] * 3), None),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -51,32 +52,20 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits.contiguous()
-    num_rows, count = logits.shape
-    index, value = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-    native_function("mneme_best_tokens")(
-        logits.data_ptr(), index.data_ptr(), value.data_ptr(), num_rows, count, num_threads()
-    )
-    return index, value
-
-
 def mask_logits(logits: Tensor, bits: Tensor) -> None:
     native_function("mneme_mask_logits")(
         logits.data_ptr(), bits.data_ptr(), len(logits), logits.shape[1], bits.shape[1], num_threads()
     )
 
 
-def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> Tensor:
+def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> list[int]:
     logits = logits.contiguous()
     num_rows, count = logits.shape
-    options = torch.tensor([temperatures, numbers], dtype=torch.float64)
-    index = torch.empty(num_rows, dtype=torch.int64)
+    options, index = array("d", (*temperatures, *numbers)), array("q", bytes(8 * num_rows))
     native_function("mneme_draw_whole")(
-        logits.data_ptr(), options[0].data_ptr(), options[1].data_ptr(), index.data_ptr(), num_rows, count,
-        num_threads(),
-    )  # fmt: skip
-    return index
+        logits.data_ptr(), options.buffer_info()[0], index.buffer_info()[0], num_rows, count, num_threads()
+    )
+    return index.tolist()
 
 
 def _like(tensor: Tensor, x: Tensor) -> Tensor:

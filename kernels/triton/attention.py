@@ -34,6 +34,7 @@ from mneme.kernels.triton import tiles as triton_tiles
 
 # Positions of a step's sections in the header of its packed work, and the sizes of records.
 _NUM_TILES = tl.constexpr(int(triton_pack.Header.num_tiles))
+_NUM_APART = tl.constexpr(int(triton_pack.Header.num_apart))
 _NUM_TAKEN = tl.constexpr(int(triton_pack.Header.num_taken))
 _IS_PREFILL = tl.constexpr(int(triton_pack.Header.is_prefill))
 _POSITION = tl.constexpr(int(triton_pack.Header.position))
@@ -174,11 +175,11 @@ def _masked_scores(scores, row_words, first_key, BLOCK_N: tl.constexpr, PAGE_SIZ
 
 @triton.jit
 def _attend_runs(
-    q_row, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
+    q_row, row_seen, position, entry, keys, values, key_position, rope_table, work, tile,
     q_scale, cap, window, num_rope_positions,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CAP: tl.constexpr, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over a tile's runs: both halves of the sum of values [BLOCK_M, BLOCK_HALF], the top score (as a
@@ -231,8 +232,6 @@ def _attend_runs(
             scores = _product(high, tl.trans(k_high), scores, PRECISION, INTERPRET)
             if HAS_CAP:
                 scores = cap * _LOG2_E * _tanh(scores)
-            if HAS_SLOPES:
-                scores += slope[:, None] * (seen_from[None, :] - effective[:, None]).to(tl.float32)
             visible = seen_from[None, :] <= effective[:, None]
             if HAS_WINDOW:
                 visible = visible & (seen_from[None, :] > effective[:, None] - window)
@@ -260,11 +259,11 @@ def _attend_runs(
 
 @triton.jit
 def _attend_tile(
-    q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work, tile, kv_head,
+    q, keys, values, key_position, rope_table, out, lse, partial_out, partial_lse, work, tile, kv_head,
     stride_q, q_scale, cap, window, num_rope_positions,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     IS_WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile for one KV head: rows that have no other part are final, the others leave a partial result."""
@@ -275,23 +274,20 @@ def _attend_tile(
     position = tl.load(_section(work, _POSITION) + row, mask=row_seen, other=0)
     entry = tl.load(tile + 2) + index
     head = kv_head * GROUPS + lane % GROUPS
-    slope = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SLOPES:
-        slope = tl.load(alibi_slopes + head, mask=row_seen, other=0.0) * _LOG2_E
     num_q_heads: tl.constexpr = NUM_KV_HEADS * GROUPS
     target = row.to(tl.int64) * num_q_heads + head
     q_row = q + row.to(tl.int64) * stride_q + head * HEAD_DIM
     sum_low, sum_high, top, total = _attend_runs(
-        q_row, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
+        q_row, row_seen, position, entry, keys, values, key_position, rope_table, work, tile,
         q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        HAS_WINDOW, HAS_SLOPES, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, STAGES, False,
+        HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, STAGES, False,
     )  # fmt: skip
     is_broken = (sum_low != sum_low) | (sum_high != sum_high)
     if tl.max(tl.max(is_broken.to(tl.int32), 1), 0) > 0:
         sum_low, sum_high, top, total = _attend_runs(
-            q_row, row_seen, position, entry, slope, keys, values, key_position, rope_table, work, tile,
+            q_row, row_seen, position, entry, keys, values, key_position, rope_table, work, tile,
             q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M,
-            _CAREFUL_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, 1, True,
+            _CAREFUL_N, HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, 1, True,
         )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)
     logsum = tl.where(total == 0.0, -float("inf"), (top + tl.log2(divisor)) * _LN_2)
@@ -324,11 +320,11 @@ def _taken(work, end):
 
 @triton.jit(do_not_specialize=["num_pages", "num_rope_positions", "window"])
 def attention_kernel(
-    q, k_pages, v_pages, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
+    q, k_pages, v_pages, key_position, rope_table, out, lse, partial_out, partial_lse, work,
     num_pages, stride_q, num_rope_positions, window, q_scale, cap,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, NARROW_M: tl.constexpr, WIDE_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Programs take tiles, one for one KV head, until none is left; how many there are stands in the work.
@@ -340,7 +336,6 @@ def attention_kernel(
     k_pages, v_pages        [NUM_KV_HEADS, num_pages, PAGE_SIZE, HEAD_DIM]
     key_position            int32, of every key of every listed page; see `key_position_kernel`
     rope_table              float32 [num_rope_positions, 2, ROTARY_DIM / 2]; not read where ROTARY_DIM is 0
-    alibi_slopes            float32 [num_q_heads]; not read without HAS_SLOPES
     out, lse                as q, contiguous, and float32 [T, num_q_heads]: rows with one part
     partial_out, _lse       float32 [num_slots, num_q_heads, HEAD_DIM], [num_slots, num_q_heads]: rows with more
     work                    int32, see `mneme.kernels.triton.pack`
@@ -361,16 +356,16 @@ def attention_kernel(
             if WIDE_M > 0:  # noqa: SIM102  # known when it is compiled
                 if not is_narrow:
                     _attend_tile(
-                        q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse,
+                        q, keys, values, key_position, rope_table, out, lse, partial_out, partial_lse,
                         work, tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS,
-                        HEAD_DIM, half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES,
+                        HEAD_DIM, half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW,
                         HAS_CAP, True, PRECISION, INTERPRET, STAGES,
                     )  # fmt: skip
             if is_narrow:
                 _attend_tile(
-                    q, keys, values, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
+                    q, keys, values, key_position, rope_table, out, lse, partial_out, partial_lse, work,
                     tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM,
-                    half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, False,
+                    half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_CAP, False,
                     PRECISION, INTERPRET, STAGES,
                 )  # fmt: skip
         number = end

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 import triton
-from mneme.kernels.page_bounds import version_of
-from mneme.kernels.page_table import IntArray
+from mneme.kernels.arguments import AttendArgs
 from mneme.kernels.plan import Plan
-from mneme.kernels.rope import RopeTable
 from mneme.kernels.triton.attention import attention_kernel, merge_kernel
 from mneme.kernels.triton.configs import (
     MAX_GROUPS,
@@ -36,7 +34,6 @@ from mneme.kernels.triton.modules import triton_trouble
 from mneme.kernels.triton.step import DeviceStep, step_of
 from mneme.kernels.triton.tiles import Grid
 from mneme.kernels.triton.wide import wide_kernel
-from mneme.kernels.work import Int32Array, WorkList
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 logger = logging.getLogger(__name__)
@@ -52,32 +49,21 @@ _SATURATING = 2  # programs of a multiprocessor that use up its bandwidth; more 
 _INTERPRETED_PROGRAMS = 8
 
 
-def attend_triton(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slot_position: Tensor,
-    rope: RopeTable | None,
-    plan: Plan,
-    *,
-    softmax_scale: float,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend_triton(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """See `mneme.kernels.attention.attend`; on CPU tensors under the interpreter (TRITON_INTERPRET=1) only.
 
     Scratch on the device: partial results, float32, of 64 MiB or of the rows that two or more pieces read if that is
     more; 4 bytes per token of the plan's pages; and the plan itself.
     """
+    q, k_pages, v_pages, plan = args.q, args.k_pages, args.v_pages, args.plan
     if reason := reason_against(q.device, plan):
         raise ValueError(f"backend: 'triton' {reason}")
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not plan.num_rows:
         return out, lse
+    args.check_reach()
     choice = _choice(q.device, q.dtype, plan)
-    window = None if window is None else min(window, 2**30)
-    step = _prepared_step(plan, slot_position, rope, window, choice.grid)
+    step = _prepared_step(plan, args.slot_position, choice.grid)
     is_staged = step.staged is plan
     launch: Launch = step.launch if is_staged else _launch(choice, step)
     if step.has_empty_rows and not is_staged:  # in a step that was staged they are padding, which nobody reads
@@ -85,13 +71,13 @@ def attend_triton(
         lse.fill_(-torch.inf)
     if q.stride()[1:] != (plan.head_dim, 1):  # queries that are columns of one product are read where they lie
         q = q.contiguous()
-    table, num_positions, rotary_dim = (lse, 1, 0) if rope is None else _rope_arguments(rope)
-    slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
-    switches = {"HAS_WINDOW": window is not None, "HAS_SLOPES": alibi_slopes is not None}
-    switches |= {"HAS_CAP": soft_cap is not None}
+    table, num_positions, rotary_dim = lse, 1, 0  # any pointer where none is read
+    if args.rope is not None:
+        table, num_positions, rotary_dim = args.rope.table, args.rope.num_positions, args.rope.rotary_dim
+    switches = {"HAS_WINDOW": args.window is not None, "HAS_CAP": args.soft_cap is not None}
     arguments = (
-        step.key_position, table, slopes, out, lse, *step.partials, step.words, k_pages.shape[1], q.stride(0),
-        num_positions, window or 0, *_scales(softmax_scale, soft_cap),
+        step.key_position, table, out, lse, *step.partials, step.words, k_pages.shape[1], q.stride(0),
+        num_positions, min(args.window or 0, 2**30), *_scales(args.softmax_scale, args.soft_cap),
     )  # fmt: skip
     with step.active():
         side = _SIDE.stream(q.device) if launch.wide is not None and q.is_cuda else None
@@ -105,19 +91,16 @@ def attend_triton(
             try:
                 wide_kernel[(programs,)](
                     q, *_descriptors(k_pages, v_pages), *arguments,
-                    **_wide_constants(plan, launch.wide, rotary_dim, q.dtype), **switches,
+                    **_constants(plan, launch.wide, rotary_dim, q.dtype), **switches,
                 )  # fmt: skip
             except Exception as error:  # Triton's are no RuntimeErrors
                 if is_staged or (trouble := triton_trouble(error, "wide_kernel")) is None:
                     raise
                 give_up_wide(trouble)
-                return attend_triton(
-                    q, k_pages, v_pages, slot_position, rope, plan, softmax_scale=softmax_scale, window=window,
-                    alibi_slopes=alibi_slopes, soft_cap=soft_cap,
-                )  # fmt: skip
+                return attend_triton(args)
         with torch.cuda.stream(side):
             attention_kernel[(_num_programs(q.device, _per_processor(q.device, q.dtype, plan, launch.config)),)](
-                q, k_pages, v_pages, *arguments, **_plan_constants(plan, launch.config, rotary_dim, q.dtype), **switches
+                q, k_pages, v_pages, *arguments, **_constants(plan, launch.config, rotary_dim, q.dtype), **switches
             )
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
@@ -149,12 +132,8 @@ def give_up_wide(reason: str) -> None:
     _given_up.append(reason)
 
 
-def _prepared_step(
-    plan: Plan, slot_position: Tensor, rope: RopeTable | None, window: int | None, grid: Grid
-) -> DeviceStep:
+def _prepared_step(plan: Plan, slot_position: Tensor, grid: Grid) -> DeviceStep:
     """Return the buffers that hold a plan which the kernels can do."""
-    if rope is not None:
-        _check_reach(plan, slot_position, rope.num_positions, window)
     step = step_of(slot_position.device)
     if slot_position.is_cuda:
         step.check_capture(plan)
@@ -168,14 +147,16 @@ def _scales(softmax_scale: float, soft_cap: float | None) -> tuple[float, float]
     return softmax_scale * (1.0 / float(soft_cap)), float(soft_cap)
 
 
-def _plan_constants(plan: Plan, config: Config, rotary_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(plan: Plan, sizes: Config | WideConfig, rotary_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    options = {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages}
+    if isinstance(sizes, WideConfig) and sizes.max_registers is not None:
+        options["maxnreg"] = sizes.max_registers
     return {
         "NUM_KV_HEADS": plan.num_kv_heads,
         "GROUPS": plan.num_q_heads // plan.num_kv_heads,
         "INTERPRET": is_interpreted(),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **launch_constants(config, plan.head_dim, rotary_dim, plan.page_size, dtype),
+        **options,
+        **launch_constants(sizes, plan.head_dim, rotary_dim, plan.page_size, dtype),
     }
 
 
@@ -187,19 +168,6 @@ def _descriptors(k_pages: Tensor, v_pages: Tensor) -> tuple[TensorDescriptor, Te
         TensorDescriptor(k_pages, shape, [head_dim, 1], [page_size, head_dim // 2]),
         TensorDescriptor(v_pages, shape, [head_dim, 1], [page_size, head_dim]),
     )
-
-
-def _wide_constants(plan: Plan, wide: WideConfig, rotary_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    options = {} if wide.max_registers is None else {"maxnreg": wide.max_registers}
-    return {
-        "NUM_KV_HEADS": plan.num_kv_heads,
-        "GROUPS": plan.num_q_heads // plan.num_kv_heads,
-        "INTERPRET": is_interpreted(),
-        "num_warps": wide.num_warps,
-        "num_stages": wide.num_stages,
-        **wide_launch_constants(wide, plan.head_dim, rotary_dim, plan.page_size, dtype),
-        **options,
-    }
 
 
 class Launch(NamedTuple):
@@ -249,7 +217,7 @@ def stage(
         return None
     deltas = plan.work.delta
     if num_rope_positions is not None and len(deltas) and plan.position.max() - deltas.min() >= num_rope_positions:
-        return None  # `_check_reach` would read positions back
+        return None  # `AttendArgs.check_reach` would read positions back
     choice, step = _choice(device, dtype, plan), step_of(device)
     if step.holding(plan, slot_position, choice.grid) is not step:
         return None
@@ -278,38 +246,24 @@ def reason_against(device: torch.device, plan: Plan) -> str | None:
 
 
 def launch_constants(
-    config: Config, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
+    sizes: Config | WideConfig, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the kernel's constants that follow from a configuration and a model."""
-    return {
+    """Return the constants of `attention_kernel` or `wide_kernel` that follow from a configuration and a model."""
+    common = {
         "HEAD_DIM": head_dim,
         "ROTARY_DIM": rotary_dim,
         "PAGE_SIZE": page_size,
+        "STAGES": sizes.num_stages,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # 16-bit products have one precision
+    }
+    if isinstance(sizes, WideConfig):
+        return common | {"BLOCK_M": sizes.block_m}
+    return common | {
         "BLOCK_HALF": max(16, next_power_of_2((head_dim + 1) // 2)),
-        "NARROW_M": config.narrow_m,
-        "WIDE_M": config.wide_m if config.wide_m > config.narrow_m else 0,  # else no tile has more rows
-        "BLOCK_N": config.block_n,
-        "STAGES": config.num_stages,
-        "PRECISION": _precision(dtype),
+        "NARROW_M": sizes.narrow_m,
+        "WIDE_M": sizes.wide_m if sizes.wide_m > sizes.narrow_m else 0,  # else no tile has more rows
+        "BLOCK_N": sizes.block_n,
     }
-
-
-def wide_launch_constants(
-    wide: WideConfig, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the constants of `wide_kernel` that follow from a configuration and a model."""
-    return {
-        "HEAD_DIM": head_dim,
-        "ROTARY_DIM": rotary_dim,
-        "PAGE_SIZE": page_size,
-        "BLOCK_M": wide.block_m,
-        "STAGES": wide.num_stages,
-        "PRECISION": _precision(dtype),
-    }
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"  # 16-bit products have one precision
 
 
 class _Choice(NamedTuple):
@@ -399,10 +353,6 @@ def _grid(plan: Plan, config: Config, wide: WideConfig | None, at_once: int) -> 
     )
 
 
-def _rope_arguments(rope: RopeTable) -> tuple[Tensor, int, int]:
-    return rope.table, rope.num_positions, rope.rotary_dim
-
-
 def _merge(out: Tensor, lse: Tensor, step: DeviceStep, plan: Plan) -> None:
     merge_kernel[(_num_programs(out.device, _MERGES_PER_PROCESSOR),)](
         out, lse, *step.partials, step.words, **merge_constants(plan.num_q_heads, plan.head_dim),
@@ -418,63 +368,3 @@ def merge_constants(num_q_heads: int, head_dim: int) -> dict[str, int]:
         "BLOCK_PARTS": 8,
         "BLOCK_DIM": next_power_of_2(head_dim),
     }
-
-
-def _check_reach(plan: Plan, slot_position: Tensor, num_positions: int, window: int | None) -> None:
-    """Raise ValueError for a row that sees a key under a delta which takes it to `num_positions` or beyond.
-
-    Positions and deltas alone accept almost every step. Only where they do not, `slot_position` is read back, once
-    per plan and state of it, to see whether such a row sees anything.
-    """
-    work = plan.work
-    if not len(work.delta) or plan.position.max() - work.delta.min() < num_positions:
-        return
-    key = ("triton", "reach", num_positions, window)
-    version = version_of(slot_position)
-    checked: tuple[Tensor, int | None] | None = plan.prepared.get(key)
-    if checked is not None and checked[0] is slot_position and checked[1] == version:
-        return
-    effective = plan.position[_row_of_delta(work)] - work.delta
-    beyond = np.flatnonzero(effective >= num_positions)
-    if len(beyond):
-        _check_visible(plan, beyond, effective, slot_position.cpu().numpy(), num_positions, window)
-    plan.prepared[key] = (slot_position, version)
-
-
-def _row_of_delta(work: WorkList) -> IntArray:
-    """Return the query row of each entry of `delta`."""
-    key = ("triton", "row_of_delta")
-    rows: IntArray | None = work.derived.get(key)
-    if rows is None:
-        piece_of_run = np.repeat(np.arange(work.num_pieces), np.diff(work.run_begin))
-        counts = np.diff(work.row_begin)[piece_of_run]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows = np.zeros(len(work.delta), np.int64)
-        at = np.repeat(work.delta_begin, counts) + within
-        rows[at] = work.row[np.repeat(work.row_begin[piece_of_run], counts) + within]
-        work.derived[key] = rows
-    return rows
-
-
-def _check_visible(
-    plan: Plan,
-    beyond: IntArray,
-    effective: IntArray,
-    positions: Int32Array,
-    reach: int,
-    window: int | None,
-) -> None:
-    work = plan.work
-    by_begin = np.argsort(work.delta_begin, kind="stable")
-    runs = by_begin[np.searchsorted(work.delta_begin[by_begin], beyond, side="right") - 1]
-    offsets = np.arange(plan.page_size)
-    for entry, run in zip(beyond.tolist(), runs.tolist(), strict=True):
-        listed = np.arange(work.page_begin[run], work.page_end[run])
-        first = work.mask_begin[run] + work.mask_number[entry] * work.mask_stride[run] - work.page_begin[run]
-        shown = (work.mask[first + listed][:, None] >> offsets) & 1 == 1
-        keys = positions[work.page_id[listed].astype(np.int64)[:, None] * plan.page_size + offsets]
-        visible = shown & (keys <= effective[entry])
-        if window is not None:
-            visible &= keys > effective[entry] - window
-        if visible.any():
-            raise ValueError(f"rows: a visible pair is {effective[entry]} apart, the rope table ends at {reach}")

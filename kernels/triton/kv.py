@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 import triton
 import triton.language as tl
-from mneme.kernels.rope import RopeTable
+from mneme.kernels.arguments import KvRows
 from mneme.kernels.triton.ops import num_warps_of
 
 _TILE_ELEMENTS = 1024  # of one program: a token's heads, as many as fit
@@ -62,30 +61,23 @@ def write_kv_kernel(
         tl.store(k_pages_ptr + to + rest, tail.to(k_pages_ptr.dtype.element_ty), mask=staying)
 
 
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    rope: RopeTable | None,
-) -> None:
+def write_kv(rows: KvRows) -> None:
     """See `mneme.kernels.kv_write.write_kv`; rows of k and v may be slices of a joint projection."""
+    k, v, rope = rows.k, rows.v, rows.rope
     num_rows, num_heads, head_dim = k.shape
     if not num_rows:
         return
     assert k.stride(2) == v.stride(2) == 1, "head dimensions are contiguous"
-    assert k_pages.is_contiguous(), "a layer's pool is contiguous"
-    assert v_pages.is_contiguous(), "a layer's pool is contiguous"
+    assert rows.k_pages.is_contiguous(), "a layer's pool is contiguous"
+    assert rows.v_pages.is_contiguous(), "a layer's pool is contiguous"
     half = 0 if rope is None else rope.rotary_dim // 2
     table = k if rope is None else rope.table  # any pointer where none is read
     constants = write_constants(num_heads, head_dim, half)
     heads = constants["HEADS"]
     with torch.cuda.device(k.get_device()):
         write_kv_kernel[(num_rows, triton.cdiv(num_heads, heads))](
-            k, v, slots, positions, k_pages, v_pages, table,
-            num_heads, k_pages.shape[1] * k_pages.shape[2], 1 if rope is None else rope.num_positions,
+            k, v, rows.slots, rows.positions, rows.k_pages, rows.v_pages, table,
+            num_heads, rows.k_pages.shape[1] * rows.k_pages.shape[2], 1 if rope is None else rope.num_positions,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             **constants, num_warps=num_warps_of(heads * constants["DIM_BLOCK"]),
         )  # fmt: skip

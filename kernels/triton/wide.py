@@ -19,9 +19,24 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from mneme.kernels.triton import pack as triton_pack
-from mneme.kernels.triton import tiles as triton_tiles
 from mneme.kernels.triton.attention import (
+    _DELTA,
+    _FREE,
+    _LN_2,
+    _LOG2_E,
+    _MASK,
+    _MASK_NUMBER,
+    _NOWHERE,
+    _NUM_APART,
+    _NUM_PARTS,
+    _NUM_TILES,
+    _PAGE_ID,
+    _POSITION,
+    _ROW,
+    _RUN,
+    _RUN_WORDS,
+    _TILE,
+    _TILE_WORDS,
     _masked_scores,
     _mended,
     _product,
@@ -30,24 +45,7 @@ from mneme.kernels.triton.attention import (
     rotated_queries,
 )
 
-_NUM_TILES = tl.constexpr(int(triton_pack.Header.num_tiles))
-_NUM_APART = tl.constexpr(int(triton_pack.Header.num_apart))
-_POSITION = tl.constexpr(int(triton_pack.Header.position))
-_NUM_PARTS = tl.constexpr(int(triton_pack.Header.num_parts))
-_TILE = tl.constexpr(int(triton_pack.Header.tile))
-_RUN = tl.constexpr(int(triton_pack.Header.run))
-_ROW = tl.constexpr(int(triton_pack.Header.row))
-_DELTA = tl.constexpr(int(triton_pack.Header.delta))
-_MASK_NUMBER = tl.constexpr(int(triton_pack.Header.mask_number))
-_PAGE_ID = tl.constexpr(int(triton_pack.Header.page_id))
-_MASK = tl.constexpr(int(triton_pack.Header.mask))
-_TILE_WORDS = tl.constexpr(triton_tiles.TILE_WORDS)
-_RUN_WORDS = tl.constexpr(triton_pack.RUN_WORDS)
 _SCANNED_KEYS = tl.constexpr(2048)  # positions looked at together
-_FREE = tl.constexpr(2**30)
-_NOWHERE = tl.constexpr(-(2**31) + 1)  # effective position of rows that do not exist: before every key
-_LN_2 = tl.constexpr(0.6931471805599453)
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -94,9 +92,9 @@ def _effective(work, tile, run, row_seen, row, GROUPS: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def _attend_page(
-    low, high, keys, values, key_position, page_id, base, page, run, effective, slope, row_words, cap, window,
+    low, high, keys, values, key_position, page_id, base, page, run, effective, row_words, cap, window,
     top, total, sums,
-    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr, COMPARED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Go on with the online softmax by the keys of one page; COMPARED where some row may not see one of them."""
@@ -106,11 +104,8 @@ def _attend_page(
     scores = _product(high, keys.load([line, low.shape[1]]).T, scores, PRECISION, INTERPRET)
     if HAS_CAP:
         scores = cap * _LOG2_E * _tanh(scores)
-    if COMPARED or HAS_SLOPES:
-        seen_from = tl.load(key_position + page * PAGE_SIZE + tl.arange(0, PAGE_SIZE))
-        if HAS_SLOPES:
-            scores += slope[:, None] * (seen_from[None, :] - effective[:, None]).to(tl.float32)
     if COMPARED:
+        seen_from = tl.load(key_position + page * PAGE_SIZE + tl.arange(0, PAGE_SIZE))
         visible = seen_from[None, :] <= effective[:, None]
         if HAS_WINDOW:
             visible = visible & (seen_from[None, :] > effective[:, None] - window)
@@ -136,10 +131,10 @@ def _attend_page(
 
 @triton.jit
 def _attend_runs(
-    q, keys, values, key_position, rope_table, alibi_slopes, work, tile, kv_head, num_pages, stride_q,
+    q, keys, values, key_position, rope_table, work, tile, kv_head, num_pages, stride_q,
     q_scale, cap, window, num_rope_positions,
     GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over a tile's runs: the sum of values [BLOCK_M, HEAD_DIM], the top score (as a power of 2) and the
@@ -166,14 +161,11 @@ def _attend_runs(
             q + row.to(tl.int64) * stride_q + head * HEAD_DIM, rope_table, row_seen, effective, q_scale,
             num_rope_positions, HEAD_DIM, half, half, ROTARY_DIM,
         )  # fmt: skip
-        slope = 0.0 * effective
-        if HAS_SLOPES:
-            slope = tl.load(alibi_slopes + head, mask=row_seen, other=0.0) * _LOG2_E
         if not CAREFUL:
             for page in tl.range(clear_begin, clear_end, num_stages=STAGES):
                 top, total, sums = _attend_page(
-                    low, high, keys, values, key_position, page_id, base, page, run, effective, slope, row, cap, window,
-                    top, total, sums, PAGE_SIZE, HAS_WINDOW, HAS_SLOPES, HAS_CAP, PRECISION, INTERPRET, False, False,
+                    low, high, keys, values, key_position, page_id, base, page, run, effective, row, cap, window,
+                    top, total, sums, PAGE_SIZE, HAS_WINDOW, HAS_CAP, PRECISION, INTERPRET, False, False,
                 )  # fmt: skip
         # What is known of the rows is looked up again where it is needed: kept, it would cost the loop above registers.
         row_seen, row, head = _rows(work, tile, kv_head, GROUPS, BLOCK_M)
@@ -185,8 +177,8 @@ def _attend_runs(
         for page in tl.range(begin, end - num_clear, num_stages=1 if CAREFUL else STAGES + 1):
             page += tl.where(page < clear_begin, 0, num_clear)
             top, total, sums = _attend_page(
-                low, high, keys, values, key_position, page_id, base, page, run, effective, slope, row_words, cap,
-                window, top, total, sums, PAGE_SIZE, HAS_WINDOW, HAS_SLOPES, HAS_CAP, PRECISION, INTERPRET, True,
+                low, high, keys, values, key_position, page_id, base, page, run, effective, row_words, cap,
+                window, top, total, sums, PAGE_SIZE, HAS_WINDOW, HAS_CAP, PRECISION, INTERPRET, True,
                 CAREFUL,
             )  # fmt: skip
     return sums, top, total
@@ -194,11 +186,11 @@ def _attend_runs(
 
 @triton.jit(do_not_specialize=["num_pages", "num_rope_positions", "window"])
 def wide_kernel(
-    q, k_pages, v_pages, key_position, rope_table, alibi_slopes, out, lse, partial_out, partial_lse, work,
+    q, k_pages, v_pages, key_position, rope_table, out, lse, partial_out, partial_lse, work,
     num_pages, stride_q, num_rope_positions, window, q_scale, cap,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Programs take the tiles that stand apart, each for one KV head; any number of programs will do.
 
@@ -217,15 +209,15 @@ def wide_kernel(
             tile = _section(work, _TILE) + (first + number // NUM_KV_HEADS) * _TILE_WORDS
             kv_head = number % NUM_KV_HEADS
             sums, top, total = _attend_runs(
-                q, k_pages, v_pages, key_position, rope_table, alibi_slopes, work, tile, kv_head, num_pages, stride_q,
+                q, k_pages, v_pages, key_position, rope_table, work, tile, kv_head, num_pages, stride_q,
                 q_scale, cap, window, num_rope_positions, GROUPS, HEAD_DIM, ROTARY_DIM, PAGE_SIZE, BLOCK_M, STAGES,
-                HAS_WINDOW, HAS_SLOPES, HAS_CAP, PRECISION, INTERPRET, False,
+                HAS_WINDOW, HAS_CAP, PRECISION, INTERPRET, False,
             )  # fmt: skip
             if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
                 sums, top, total = _attend_runs(
-                    q, k_pages, v_pages, key_position, rope_table, alibi_slopes, work, tile, kv_head, num_pages,
+                    q, k_pages, v_pages, key_position, rope_table, work, tile, kv_head, num_pages,
                     stride_q, q_scale, cap, window, num_rope_positions, GROUPS, HEAD_DIM, ROTARY_DIM, PAGE_SIZE,
-                    BLOCK_M, STAGES, HAS_WINDOW, HAS_SLOPES, HAS_CAP, PRECISION, INTERPRET, True,
+                    BLOCK_M, STAGES, HAS_WINDOW, HAS_CAP, PRECISION, INTERPRET, True,
                 )  # fmt: skip
             row_seen, row, head = _rows(work, tile, kv_head, GROUPS, BLOCK_M)
             divisor = tl.where(total == 0.0, 1.0, total)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mneme.kernels.kv_deviation import kv_deviation
-from mneme.kernels.kv_write import copy_slots
+from mneme.kernels.kv_write import copy_slots, kv_deviation
 from mneme.kernels.rope import RopeTable
 
 COMPARED_LAYER = 1  # the first whose keys depend on what stands before a token

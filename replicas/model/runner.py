@@ -1,7 +1,7 @@
 """Runs an engine's steps: owns the tensors, carries out a step's moves, turns its batch into one forward pass.
 
 The plan of the last step is kept. While the same sequences decode, a step only moves their rows forward and appends the
-pages that were begun (`with_rows`, `append_page`); any other change builds a new plan, with the sequences ordered
+pages that were begun (`with_rows`, `append_new_pages`); any other change builds a new plan, with the sequences ordered
 depth-first through the forest, so that a shared prefix's query rows are one slice.
 """
 

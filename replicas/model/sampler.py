@@ -14,7 +14,6 @@ comes to the host beside that step (`Draws.wait`).
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mneme.kernels.ops import best_tokens, draw_tokens, draw_whole, mask_logits
+from mneme.kernels.ops import draw_tokens, draw_whole, mask_logits
 from mneme.kernels.torch.ops import invert
 from mneme.kernels.upload import download, upload
 from mneme.replicas.model.draws import Sampled, SampleRow
@@ -109,8 +108,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> TensorDraws:
     _edit_logits(logits, rows)
     tokens = _draw_by_kernel(logits, rows) if logits.is_cuda else None
     if tokens is None:
-        drawn = [-1 if token_id is None else token_id for token_id in _draw(logits, rows)]
-        tokens = upload(np.array(drawn, np.int32), logits.device)
+        tokens = upload(np.array(_draw(logits, rows), np.int32), logits.device)
     return TensorDraws(tokens, params, None if raw is None or at is None else _tell(raw, tokens[at], told, params))
 
 
@@ -171,38 +169,33 @@ def _on_device(logits: torch.Tensor, edits: Iterable[_Edit]) -> _Edits | None:
 def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor | None:
     """Draw as `_draw` does, up to rounding: int32 [rows]; None if the logits' device has no kernel for it."""
     params = [row.params for row in rows]
-    temperatures = [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]
+    temperatures = _temperatures(rows)
     return draw_tokens(
         logits,
         temperature=temperatures,
         top_k=[p.top_k for p in params],
         top_p=[p.top_p for p in params],
         min_p=[p.min_p for p in params],
-        uniform=[
-            uniform(row.seed, row.choice_index, row.position) if temperature else 0.0  # a greedy row needs none
-            for row, temperature in zip(rows, temperatures, strict=True)
-        ],
+        uniform=_numbers(rows, temperatures),
     )
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
-    """Draw a token of each row; None where the best logit is not finite."""
-    best_ids, best = best_tokens(logits)
-    # A finite best logit: no NaN, not everything barred, and what -inf there is was barred.
-    token_ids = [token_id if math.isfinite(logit) else None for token_id, logit in zip(best_ids, best, strict=True)]
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW and token_ids[i] is not None]
-    cut = [index for index in drawn if _is_truncated(rows[index].params)]
-    whole = [index for index in drawn if not _is_truncated(rows[index].params)]
-    for indices, draw in ((cut, _draw_truncated), (whole, _draw_whole)):  # by its own parameters, not the others'
-        if indices:
-            for index, token_id in zip(indices, draw(logits[indices], [rows[i] for i in indices]), strict=True):
-                token_ids[index] = token_id
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Draw a token of each row; -1 where the best logit is not finite: a NaN, or everything is barred."""
+    temperatures = _temperatures(rows)
+    is_cut = [bool(t) and _is_truncated(row.params) for t, row in zip(temperatures, rows, strict=True)]
+    whole = [0.0 if cut else t for t, cut in zip(temperatures, is_cut, strict=True)]
+    token_ids = draw_whole(logits, whole, _numbers(rows, whole))
+    cut = [index for index, token_id in enumerate(token_ids) if is_cut[index] and token_id >= 0]
+    if cut:  # each row by its own parameters, not the others'
+        for index, token_id in zip(cut, _draw_truncated(logits[cut], [rows[i] for i in cut]), strict=True):
+            token_ids[index] = token_id
     return token_ids
 
 
-def _draw_whole(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Draw from the whole distribution, in the order of the vocabulary; logits float32 [num_rows, vocab_size]."""
-    return draw_whole(logits, [row.params.temperature for row in rows], _numbers(rows))
+def _temperatures(rows: Sequence[SampleRow]) -> list[float]:
+    """0 is greedy."""
+    return [row.params.temperature if row.params.temperature >= GREEDY_BELOW else 0.0 for row in rows]
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -211,7 +204,7 @@ def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int
     Few tokens are left as a rule, so the best `_NUM_CANDIDATES` are looked at first; rows where that may not be all of
     them take the whole vocabulary, which has to be sorted.
     """
-    scaled = _scaled(logits, rows)
+    scaled = logits / _column([row.params.temperature for row in rows], logits)
     token_ids, is_exact = _draw_among(scaled, rows, min(_NUM_CANDIDATES, scaled.shape[-1]))
     rest = [index for index, exact in enumerate(is_exact) if not exact]
     if rest:
@@ -232,7 +225,8 @@ def _draw_among(scaled: torch.Tensor, rows: Sequence[SampleRow], count: int) -> 
     is_whole = _column([row.params.top_k <= 0 and row.params.min_p == 0.0 for row in rows], scaled) > 0
     weights = kept_probs / kept_probs.sum(dim=-1, keepdim=True).where(~is_whole, 1.0)
     weights *= weights.cumsum(dim=-1) - weights < _column([row.params.top_p for row in rows], scaled)
-    token_ids: list[int] = order.gather(-1, invert(weights, _numbers(rows))[:, None])[:, 0].tolist()
+    numbers = [uniform(row.seed, row.choice_index, row.position) for row in rows]
+    token_ids: list[int] = order.gather(-1, invert(weights, numbers)[:, None])[:, 0].tolist()
     if count == scaled.shape[-1]:
         return token_ids, [True] * len(rows)
     # All that is left must stand before the candidates' end, and not be as likely as the last of them: among equals
@@ -251,12 +245,12 @@ def _best_first(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     return values, order.gather(-1, rank)
 
 
-def _scaled(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    return logits / _column([row.params.temperature for row in rows], logits)
-
-
-def _numbers(rows: Sequence[SampleRow]) -> list[float]:
-    return [uniform(row.seed, row.choice_index, row.position) for row in rows]
+def _numbers(rows: Sequence[SampleRow], temperatures: Sequence[float]) -> list[float]:
+    """Return where each row's distribution is inverted; a greedy row needs no number."""
+    return [
+        uniform(row.seed, row.choice_index, row.position) if temperature else 0.0
+        for row, temperature in zip(rows, temperatures, strict=True)
+    ]
 
 
 def _is_truncated(params: SamplingParams) -> bool:

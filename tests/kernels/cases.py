@@ -155,7 +155,7 @@ def scenes(
     heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (1, 3), (3, 1)),
     head_dims: tuple[int, ...] = (8,),
 ) -> Scene:
-    """Any scene; `plain` ones have no window, bias or cap. `heads`: of KV, and query heads for each."""
+    """Any scene; `plain` ones have no window and no cap. `heads`: of KV, and query heads for each."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     page_size = draw(st.sampled_from([1, 4, 8, 64]))
     num_sequences = draw(st.integers(0, 6))
@@ -172,8 +172,6 @@ def scenes(
     if not plain:
         options["window"] = draw(st.sampled_from([None, None, 1, 13, 90]))
         options["soft_cap"] = draw(st.sampled_from([None, 1.5]))
-        slopes = torch.from_numpy(rng.uniform(0, 0.1, num_kv_heads * num_groups)).float()
-        options["alibi_slopes"] = draw(st.sampled_from([None, slopes]))
     return make_scene(
         rng,
         tables,

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mneme.kernels.attention import RopeTable, write_kv
-from mneme.kernels.kv_deviation import kv_deviation
-from mneme.kernels.kv_write import copy_slots
+from mneme.kernels.kv_write import copy_slots, kv_deviation
 from mneme.kernels.native import kv as native_kv
 from tests.kernels.cases import needs_native
 

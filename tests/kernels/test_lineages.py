@@ -16,6 +16,7 @@ from mneme.kernels.plan import Plan, build_plan
 from mneme.kernels.segments import Lineages, Segments
 from mneme.kernels.share_cost import TRITON
 from mneme.kernels.work import Share
+from tests.budget import examples
 
 PAGE_SIZE = 4
 SIZES: dict[str, Any] = {"page_size": PAGE_SIZE, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "cost": TRITON}
@@ -85,7 +86,7 @@ def pieces_of(plan: Plan) -> tuple[list[Any], list[Any]]:
 
 
 @given(seed=st.integers(0, 2**32), share=st.sampled_from(["auto", "always", "never"]))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_the_tree_gives_the_plan_that_references_give(seed: int, share: Share) -> None:
     rng = np.random.default_rng(seed)
     num_sequences = int(rng.integers(0, 12))
@@ -105,9 +106,10 @@ def test_the_tree_gives_the_plan_that_references_give(seed: int, share: Share) -
         if not num_sequences:
             return
         if rng.random() < 0.5:  # a page that is new, or is known to another table
-            sequence, page = int(rng.integers(num_sequences)), int(rng.integers(8 * num_sequences))
-            if page not in ours[sequence].page_ids:
-                listed, by_tree = listed.append_page(sequence, page), by_tree.append_page(sequence, page)
+            added = rng.integers(num_sequences, size=1), rng.integers(8 * num_sequences, size=1)
+            grown = [plan.append_new_pages(*added) for plan in (listed, by_tree)]
+            assert (grown[0] is None) == (grown[1] is None)
+            listed, by_tree = grown[0] or listed, grown[1] or by_tree
         else:
             sequence_of_row = np.sort(rng.integers(0, num_sequences, rng.integers(0, 5)))
             rows = QueryRows(sequence_of_row, np.full(len(sequence_of_row), 100))

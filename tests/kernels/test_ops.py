@@ -118,16 +118,18 @@ def test_a_row_is_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("size", [1, 15, 16, 33, 1000])
-def test_best_tokens(size: int) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_without_a_temperature_the_first_best_token_and_none_where_it_is_not_finite(
+    size: int, temperature: float
+) -> None:
     logits = draw(5, size, dtype=torch.float32).round()  # so that there are equal ones
     logits[1] = -torch.inf
     logits[2, size // 2] = torch.inf
     logits[3, size - 1] = torch.nan
-    index, value = ops.best_tokens(logits)
-    for row in (0, 1, 2, 4):
-        assert value[row] == logits[row].max()
-        assert index[row] == int((logits[row] == logits[row].max()).nonzero()[0])
-    assert value[3] != value[3]
+    found = ops.draw_whole(logits, [0.0] + [temperature] * 3 + [0.0], [0.5] * 5)
+    assert found[1:4] == [-1] * 3
+    for row in (0, 4):
+        assert found[row] == int((logits[row] == logits[row].max()).nonzero()[0])
 
 
 @pytest.mark.usefixtures("backend")

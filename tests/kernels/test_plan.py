@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pytest
+
 from mneme.kernels.page_table import PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
 
@@ -14,6 +17,12 @@ def two_sharers(**changes: Any) -> Plan:
     """Two sequences on the pages 1 and 2, each with a page of its own; one row each."""
     tables = [PageTable.own([1, 2, 10]), PageTable.own([1, 2, 11])]
     return build_plan(tables, QueryRows([0, 1], [9, 9]), **(SIZES | {"share": "always"} | changes))
+
+
+def grow(plan: Plan, page_by_sequence: dict[int, int]) -> Plan:
+    grown = plan.append_new_pages(np.array([*page_by_sequence]), np.array([*page_by_sequence.values()]))
+    assert grown is not None
+    return grown
 
 
 def page_ids(plan: Plan) -> list[list[int]]:
@@ -42,7 +51,7 @@ def test_other_rows_reuse_the_segments() -> None:
 def test_what_backends_prepared_is_not_carried_over() -> None:
     plan = two_sharers()
     plan.prepared["key"] = 1
-    edits = [plan.with_rows(plan.rows), plan.with_rows(QueryRows([1], [9])), plan.append_page(0, 12)]
+    edits = [plan.with_rows(plan.rows), plan.with_rows(QueryRows([1], [9])), grow(plan, {0: 12})]
     assert all(not edited.prepared for edited in edits)
 
 
@@ -54,7 +63,7 @@ def private_pages(plan: Plan) -> list[list[int]]:
 
 def test_a_new_page_is_appended_without_looking_for_segments_again() -> None:
     plan = two_sharers()
-    grown = plan.append_page([1, 0], [13, 12])
+    grown = grow(plan, {1: 13, 0: 12})
     assert grown.segments is plan.segments
     assert grown.work.page_id is plan.work.page_id
     assert page_ids(grown) == [[1, 2, 10, 12], [1, 2, 11, 13]]
@@ -66,17 +75,18 @@ def test_a_new_page_is_appended_without_looking_for_segments_again() -> None:
 
 def test_room_that_one_plan_filled_is_not_another_plans() -> None:
     plan = two_sharers()
-    one, other = plan.append_page(0, 12), plan.append_page(0, 13)
-    assert [private_pages(one), private_pages(other)] == [[[10, 12], [11]], [[10, 13], [11]]]
-    assert [page_ids(one)[0], page_ids(other)[0]] == [[1, 2, 10, 12], [1, 2, 10, 13]]
+    one = grow(plan, {0: 12})
+    assert plan.append_new_pages(np.array([0]), np.array([13])) is None
+    assert [private_pages(one), private_pages(plan)] == [[[10, 12], [11]], [[10], [11]]]
 
 
-def test_a_plan_grows_page_by_page_beyond_its_room() -> None:
+def test_a_plan_grows_page_by_page_up_to_its_room() -> None:
     plan = two_sharers()
-    for page in range(20, 60):
-        plan = plan.append_page([0, 1], [page, 100 + page], mask=[-1, 0b0011])
-    assert private_pages(plan) == [[10, *range(20, 60)], [11, *range(120, 160)]]
-    assert page_ids(plan)[1] == [1, 2, 11, *range(120, 160)]
+    for page in range(20, 24):
+        plan = grow(plan, {0: page, 1: 100 + page})
+    assert plan.append_new_pages(np.array([0]), np.array([24])) is None
+    assert private_pages(plan) == [[10, *range(20, 24)], [11, *range(120, 124)]]
+    assert page_ids(plan)[1] == [1, 2, 11, *range(120, 124)]
     again = build_plan(plan.page_tables, plan.rows, **SIZES, share="always")
     for ours, built in zip(runs_of(plan), runs_of(again), strict=True):
         assert ours == built
@@ -91,13 +101,11 @@ def runs_of(plan: Plan) -> list[tuple[list[int], list[int]]]:
 
 
 def test_other_rows_after_a_page_was_appended_see_it() -> None:
-    grown = two_sharers().append_page(0, 12).with_rows(QueryRows([0], [9]))
+    grown = grow(two_sharers(), {0: 12}).with_rows(QueryRows([0], [9]))
     assert private_pages(grown) == [[1, 2, 10, 12]]
 
 
-def test_an_appended_page_that_another_table_shows_is_shared() -> None:
-    grown = two_sharers().append_page(0, 11, delta=6, mask=0b0111)
-    assert len(grown.segments.segments) == 2
-    assert grown.page_tables[0].masks.tolist() == [-1, -1, -1, 7]
-    together = two_sharers().append_page([0, 1], 12, delta=[0, 4])
-    assert len(together.segments.segments) == 2
+@pytest.mark.parametrize(("sequences", "pages"), [([0], [11]), ([0, 1], [12, 12]), ([0, 0], [12, 13])])
+def test_what_is_not_a_new_page_for_each_sequence_needs_another_plan(sequences: list[int], pages: list[int]) -> None:
+    """A page of another table, one for two sequences, two for one."""
+    assert two_sharers().append_new_pages(np.array(sequences), np.array(pages)) is None

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.kernels.rope import RopeTable
+from tests.budget import examples
 
 
 @given(m=st.integers(0, 199), n=st.integers(0, 199), delta=st.integers(-199, 199))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 def test_turning_the_query_back_replaces_turning_the_key_forward(m: int, n: int, delta: int) -> None:
     """<R(m) q, R(n) k> = <R(m - d) q, R(n - d) k>, the identity that everything here rests on."""
     rope = RopeTable.from_theta(100.0, 16, 400)

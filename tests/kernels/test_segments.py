@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mneme.kernels import segments
 from mneme.kernels.page_table import PageRef, PageTable, References, references_of
 from mneme.kernels.segments import PRIVATE, Segments, find_segments, unite_repeats
+from tests.budget import examples
 from tests.kernels.cases import random_tables
 
 
@@ -78,7 +79,7 @@ def test_a_slot_shown_twice_with_one_delta_is_refused() -> None:
 
 
 @given(seed=st.integers(0, 9999), masked=st.booleans(), constant_hash=st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_segments_are_the_pages_with_equal_sharers(seed: int, masked: bool, constant_hash: bool) -> None:
     """Against sets in plain Python; also when all hashes collide."""
     rng = np.random.default_rng(seed)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mneme.kernels.attention import PageTable, QueryRows, build_plan
-from mneme.kernels.share_cost import COMPILED_BFLOAT16, COMPILED_FLOAT32, TORCH, TRITON, ShareCost
+from mneme.kernels.share_cost import COMPILED_BFLOAT16, COMPILED_FLOAT32, TRITON, ShareCost
 
-COSTS = pytest.mark.parametrize("cost", [COMPILED_BFLOAT16, COMPILED_FLOAT32, TORCH, TRITON])
+COSTS = pytest.mark.parametrize("cost", [COMPILED_BFLOAT16, COMPILED_FLOAT32, TRITON])
 
 
 def pays(cost: ShareCost, rows: list[int], num_tokens: int) -> bool:
@@ -49,5 +49,5 @@ def test_a_plan_and_its_edits_go_by_the_cost_that_it_is_given(piece: float, num_
     tables = [PageTable.own([1, 2, 3, 4, 10 + i]) for i in range(2)]
     rows = QueryRows([0, 1], [140, 140])
     plan = build_plan(tables, rows, page_size=32, num_q_heads=8, num_kv_heads=2, head_dim=64, cost=cost)
-    edited = [plan.with_rows(rows), plan.append_page(0, 99)]
+    edited = [plan.with_rows(rows), plan.append_new_pages(np.array([0]), np.array([99]))]
     assert [each.work.num_shared for each in (plan, *edited)] == [num_shared] * 3

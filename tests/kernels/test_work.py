@@ -6,7 +6,6 @@ from typing import Any
 
 from mneme.kernels.page_table import PageRef, PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
-from mneme.kernels.torch.backend import groups_of
 from mneme.kernels.work import WorkList
 
 SIZES: dict[str, Any] = {"page_size": 32, "num_q_heads": 8, "num_kv_heads": 4, "head_dim": 64}
@@ -88,16 +87,3 @@ def test_differing_masks_are_read_by_row() -> None:
     assert work.mask_number[:4].tolist() == [0, 1, 1, 2]
     assert work.mask_stride.tolist() == [1]
     assert work.mask[:3].tolist() == [2**32 - 1, 1, 2**32 - 1]
-
-
-def test_torch_batches_hold_parts_of_similar_size() -> None:
-    """Beyond the smallest bucket, padding never doubles what is read."""
-    tables = [PageTable.own(range(100 * i, 100 * i + count)) for i, count in enumerate([1, 2, 4, 5, 8, 60])]
-    work = plan_of(tables, list(range(6)), [3000] * 6).work
-    sizes = sorted(group.page_ids.shape for group in groups_of(work, 32).groups)
-    assert sizes == [(1, 60), (2, 8), (3, 4)]
-
-
-def test_torch_leaves_parts_of_many_rows_alone() -> None:
-    work = plan_of(decode_tables(2, 0, 3), [0] * 20 + [1] * 20, [*range(70, 90)] * 2).work
-    assert [group.turned.shape for group in groups_of(work, 32).groups] == [(1, 20), (1, 20)]

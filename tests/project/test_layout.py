@@ -33,9 +33,10 @@ LEVELS = {
         "segments share_cost",
         "work",
         "plan",
+        "arguments",
         "native reference torch triton",
-        "kv_write linear ops sampling",
-        "cudnn kv_deviation",
+        "kv_write linear ops",
+        "cudnn",
         "attention",
     ),
     "cachetier": (

@@ -1,4 +1,4 @@
-// What one call of `attend` reads, and the tiles of keys that its kernels share. See kernels/work_list.py for the
+// What one call of `attend` reads, and the tiles of keys that its kernels share. See kernels/work.py for the
 // arrays and `kernels/reference.py` for the rule that decides what a row sees.
 #pragma once
 
@@ -21,7 +21,6 @@ struct Step {
   const int32_t* slot_position;  // [num_slots]
   const int32_t* loose_row;      // [num_loose_rows] rows that are in no private piece
   const float* rope;             // [num_positions, 2, rotary_half] cos, sin; null: no rotation
-  const float* alibi_slopes;     // [num_q_heads] in units of log 2; null: none
   const int32_t *page_first, *page_last;  // [num_pages] the least and the greatest slot position of a page
 };
 
@@ -60,7 +59,7 @@ struct RunRows {
 // Goes through a run's pages and gives the keys that a block's rows see, tile by tile.
 class KeyCursor {
  public:
-  KeyCursor(const Step& step, const RunRows& rows, int most_keys = kTileKeys);
+  KeyCursor(const Step& step, const RunRows& rows);
   bool next(KeyTile& tile);  // false where there are no more keys; the tile is empty then
 
  private:
@@ -75,7 +74,6 @@ class KeyCursor {
 
   const Step& step_;
   const RunRows& rows_;
-  const int most_keys_;
   int page_, page_end_;
   uint64_t left_by_any_ = 0, by_all_ = 0;  // of the page before `page_`
 };
@@ -107,13 +105,6 @@ struct Partial {
 
 // Merges a part into a (row, head)'s total; the last part of a row goes to `out`.
 void merge_part(const Step& step, const Layer& layer, int row, int head, const Partial& part, bool is_last);
-
-// Adds a cap and ALiBi to kLanes scores.
-inline Vec adjusted(const Step& s, Vec score, Vec slope, IntVec distance) {
-  if (s.soft_cap > 0) score = tanh(score) * s.soft_cap;
-  if (s.alibi_slopes) score += slope * __builtin_convertvector(distance, Vec);
-  return score;
-}
 
 struct HeadRange {
   int begin, end;

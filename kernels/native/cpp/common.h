@@ -11,7 +11,7 @@
 
 namespace mneme {
 
-// What tensors hold; the numbers are part of the C interface (native/call.py).
+// What tensors hold; the numbers are part of the C interface (native/library.py).
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
 using bf16 = uint16_t;

@@ -13,12 +13,8 @@ RunRows run_rows(const Step& s, int piece, int run, int first, int count) {
   return {run, first, count, lowest, highest};
 }
 
-KeyCursor::KeyCursor(const Step& step, const RunRows& rows, int most_keys)
-    : step_(step),
-      rows_(rows),
-      most_keys_(most_keys),
-      page_(step.page_begin[rows.run]),
-      page_end_(step.page_end[rows.run]) {}
+KeyCursor::KeyCursor(const Step& step, const RunRows& rows)
+    : step_(step), rows_(rows), page_(step.page_begin[rows.run]), page_end_(step.page_end[rows.run]) {}
 
 // The masks of a page, of all rows of the block.
 KeyCursor::Seen KeyCursor::masks(int page) const {
@@ -82,13 +78,13 @@ bool KeyCursor::next(KeyTile& tile) {
   tile.count = 0;
   tile.is_mixed = false;
   const uint64_t whole_page = ~uint64_t{0} >> (64 - step_.page_size);
-  while (tile.count < most_keys_) {
+  while (tile.count < kTileKeys) {
     if (left_by_any_ == 0) {
       if (page_ == page_end_) break;
       const Seen found = seen(page_++);
       left_by_any_ = found.by_any;
       by_all_ = found.by_all;
-    } else if ((left_by_any_ & by_all_) == whole_page && tile.count + step_.page_size <= most_keys_) {
+    } else if ((left_by_any_ & by_all_) == whole_page && tile.count + step_.page_size <= kTileKeys) {
       add_page(tile);
       left_by_any_ = 0;
     } else {
@@ -101,34 +97,4 @@ bool KeyCursor::next(KeyTile& tile) {
   return tile.count > 0;
 }
 
-// Whether row i of the piece sees any key of the run.
-static bool sees_any(const Step& s, int piece, int run, int i) {
-  const RunRows row = run_rows(s, piece, run, i, 1);
-  KeyCursor cursor(s, row);
-  KeyTile tile;
-  while (cursor.next(tile)) {  // of one row, a key in its window is seen
-    return true;
-  }
-  return false;
-}
-
 }  // namespace mneme::attention
-
-using namespace mneme;
-using namespace mneme::attention;
-
-// Once per step and kind of layer. Returns the effective position of a row that sees a key but lies beyond the rope
-// table, or -1.
-extern "C" int64_t mneme_attend_prepare(const Step* step) {
-  const Step& s = *step;
-  if (!s.rope) return -1;
-  for (int piece = 0; piece < s.num_pieces; ++piece) {
-    for (int run = s.run_begin[piece]; run < s.run_begin[piece + 1]; ++run) {
-      for (int i = 0; i < s.row_begin[piece + 1] - s.row_begin[piece]; ++i) {
-        const int position = effective_position(s, piece, run, i);
-        if (position >= s.num_positions && sees_any(s, piece, run, i)) return position;
-      }
-    }
-  }
-  return -1;
-}

@@ -1,10 +1,9 @@
-// Moving keys and values: new ones into their slots, rotated on the way, and whole pages out of a pool and back; and how
-// far new ones are from those in the pool.
+// New keys and values: into their slots, rotated on the way, and how far they are from those in the pool.
 // Bytes: each read and written once, and 8 of the rope table per rotated pair. Flops: 6 per rotated pair.
 #include <algorithm>
 #include <vector>
 
-#include "lanes.h"
+#include "common.h"
 
 namespace mneme::attention {
 
@@ -104,7 +103,7 @@ extern "C" int64_t mneme_write_kv(const Write* write) {
   const auto write_one = [&](int head) {
     w.dtype == mneme::kFloat32 ? write_head<float>(w, head) : write_head<mneme::bf16>(w, head);
   };
-  if (num_threads <= 1) {
+  if (num_threads <= 1) {  // a team of one costs a microsecond
     for (int head = 0; head < w.num_kv_heads; ++head) write_one(head);
     return -1;
   }
@@ -127,19 +126,4 @@ extern "C" int64_t mneme_kv_deviation(const Write* rows, float* out) {
     }
   }
   return -1;
-}
-
-// Copies pages of a pool [num_kv_heads, num_pages, page_bytes] to rows of packed [rows, num_kv_heads, page_bytes], or back.
-// packed_ids: the row of each page; null: side by side.
-extern "C" void mneme_copy_pages(char* pool, char* packed, const int64_t* page_ids, const int64_t* packed_ids,
-                                 int64_t count, int64_t num_kv_heads, int64_t num_pages, int64_t page_bytes,
-                                 int32_t into_pool) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t row = packed_ids ? packed_ids[i] : i;
-    for (int64_t head = 0; head < num_kv_heads; ++head) {
-      char* page = pool + (head * num_pages + page_ids[i]) * page_bytes;
-      char* copy = packed + (row * num_kv_heads + head) * page_bytes;
-      into_pool ? std::memcpy(page, copy, page_bytes) : std::memcpy(copy, page, page_bytes);
-    }
-  }
 }

@@ -1,12 +1,15 @@
 // One register of floats per vector, whatever the CPU: compiler vectors of 16 (AVX-512), 8 (AVX2) or 4 lanes, and the
-// few operations that attention needs beside arithmetic. Intrinsics stand only where the compiler has no words.
+// few operations that kernels need beside arithmetic. Intrinsics stand only where the compiler has no words. Vectors of
+// two registers would be kept in memory by GCC 12, and every sum with them.
 #pragma once
 
 #include <utility>
 
 #include "common.h"
 
-namespace mneme::attention {
+#pragma GCC diagnostic ignored "-Wpsabi"  // how vectors are passed between functions: all of them are inlined
+
+namespace mneme {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -54,6 +57,22 @@ inline BitVec round_to_bf16(Vec x) {
 
 inline void store(bf16* p, Vec x) {
   *reinterpret_cast<LooseHalfVec*>(p) = __builtin_convertvector(round_to_bf16(x), HalfVec);
+}
+
+// The first `count` lanes; the others are 0.
+template <class T>
+inline Vec load_float(const T* p, int64_t count) {
+  if (count >= kLanes) return load_float(p);
+  T padded[kLanes] = {};
+  std::memcpy(padded, p, sizeof(T) * count);
+  return load_float(padded);
+}
+template <class T>
+inline void store(T* p, Vec x, int64_t count) {
+  if (count >= kLanes) return store(p, x);
+  T padded[kLanes];
+  store(padded, x);
+  std::memcpy(p, padded, sizeof(T) * count);
 }
 
 // Two vectors of values as float32, in whatever order is cheapest to load.
@@ -169,4 +188,4 @@ inline Vec lane_sums(Vec* x) {
   return x[0];
 }
 
-}  // namespace mneme::attention
+}  // namespace mneme

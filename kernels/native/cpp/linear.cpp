@@ -5,7 +5,7 @@
 // one lane of a bf16 dot product takes. A tile of MR rows keeps its sums in registers over all of k. So
 // each sum is one chain in the order of k, whatever the number of rows: a row's result never depends on its batch.
 // Bytes: the weight once per block of rows whose inputs fit the cache, x and y once. Flops: 2 per weight and row.
-#include "vector.h"
+#include "lanes.h"
 
 #include <algorithm>
 

@@ -1,9 +1,9 @@
 // The decoder's row-wise operations: RMS norm, with or without the residual's addition, the gate of the MLP, the mask of
-// a grammar, the best token and the draw of one.
+// a grammar, and the draw of a token.
 // Each row is computed alone and in one order, so it does not depend on the rows beside it.
-// Bytes: inputs and results once each (a draw reads its logits twice). Flops per element: norms 4, with the addition 5,
-// gates about 20, best token 3, draw about 20.
-#include "vector.h"
+// Bytes: inputs and results once each (a draw reads its logits twice, unless it is greedy). Flops per element: norms 4,
+// with the addition 5, gates about 20, the best token 3, other draws about 20.
+#include "lanes.h"
 
 #include <algorithm>
 #include <cmath>
@@ -18,26 +18,46 @@ template <class T>
 float sum_of_squares(const T* x, int64_t count) {
   Vec even = {}, odd = {};
   for (int64_t i = 0; i < count; i += 2 * kLanes) {
-    const Vec first = load(x + i, count - i);
+    const Vec first = load_float(x + i, count - i);
     even += first * first;
     if (count - i <= kLanes) break;
-    const Vec second = load(x + i + kLanes, count - i - kLanes);
+    const Vec second = load_float(x + i + kLanes, count - i - kLanes);
     odd += second * second;
   }
-  return sum(even + odd);
+  return horizontal_sum(even + odd);
 }
 
 template <class T>
 void norm_row(const T* x, const T* weight, T* out, int64_t count, float eps) {
   const float scale = 1.0f / std::sqrt(sum_of_squares(x, count) / static_cast<float>(count) + eps);
   for (int64_t i = 0; i < count; i += kLanes)
-    store(out + i, load(x + i, count - i) * scale * load(weight + i, count - i), count - i);
+    store(out + i, load_float(x + i, count - i) * scale * load_float(weight + i, count - i), count - i);
 }
 
 template <class T>
 void add_row(T* hidden, const T* delta, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes)
-    store(hidden + i, load(hidden + i, count - i) + load(delta + i, count - i), count - i);
+    store(hidden + i, load_float(hidden + i, count - i) + load_float(delta + i, count - i), count - i);
+}
+
+// e^x within 2 units in the last place; x is cut to [-87, 88], so that no result is denormal or infinite. NaN stays.
+inline Vec exponential(Vec x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  x = x > 88.0f ? splat(88.0f) : x;
+  const Vec shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number of ln 2
+  const Vec whole = shifted - 12582912.0f;
+  Vec rest = x - whole * 0.693145751953125f;  // ln 2 in two parts: the product with the first is exact
+  rest = rest - whole * 1.42860682030941723e-6f;
+  Vec series = splat(1.0f / 5040);  // Taylor: |rest| <= ln 2 / 2, so the next term is below 2^-27
+  series = series * rest + 1.0f / 720;
+  series = series * rest + 1.0f / 120;
+  series = series * rest + 1.0f / 24;
+  series = series * rest + 1.0f / 6;
+  series = series * rest + 0.5f;
+  series = series * rest + 1.0f;
+  series = series * rest + 1.0f;
+  const IntVec exponent = ((IntVec)shifted - 0x4b400000 + 127) << 23;
+  return series * (Vec)exponent;
 }
 
 enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
@@ -68,8 +88,8 @@ void gate_rows(const T* gate_up, T* out, int64_t num_rows, int64_t count, int nu
   for (int64_t row = 0; row < num_rows; ++row) {
     const T* gate = gate_up + row * 2 * count;
     for (int64_t i = 0; i < count; i += kLanes) {
-      const Vec up = load(gate + count + i, count - i);
-      store(out + row * count + i, activated<kActivation>(load(gate + i, count - i)) * up, count - i);
+      const Vec up = load_float(gate + count + i, count - i);
+      store(out + row * count + i, activated<kActivation>(load_float(gate + i, count - i)) * up, count - i);
     }
   }
 }
@@ -115,7 +135,7 @@ Best best_of(const float* x, int64_t count) {
   IntVec is_nan = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const Vec next = load(x + i);
+    const Vec next = load_float(x + i);
     is_nan |= next != next;
     largest = next > largest ? next : largest;
   }
@@ -157,12 +177,12 @@ constexpr int64_t kBlock = 256;  // weights whose sum is kept
 double sum_weights(const float* x, int64_t count, float best, float scale, float* values) {
   Vec total = {};
   for (int64_t i = 0; i < count; i += kLanes) {
-    Vec weight = weights_of(load(x + i, count - i), best, scale);
+    Vec weight = weights_of(load_float(x + i, count - i), best, scale);
     for (int64_t lane = count - i; lane < kLanes; ++lane) weight[lane] = 0;
     if (values) store(values + i, weight);
     total += weight;
   }
-  return sum(total);
+  return horizontal_sum(total);
 }
 
 // The first of `count` places at which the cumulative weight is above `target`; else the last that has any weight.
@@ -179,8 +199,12 @@ int64_t first_beyond(const T* weight, int64_t count, double target, double* befo
   return last;
 }
 
+// The best token where the temperature is 0; -1 where the best logit is not finite.
 int64_t draw(const float* logits, int64_t count, double temperature, double number, std::vector<double>& sums) {
-  const float best = best_of(logits, count).value, scale = static_cast<float>(1.0 / temperature);
+  const auto [index, best] = best_of(logits, count);
+  if (!std::isfinite(best)) return -1;
+  if (temperature == 0) return index;
+  const float scale = static_cast<float>(1.0 / temperature);
   const int64_t num_blocks = (count + kBlock - 1) / kBlock;
   sums.resize(num_blocks);
   double total = 0, before;
@@ -235,18 +259,6 @@ extern "C" void mneme_gated(const void* gate_up, void* out, int64_t num_rows, in
     mneme::gate(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), num_rows, count, activation, threads);
 }
 
-// logits [num_rows, count], contiguous; index and value [num_rows].
-extern "C" void mneme_best_tokens(const float* logits, int64_t* index, float* value, int64_t num_rows, int64_t count,
-                                  int32_t num_threads) {
-  const int threads = mneme::team(num_rows * count, num_threads);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const mneme::Best best = mneme::best_of(logits + row * count, count);
-    index[row] = best.index;
-    value[row] = best.value;
-  }
-}
-
 // logits [num_rows, count], bits [num_rows, num_words], contiguous.
 extern "C" void mneme_mask_logits(float* logits, const uint32_t* bits, int64_t num_rows, int64_t count,
                                   int64_t num_words, int32_t num_threads) {
@@ -256,15 +268,15 @@ extern "C" void mneme_mask_logits(float* logits, const uint32_t* bits, int64_t n
     mneme::mask_row(logits + row * count, bits + row * num_words, count);
 }
 
-// logits [num_rows, count], contiguous; temperature, number and index [num_rows].
-extern "C" void mneme_draw_whole(const float* logits, const double* temperature, const double* number,
-                                  int64_t* index, int64_t num_rows, int64_t count, int32_t num_threads) {
+// logits [num_rows, count], contiguous; options: num_rows temperatures, then as many numbers; index [num_rows].
+extern "C" void mneme_draw_whole(const float* logits, const double* options, int64_t* index, int64_t num_rows,
+                                 int64_t count, int32_t num_threads) {
   const int threads = mneme::team(num_rows * count, num_threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<double> sums;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; ++row)
-      index[row] = mneme::draw(logits + row * count, count, temperature[row], number[row], sums);
+      index[row] = mneme::draw(logits + row * count, count, options[row], options[num_rows + row], sums);
   }
 }

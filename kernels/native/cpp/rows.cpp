@@ -220,12 +220,7 @@ template <class Elem>
 void Rows<Elem>::softmax(int h) {
   float* score = score_[h];
   const int padded = round_up(tile_->count, kLanes);
-  if (step_.alibi_slopes || step_.soft_cap > 0) {
-    const Vec slope = splat(step_.alibi_slopes ? step_.alibi_slopes[head_ + h] : 0.0f);
-    for (int n = 0; n < padded; n += kLanes) {
-      store(score + n, adjusted(step_, load(score + n), slope, load(tile_->position + n) - splat(position_)));
-    }
-  }
+  for (int n = 0; step_.soft_cap > 0 && n < padded; n += kLanes) store(score + n, tanh(load(score + n)) * step_.soft_cap);
   for (int n = tile_->count; n < padded; ++n) score[n] = -INFINITY;
   Vec top = splat(top_[h]), sum = {};
   for (int n = 0; n < padded; n += kLanes) top = larger(top, load(score + n));

@@ -14,7 +14,7 @@ void Tiles<Dot, Elem>::add_tile() {
     const int num_keys = visible_keys(first, cols * kLanes);
     if (num_keys == 0) continue;
     scores(first, cols, num_keys);
-    if (step_.soft_cap > 0 || step_.alibi_slopes) adjust(first, cols, num_keys);
+    if (step_.soft_cap > 0) cap(cols, num_keys);
     if (tile_->is_mixed) hide(first, cols, num_keys);
     softmax(first, cols, num_keys);
     add_values(first, cols, num_keys);
@@ -61,15 +61,8 @@ void Tiles<Dot, Elem>::scores(int first_lane, int cols, int num_keys) {
 }
 
 template <class Dot, class Elem>
-void Tiles<Dot, Elem>::adjust(int first_lane, int cols, int num_keys) {
-  for (int n = 0; n < num_keys; ++n) {
-    for (int j = 0; j < cols; ++j) {
-      const int lane = first_lane + j * kLanes;
-      float* score = score_ + (n * cols + j) * kLanes;
-      const IntVec distance = splat(tile_->position[n]) - load(position_ + lane);
-      store(score, adjusted(step_, load(score), load(slope_ + lane), distance));
-    }
-  }
+void Tiles<Dot, Elem>::cap(int cols, int num_keys) {
+  for (int i = 0; i < num_keys * cols * kLanes; i += kLanes) store(score_ + i, tanh(load(score_ + i)) * step_.soft_cap);
 }
 
 template <class Dot, class Elem>

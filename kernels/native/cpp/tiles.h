@@ -55,7 +55,7 @@ class Tiles {
   void find_keys();
   int visible_keys(int first_lane, int lanes) const;
   void scores(int first_lane, int cols, int num_keys);
-  void adjust(int first_lane, int cols, int num_keys);
+  void cap(int cols, int num_keys);
   void load_masks(int page, int first_lane, uint64_t* bits) const;
   void hide(int first_lane, int cols, int num_keys);
   void softmax(int first_lane, int cols, int num_keys);
@@ -87,7 +87,7 @@ class Tiles {
   float *score_, *probability_;         // [keys, lanes of a group]; cells of the same
   float *value_, *wide_key_, *rotated_;  // cells [keys, D]; [keys, D] where keys are widened; [D]
   float* zeros_;                        // [D]
-  float *top_, *weight_, *scale_, *slope_;  // [L]
+  float *top_, *weight_, *scale_;       // [L]
   int32_t* position_;                   // [L] effective positions of this run
 };
 
@@ -113,9 +113,8 @@ Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int p
                {&score_, tile * kMostLanes},    {&probability_, tile * kMostLanes},
                {&value_, tile * dim},           {&wide_key_, kWidens ? tile * dim : 0},
                {&rotated_, dim},                {&zeros_, dim},
-               {&top_, lanes},
-               {&weight_, lanes},               {&scale_, lanes},
-               {&slope_, lanes},                {reinterpret_cast<float**>(&position_), lanes}};
+               {&top_, lanes},                  {&weight_, lanes},
+               {&scale_, lanes},                {reinterpret_cast<float**>(&position_), lanes}};
   size_t total = 0;
   for (const auto& [part, size] : parts) total += size;
   float* next = thread_scratch(total);
@@ -129,10 +128,6 @@ Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int p
   std::fill_n(rotated_, 2 * dim, 0.0f);  // zeros_ too
   std::fill_n(top_, lanes, kUnseen);
   std::fill_n(weight_, lanes, 0.0f);
-  std::fill_n(slope_, lanes, 0.0f);
-  for (int lane = 0; step.alibi_slopes && lane < num_lanes_; ++lane) {
-    slope_[lane] = step.alibi_slopes[kv_head * num_groups_ + lane % num_groups_];
-  }
 }
 
 template <class Dot, class Elem>

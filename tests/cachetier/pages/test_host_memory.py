@@ -20,7 +20,8 @@ from torch import Tensor
 from mneme.cachetier.pages.host_memory import HostMemory
 from mneme.errors import TransferFailed
 from mneme.kernels.native import kv as native_kv
-from mneme.kernels.native.kv import gather_pages, scatter_pages
+from mneme.kernels.native.kv import U8Array, gather_chunk, scatter_chunk
+from mneme.kernels.page_table import IntArray
 from mneme.replicas.model.timeline import Timeline
 from tests.budget import examples
 from tests.cachetier.model_tier import Operation, operations, run_operations
@@ -73,10 +74,10 @@ def test_pages_that_are_reused_were_copied_before() -> None:
     pool = make_pool()
     begun, let_go = threading.Event(), threading.Event()
 
-    def slow(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor) -> None:
+    def slow(k_pages: Tensor, v_pages: Tensor, runs: IntArray, num_tokens: int, chunk: U8Array) -> None:
         begun.set()
         assert let_go.wait(TIMEOUT_S)
-        gather_pages(pages, page_ids, packed, packed_ids)
+        gather_chunk(k_pages, v_pages, runs, num_tokens, chunk)
 
     tier = HostMemory(pool, 4, gather=slow)
     expected = pool.page(6)
@@ -94,10 +95,10 @@ def test_pages_that_are_reused_were_copied_before() -> None:
 def test_a_copy_that_fails_reaches_the_engine() -> None:
     pool = make_pool()
 
-    def broken(packed: Tensor, page_ids: Tensor, pages: Tensor, packed_ids: Tensor) -> None:
-        if page_ids.tolist() == [4]:
+    def broken(chunk: U8Array, num_tokens: int, runs: IntArray, k_pages: Tensor, v_pages: Tensor) -> None:
+        if runs[:, 0].tolist() == [4]:
             raise OSError("a broken page")
-        scatter_pages(packed, page_ids, pages, packed_ids)
+        scatter_chunk(chunk, num_tokens, runs, k_pages, v_pages)
 
     tier = HostMemory(pool, 4, scatter=broken)
     load = tier.load(np.array([0]), np.array([4]))

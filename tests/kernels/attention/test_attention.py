@@ -185,12 +185,11 @@ def test_a_recomputed_token_replaces_the_shared_one(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a kernel is interpreted
-@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}])
 @pytest.mark.parametrize(("window", "broken", "whole_rows"), [(None, 5, [0, 1, 4, 5]), (3, 3, [2, 3, 6, 7])])
 @pytest.mark.parametrize("share", ["always", "never"])
 @fast_backends
 def test_broken_numbers_reach_only_rows_that_see_their_token(
-    backend: str, share: str, window: int | None, broken: int, whole_rows: list[int], options: dict[str, Any]
+    backend: str, share: str, window: int | None, broken: int, whole_rows: list[int]
 ) -> None:
     """Two sequences, four rows each at positions 3, 4, 6, 7: some come before the token, or its window has passed."""
     scene = scene_of(
@@ -199,22 +198,21 @@ def test_broken_numbers_reach_only_rows_that_see_their_token(
         positions_of(p3=0, p4=4, p5=4),
     )
     plan = scene.plan(share=share)
-    wanted = scene.attend(plan, backend="reference", window=window, **options)
+    wanted = scene.attend(plan, backend="reference", window=window)
     offset = broken % PAGE_SIZE
     for page in (3,) if broken < PAGE_SIZE else (4, 5):
         scene.v_pages[:, page, offset] = torch.nan
         scene.k_pages[:, page, offset] = torch.inf
-    out, lse = scene.attend(scene.plan(share=share), backend=backend, window=window, **options)
+    out, lse = scene.attend(scene.plan(share=share), backend=backend, window=window)
     assert_close((out[whole_rows], lse[whole_rows]), (wanted[0][whole_rows], wanted[1][whole_rows]), backend)
     others = [row for row in range(8) if row not in whole_rows]
     assert not out[others].isfinite().all((1, 2)).any()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a kernel is interpreted
-@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}])
 @pytest.mark.parametrize("share", ["always", "never"])
 @fast_backends
-def test_broken_numbers_of_one_sequence_do_not_reach_another(backend: str, share: str, options: dict[str, Any]) -> None:
+def test_broken_numbers_of_one_sequence_do_not_reach_another(backend: str, share: str) -> None:
     """Sequence 0 goes on in the shared page, sequence 1 masks that tail and goes on elsewhere."""
     scene = scene_of(
         [[PageRef(3), PageRef(4)], [PageRef(3), PageRef(4, 0, 0b0001), PageRef(5, 0, 0b1110)], [PageRef(4, 0, 0b1000)]],
@@ -223,9 +221,9 @@ def test_broken_numbers_of_one_sequence_do_not_reach_another(backend: str, share
     )
     scene.v_pages[:, 4, 2] = torch.inf
     scene.k_pages[:, 4, 1] = torch.nan
-    out, lse = scene.attend(scene.plan(share=share), backend=backend, **options)
+    out, lse = scene.attend(scene.plan(share=share), backend=backend)
     assert out[0].isnan().all()
-    wanted = scene.attend(scene.plan(), backend="reference", **options)
+    wanted = scene.attend(scene.plan(), backend="reference")
     assert_close((out[1:], lse[1:]), (wanted[0][1:], wanted[1][1:]))
 
 

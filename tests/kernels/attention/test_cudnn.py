@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from mneme.kernels.arguments import AttendArgs
 from mneme.kernels.attention import PageRef, QueryRows, RopeTable, new_slot_position
 from mneme.kernels.cudnn import backend as cudnn
 from mneme.kernels.torch.backend import attend_torch
@@ -69,9 +69,10 @@ def check(scene: Scene) -> None:
     plan = scene.plan()
     pool = (scene.k_pages, scene.v_pages, scene.slot_position)
     wanted = scene.attend(plan, backend="reference")
-    attend = partial(cudnn.attend_long, rest=attend_torch)
+    options = {"window": None, "soft_cap": None} | scene.options
     for _ in range(2):  # two layers
-        assert_close(attend(scene.q, *pool, scene.rope, plan, **scene.options), wanted)
+        args = AttendArgs(scene.q, *pool, scene.rope, plan, **options)
+        assert_close(cudnn.attend_long(args, rest=attend_torch), wanted)
 
 
 @pytest.mark.parametrize("scattered", [False, True])

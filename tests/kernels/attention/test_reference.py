@@ -88,11 +88,3 @@ class TestAgainstDense:
         scores, hidden = dense_scores(q, k)
         got = attention_over_pages(q, k, v, backend, soft_cap=1.5)
         torch.testing.assert_close(got, dense_result(1.5 * torch.tanh(scores / 1.5), hidden, v), atol=2e-6, rtol=1e-5)
-
-    def test_alibi_lowers_scores_by_distance(self, tensors: tuple[Tensor, ...], backend: str) -> None:
-        q, k, v = tensors
-        scores, hidden = dense_scores(q, k)
-        slopes, positions = torch.tensor([0.5, 0.25, 0.125, 0.0625]), torch.arange(NUM_TOKENS)
-        biased = scores - slopes[:, None, None] * (positions[:, None] - positions)
-        got = attention_over_pages(q, k, v, backend, alibi_slopes=slopes)
-        torch.testing.assert_close(got, dense_result(biased, hidden, v), atol=2e-6, rtol=1e-5)

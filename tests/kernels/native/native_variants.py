@@ -27,11 +27,17 @@ def use_variant(name: str, folder: Path) -> Iterator[None]:
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
-    built = ctypes.CDLL(str(build(compiler, folder, flags=tuple(f"-march={name}".split()))))
+    with use_library(ctypes.CDLL(str(build(compiler, folder, flags=tuple(f"-march={name}".split()))))):
+        yield
+
+
+@contextmanager
+def use_library(library: ctypes.CDLL | None) -> Iterator[None]:
+    """All modules of compiled code call this one inside the block; None: they do without."""
     with pytest.MonkeyPatch.context() as patch:
         typed = cache(native_library.native_function.__wrapped__)
         for module in (native_library, native_kv, linear, native_ops):
-            patch.setattr(module, "library", lambda: built)
+            patch.setattr(module, "library", lambda: library)
         for module in (native_backend, native_kv, linear, native_ops):
             patch.setattr(module, "native_function", typed)
         yield

@@ -1,4 +1,4 @@
-"""Pages and chunks' tokens out of a pool and back, compiled and in numpy."""
+"""Chunks' tokens out of a pool and back, compiled and in numpy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mneme.kernels.native import kv as native_kv
-from mneme.kernels.native.kv import gather_chunk, gather_pages, scatter_chunk, scatter_pages
+from mneme.kernels.native.kv import gather_chunk, scatter_chunk
 from mneme.kernels.page_table import IntArray
+from tests.budget import examples
 from tests.kernels.cases import needs_native
 
 _HEADS, _PAGES, _PAGE_SIZE, _DIM = 3, 5, 4, 6
@@ -25,49 +26,22 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("page_ids", [[3], [5, 0, 2], []])
-def test_pages_come_out_head_by_head_and_go_back_where_they_were(dtype: torch.dtype, page_ids: list[int]) -> None:
-    pages = torch.randn(3, 6, 4, 10).to(dtype)
-    ids = torch.tensor(page_ids, dtype=torch.int64)
-    packed = torch.empty(len(ids), 3, 4, 10, dtype=dtype)
-    gather_pages(pages, ids, packed)
-    for page_id, page in zip(page_ids, packed, strict=True):
-        assert torch.equal(page, pages[:, page_id])
-    elsewhere = torch.zeros_like(pages)
-    scatter_pages(packed, ids, elsewhere)
-    wanted = torch.zeros_like(pages)
-    wanted[:, page_ids] = pages[:, page_ids]
-    assert torch.equal(elsewhere, wanted)
-
-
-@pytest.mark.parametrize("dtype", _DTYPES)
-def test_pages_go_to_rows_of_their_own(dtype: torch.dtype) -> None:
-    pages, packed = torch.randn(3, 6, 4, 10).to(dtype), torch.zeros(9, 3, 4, 10, dtype=dtype)
-    ids, rows = torch.tensor([5, 0, 2]), torch.tensor([8, 1, 6])
-    gather_pages(pages, ids, packed, rows)
-    for page_id, row in zip(ids.tolist(), rows.tolist(), strict=True):
-        assert torch.equal(packed[row], pages[:, page_id])
-    assert not packed[[0, 2, 3, 4, 5, 7]].any()
-    elsewhere = torch.zeros_like(pages)
-    scatter_pages(packed, ids, elsewhere, rows)
-    wanted = torch.zeros_like(pages)
-    wanted[:, ids] = pages[:, ids]
-    assert torch.equal(elsewhere, wanted)
-
-
-def test_what_does_not_fit_is_refused_before_a_byte_moves() -> None:
-    pages, packed, ids = torch.zeros(2, 4, 8, 16), torch.zeros(1, 2, 8, 16), torch.tensor([1])
-    for bad_ids in (torch.tensor([4]), torch.tensor([-1]), torch.tensor([1], dtype=torch.int32), torch.tensor([[1]])):
-        with pytest.raises(ValueError, match="page"):
-            gather_pages(pages, bad_ids, packed)
-    for bad in (packed[0], packed.half(), torch.zeros(2, 2, 8, 16), packed.transpose(2, 3).reshape(1, 2, 16, 8)):
-        with pytest.raises(ValueError, match="packed"):
-            scatter_pages(bad, ids, pages)
-    with pytest.raises(ValueError, match="contiguous"):
-        gather_pages(torch.zeros(2, 4, 16, 8).transpose(2, 3), ids, packed)
-    for bad_rows in (torch.tensor([1]), torch.tensor([-1]), torch.tensor([0, 0]), torch.tensor([0], dtype=torch.int32)):
-        with pytest.raises(ValueError, match="packed_ids"):
-            gather_pages(pages, ids, packed, bad_rows)
+def test_a_page_of_host_memory_is_a_chunk_among_others(dtype: torch.dtype) -> None:
+    (k_pages, v_pages), host = _pool(dtype), torch.zeros(9, 2, _HEADS, _PAGE_SIZE, _DIM, dtype=dtype)
+    memory = host.flatten(1).view(torch.uint8).numpy()
+    runs = np.array([(page, 0, _PAGE_SIZE, row * _PAGE_SIZE) for page, row in ((4, 8), (0, 1), (2, 6))])
+    gather_chunk(k_pages, v_pages, runs, _PAGE_SIZE, memory)
+    for page, row in ((4, 8), (0, 1), (2, 6)):
+        assert torch.equal(host[row], torch.stack((k_pages[:, page], v_pages[:, page])))
+    assert not host[[0, 2, 3, 4, 5, 7]].any()
+    elsewhere = torch.zeros_like(k_pages), torch.zeros_like(v_pages)
+    scatter_chunk(memory, _PAGE_SIZE, runs, *elsewhere)
+    for pages, copied in zip((k_pages, v_pages), elsewhere, strict=True):
+        assert torch.equal(copied[:, [0, 2, 4]], pages[:, [0, 2, 4]])
+        assert not copied[:, [1, 3]].any()
+    for bad in ((0, 0, 1, 9 * _PAGE_SIZE), (0, 0, 2, 2 * _PAGE_SIZE - 1), (0, 0, 1, -1)):  # behind, across, before
+        with pytest.raises(ValueError, match="run 1"):
+            scatter_chunk(memory, _PAGE_SIZE, np.array([(1, 0, 1, 0), bad]), k_pages, v_pages)
 
 
 @st.composite
@@ -101,7 +75,7 @@ def _bytes(layer: Tensor) -> native_kv.U8Array:
 
 
 @given(_runs(), st.sampled_from(_DTYPES))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_token_of_a_run_goes_to_its_slot_and_nothing_else_changes(
     drawn: tuple[int, list[tuple[int, int, int, int]]], dtype: torch.dtype
 ) -> None:

@@ -20,6 +20,7 @@ from mneme.kernels.triton import modules as triton_modules
 from mneme.kernels.triton import tiles as triton_tiles
 from mneme.kernels.triton.configs import HEAD_DIMS
 from mneme.kernels.triton.pack import Header
+from tests.budget import examples
 from tests.kernels.cases import TOLERANCE, Scene, assert_close, make_scene, scenes
 
 triton_backend = pytest.importorskip("mneme.kernels.triton.backend")
@@ -27,7 +28,9 @@ triton_step = pytest.importorskip("mneme.kernels.triton.step")
 
 few = settings(
     deadline=None,
-    max_examples=3 if torch.cuda.is_available() else 10,  # natively most examples compile a variant, for seconds
+    max_examples=examples(3)
+    if torch.cuda.is_available()
+    else 10,  # natively most examples compile a variant, for seconds
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking interpreted kernels takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -145,7 +148,7 @@ def test_partial_rotation(triton_device: torch.device, head_dim: int, rotary_dim
 
 
 @given(scene=scenes(plain=True), data=st.data())
-@settings(few, max_examples=4)
+@settings(few, max_examples=examples(4))
 def test_steps_that_follow_each_other_equal_the_reference(
     triton_device: torch.device, scene: Scene, data: st.DataObject
 ) -> None:
@@ -156,7 +159,8 @@ def test_steps_that_follow_each_other_equal_the_reference(
         edit = data.draw(st.sampled_from(["rows", "append", "fresh"]))
         previous = plan
         if edit == "append" and plan.page_tables:
-            plan = plan.append_page(data.draw(st.integers(0, len(plan.page_tables) - 1)), page)
+            sequence = np.array([data.draw(st.integers(0, plan.num_sequences - 1))])
+            plan = plan.append_new_pages(sequence, np.array([page])) or plan
         elif edit == "fresh":
             plan = scene.plan(tables=list(plan.page_tables), rows=plan.rows)
         plan = plan.with_rows(QueryRows(plan.sequence, plan.position + 1))
@@ -177,7 +181,8 @@ def test_a_decode_step_uploads_its_positions_only(triton_device: torch.device) -
         attend_triton(placed, plan)
         attend_triton(placed, plan)  # the second layer
         assert step.uploaded_bytes - before == 4 * plan.num_rows
-    plan = plan.append_page(1, 9)
+    plan = plan.append_new_pages(np.array([1]), np.array([9]))
+    assert plan is not None
     before = step.uploaded_bytes
     attend_triton(placed, plan)
     assert 0 < step.uploaded_bytes - before <= 4 * (plan.num_rows + 8 * 16 + 400)
@@ -194,7 +199,7 @@ def test_after_a_failed_upload_the_next_one_is_whole(triton_device: torch.device
     moved = QueryRows(plan.sequence, plan.position + 1)
     changed = {
         "rows": lambda: plan.with_rows(moved),
-        "append": lambda: plan.append_page(1, 9).with_rows(moved),
+        "append": lambda: plan.append_new_pages(np.array([1]), np.array([9])).with_rows(moved),
         "fresh": lambda: scene.plan(tables=[[PageRef(4)], [PageRef(0), PageRef(5)], [PageRef(6)]], rows=moved),
     }[edit]()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import KvRows
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.torch import ops as torch_ops
 
@@ -115,7 +116,7 @@ def test_write_kv(
     positions = torch.randint(0, 128, (num_rows,), generator=generator).to(triton_device)
     before = randn(2, num_heads, num_pages, page_size, head_dim, dtype=dtype, device=triton_device)
     k_pages, v_pages = before.clone()
-    triton_kv.write_kv(k, v, slots, positions, k_pages, v_pages, rope)
+    triton_kv.write_kv(KvRows(k, v, slots, positions, k_pages, v_pages, rope))
     stored_k, stored_v = (pages.view(num_heads, -1, head_dim) for pages in (k_pages, v_pages))
     rotated = k.double() if rope is None else rope.rotate(k, positions).double()
     assert_close(stored_k[:, slots].transpose(0, 1), rotated)
@@ -132,7 +133,7 @@ def test_write_kv_outside_the_pool_writes_nothing(triton_device: torch.device) -
     slots = torch.tensor([-1, 16, 3], dtype=torch.int32, device=triton_device)
     positions = torch.tensor([1, 2, 10**6], dtype=torch.int32, device=triton_device)
     rope = RopeTable.from_theta(1e4, 64, 32).to(triton_device)
-    triton_kv.write_kv(k, k, slots, positions, pages[0], pages[1], rope)
+    triton_kv.write_kv(KvRows(k, k, slots, positions, pages[0], pages[1], rope))
     assert pages[:, :, 0, 3].any(-1).all()
     pages[:, :, 0, 3] = 0
     assert not pages.any()

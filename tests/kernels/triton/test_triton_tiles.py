@@ -25,6 +25,7 @@ from mneme.kernels.triton.configs import (
 from mneme.kernels.triton.pack import Header, PackedWork
 from mneme.kernels.triton.tiles import OPEN_END, Grid, Tiles, cut
 from mneme.kernels.work import WorkList
+from tests.budget import examples
 from tests.kernels.cases import Scene, scenes
 
 SMALL_GRID = Grid(
@@ -73,7 +74,7 @@ def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_ranges")
 @given(scene=scenes(), share=st.sampled_from(["always", "never"]), narrow=st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 def test_tiles_read_every_page_for_every_row_once(scene: Scene, share: str, narrow: bool) -> None:
     plan = scene.plan(share=share)
     tiles = cut(plan.work, plan.num_rows, SMALL_GRID._replace(wide_m=4 if narrow else 8))
@@ -83,7 +84,7 @@ def test_tiles_read_every_page_for_every_row_once(scene: Scene, share: str, narr
 
 @pytest.mark.usefixtures("short_ranges")
 @given(scene=scenes(), share=st.sampled_from(["always", "never"]))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 def test_every_part_is_written_once_and_merged_once(scene: Scene, share: str) -> None:
     plan = scene.plan(share=share)
     tiles = cut(plan.work, plan.num_rows, SMALL_GRID)
@@ -134,7 +135,7 @@ def test_long_tiles_start_first_and_late_rows_of_a_prefill_before_early_ones() -
 
 
 @given(scene=scenes(), share=st.sampled_from(["always", "never"]), data=st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 def test_tiles_stay_right_when_pages_are_appended(scene: Scene, share: str, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_tiles, "_SHORTEST_RANGE_TOKENS", data.draw(st.sampled_from([1, 2])))
@@ -142,10 +143,8 @@ def test_tiles_stay_right_when_pages_are_appended(scene: Scene, share: str, data
         tiles = cut(plan.work, plan.num_rows, SMALL_GRID)
     for page in range(24, 24 + data.draw(st.integers(1, 3))):
         if plan.page_tables:
-            sequence = data.draw(st.integers(0, len(plan.page_tables) - 1))
-            grown = plan.append_page(sequence, page, delta=data.draw(st.sampled_from([0, 7])))
-            if grown.work.page_id is plan.work.page_id:
-                plan = grown
+            sequence = np.array([data.draw(st.integers(0, plan.num_sequences - 1))])
+            plan = plan.append_new_pages(sequence, np.array([page])) or plan
     assert read_by(plan.work, tiles) == wanted_reads(plan.work)
 
 
@@ -158,7 +157,8 @@ def test_a_decode_step_uploads_positions_and_a_new_page_a_few_words() -> None:
     position = int(packed.words[Header.position])
     following = plan.with_rows(QueryRows(plan.sequence, plan.position + 1))
     assert packed.update(following.work, tiles, following.position.astype(np.int32)) == [(position, position + 32)]
-    grown = following.append_page(5, 3000)
+    grown = following.append_new_pages(np.array([5]), np.array([3000]))
+    assert grown is not None
     spans = packed.update(grown.work, tiles, grown.position.astype(np.int32))
     assert sum(end - start for start, end in spans) <= 32 + 32 * 8 + 300
     fresh = PackedWork(plan.page_size)

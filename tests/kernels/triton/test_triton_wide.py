@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mneme.kernels.attention import PageRef, QueryRows
 from mneme.kernels.triton.configs import WideConfig
+from tests.budget import examples
 from tests.kernels.cases import Scene, assert_close, scenes
 from tests.kernels.triton.test_triton_backend import (
     SHARES,
@@ -49,11 +50,11 @@ def small_wide_tiles(triton_device: torch.device, monkeypatch: pytest.MonkeyPatc
 
 @dtypes
 @given(data=st.data())
-@settings(few, max_examples=4)
+@settings(few, max_examples=examples(4))
 def test_wide_tiles_equal_the_reference(
     triton_device: torch.device, small_wide_tiles: list[int], dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """With masks of rows, windows, slopes, a cap, parts of heads that rotate, deltas, free slots that hold NaN."""
+    """With masks of rows, windows, a cap, parts of heads that rotate, deltas, free slots that hold NaN."""
     scene = data.draw(scenes(dtype=dtype, most_rows=40, head_dims=(16,), heads=((1, 1), (1, 2), (2, 3))))
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in SHARES:
@@ -61,7 +62,7 @@ def test_wide_tiles_equal_the_reference(
 
 
 @given(scene=scenes(most_rows=40, head_dims=(16,)), share=st.sampled_from(SHARES))
-@settings(few, max_examples=6)
+@settings(few, max_examples=examples(6))
 def test_in_many_parts_too(triton_device: torch.device, scene: Scene, share: str) -> None:
     wanted = scene.attend(scene.plan(), backend="reference")
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ import torch
 
 from mneme.kernels.triton import sampling as triton_sampling
 from mneme.kernels.triton.attention import attention_kernel, key_position_kernel, merge_kernel
-from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, merge_constants, wide_launch_constants
+from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, merge_constants
 from mneme.kernels.triton.configs import (
     HEAD_DIMS,
     WIDE,
@@ -42,12 +42,12 @@ def attention_case(
     """One launch; `switches` are constexprs that differ from plain full-rotary heads in groups of four."""
     element = _POINTERS[dtype]
     constexprs: dict[str, Any] = {
-        "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False,
-        "INTERPRET": False, **launch_constants(config, head_dim, head_dim, page_size, _DTYPES[dtype]),
+        "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_CAP": False, "INTERPRET": False,
+        **launch_constants(config, head_dim, head_dim, page_size, _DTYPES[dtype]),
     }  # fmt: skip
     signature = {
         "q": element, "k_pages": element, "v_pages": element, "key_position": "*i32", "rope_table": "*fp32",
-        "alibi_slopes": "*fp32", "out": element, "lse": "*fp32", "partial_out": "*fp32", "partial_lse": "*fp32",
+        "out": element, "lse": "*fp32", "partial_out": "*fp32", "partial_lse": "*fp32",
         "work": "*i32", "num_pages": "i32", "stride_q": "i32", "num_rope_positions": "i32", "window": "i32",
         "q_scale": "fp32", "cap": "fp32",
     }  # fmt: skip
@@ -75,8 +75,8 @@ def wide_case(
         "v_pages": f"tensordesc<{dtype}[{page_size}, {head_dim}]>",
     }
     constexprs = {
-        "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False,
-        "INTERPRET": False, **wide_launch_constants(wide, head_dim, head_dim, page_size, _DTYPES[dtype]),
+        "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_CAP": False, "INTERPRET": False,
+        **launch_constants(wide, head_dim, head_dim, page_size, _DTYPES[dtype]),
     }  # fmt: skip
     options = {"num_warps": wide.num_warps, "num_stages": wide.num_stages}
     return Case(
@@ -118,7 +118,7 @@ def _wide_cases() -> Iterator[Case]:
         is_sample = (dtype, head_dim) == ("bf16", 128)
         architectures = (90, 100) if is_sample else (90,)
         yield wide_case(WIDE, dtype=dtype, head_dim=head_dim)._replace(architectures=architectures, is_sample=is_sample)
-    for switches in ({"HAS_WINDOW": True}, {"HAS_CAP": True}, {"HAS_SLOPES": True}, {"ROTARY_DIM": 32}, {"GROUPS": 7}):
+    for switches in ({"HAS_WINDOW": True}, {"HAS_CAP": True}, {"ROTARY_DIM": 32}, {"GROUPS": 7}):
         yield wide_case(WIDE, **switches)
     for wide in WIDE_CANDIDATES[1:]:
         yield wide_case(wide)
@@ -142,7 +142,6 @@ def _attention_cases() -> Iterator[Case]:
     for switches in (
         {"HAS_WINDOW": True},
         {"HAS_CAP": True},
-        {"HAS_SLOPES": True},
         {"ROTARY_DIM": 32},
         {"ROTARY_DIM": 0},
         {"GROUPS": 1, "NUM_KV_HEADS": 32},

@@ -13,7 +13,7 @@ import pytest
 
 from mneme.cachetier.pages.host_memory import DevicePool, HostMemory
 from mneme.cachetier.pages.tier import KvTier, NoTier
-from mneme.kernels.native.kv import gather_pages, scatter_pages
+from mneme.kernels.native.kv import gather_chunk, scatter_chunk
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.model import runner as runner_module
@@ -49,7 +49,7 @@ class FailingCopies:
             self.has_failed.set()
             raise OSError(f"{kind}: no such memory")
         self.num_good[kind] = left - 1 if left else left
-        (gather_pages if kind == "gather" else scatter_pages)(*args)
+        (gather_chunk if kind == "gather" else scatter_chunk)(*args)
 
     def tier(self, pool: DevicePool, num_pages: int, spans: None) -> KvTier:
         if num_pages == 0:
@@ -116,7 +116,7 @@ def history(client: Client) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("num_good", [0, 3])
+@pytest.mark.parametrize("num_good", [0, 1])
 def test_a_step_whose_load_fails_is_computed_again(
     decoder: Decoder, client: Client, copies: FailingCopies, num_good: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,7 @@ from mneme.kernels.attention import (
     mark_written,
     new_slot_position,
 )
-from mneme.kernels.native.kv import scatter_pages
+from mneme.kernels.native.kv import scatter_chunk
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.timeline import Span, Timeline
@@ -107,13 +107,12 @@ class HandInHand:
             assert self._loading[layer + 1].wait(TIMEOUT_S)
         return attend(*args, **options)
 
-    def scatter(self, packed: Tensor, page_ids: Tensor, pages: Tensor, packed_ids: Tensor) -> None:
-        layer = self._num_scattered // 2  # keys, then values
-        self._num_scattered += 1
+    def scatter(self, *args: Any) -> None:
+        layer, self._num_scattered = self._num_scattered, self._num_scattered + 1
         self._loading[layer].set()
         if layer > 0:
             assert self._attending[layer - 1].wait(TIMEOUT_S)
-        scatter_pages(packed, page_ids, pages, packed_ids)
+        scatter_chunk(*args)
 
 
 def test_the_next_layer_is_loaded_while_a_layer_attends(
@@ -147,7 +146,7 @@ def overlap(one: Span, other: Span) -> bool:
 
 
 def test_a_failed_load_ends_the_step(decoder: Decoder, pool: KvPool) -> None:
-    def broken(packed: Tensor, page_ids: Tensor, pages: Tensor, packed_ids: Tensor) -> None:
+    def broken(*_: Any) -> None:
         raise OSError("unreadable")
 
     step(decoder, pool, HISTORY, 0, NUM_HISTORY)
