@@ -27,10 +27,7 @@ triton_backend = pytest.importorskip("mneme.kernels.triton.backend")
 triton_step = pytest.importorskip("mneme.kernels.triton.step")
 
 few = settings(
-    deadline=None,
-    max_examples=examples(3)
-    if torch.cuda.is_available()
-    else 10,  # natively most examples compile a variant, for seconds
+    max_examples=examples(3, at_length=10),  # natively most compile a variant, for seconds
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking interpreted kernels takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -148,7 +145,7 @@ def test_partial_rotation(triton_device: torch.device, head_dim: int, rotary_dim
 
 
 @given(scene=scenes(plain=True), data=st.data())
-@settings(few, max_examples=examples(4))
+@settings(few, max_examples=examples(2, at_length=6))
 def test_steps_that_follow_each_other_equal_the_reference(
     triton_device: torch.device, scene: Scene, data: st.DataObject
 ) -> None:

@@ -16,6 +16,7 @@ from tests.kernels.triton.triton_compile import Case, Report, faults_of, product
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_a_sample_compiles_within_its_bounds() -> None:
     """In a process of its own: kernels of this one may be interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -43,7 +43,7 @@ class Case(NamedTuple):
     architectures: tuple[int, ...] = (80, 90)
     most_loop_spills: int = 0
     most_stack_bytes: int = STACK_BYTES
-    is_sample: bool = False  # compiled in `make test` too
+    is_sample: bool = False  # compiled in `make test-all`, too
 
 
 class Report(NamedTuple):
