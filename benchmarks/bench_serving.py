@@ -3,11 +3,11 @@
     python benchmarks/bench_serving.py [--quick] [--json]
 
 Starts `mneme serve mneme-tiny --replicas 2` (with engines that note when each step's message leaves them) and reads 16
-streams of greedy chat by the load tool of `mneme bench`. What is compared is the inter-token latency (ITL) at the
-client with the time between an engine's messages in the same seconds: the difference of the two p99s is what Ray, HTTP,
-HAProxy and the client add. Medians over the rounds. Bound: both cores are busy with the engines' steps, so whatever the
-cluster does for a token waits for a core. Ready means warm: of the first five requests, one after the other, the first
-is compared with the fifth, medians over several starts. Idle CPU is that of all processes after 10 s without requests.
+streams of greedy chat. What is compared is the inter-token latency (ITL) at the client with the time between an
+engine's messages in the same seconds: the difference of the two p99s is what Ray, HTTP and HAProxy add. Medians over
+the rounds. Bound: both cores are busy with the engines' steps, so whatever the cluster does for a token waits for a
+core. Ready means warm: of the first five requests, one after the other, the first is compared with the fifth, medians
+over several starts. Idle CPU is that of all processes after 10 s without requests.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ sys.path.insert(0, str(ROOT))
 from harness import Run, at_most, options_of  # noqa: E402
 
 from benchmarks.timed_engine import TIMES_DIR_VARIABLE  # noqa: E402
-from mneme.lab.bench.client import ChatClient, connect  # noqa: E402
-from mneme.lab.bench.load import Load  # noqa: E402
-from mneme.lab.bench.measure import Answer  # noqa: E402
-from mneme.lab.bench.workloads import Piece, Session, Turn  # noqa: E402
 from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
 
 NUM_STREAMS = 16
@@ -52,29 +48,55 @@ def p(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100)[percent - 1]
 
 
+class StreamTimes(asyncio.Protocol):
+    """One streamed request over a bare socket, and when each of its events came.
+
+    That takes 20 us of a core for each event; the load tool of `mneme bench`, which reads them, takes 115 to 135: on
+    two cores that are both busy with engines it would measure itself.
+    """
+
+    def __init__(self, host: str, i: int) -> None:
+        body = json.dumps(
+            {
+                "model": "mneme-tiny",
+                "messages": [{"role": "user", "content": f"{i}. {PROMPT}"}],
+                "max_tokens": NUM_TOKENS,
+                "temperature": 0,
+                "min_tokens": NUM_TOKENS,
+                "stream": True,
+            }
+        )
+        self._request = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
+        )
+        self.times: list[float] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request.encode())
+
+    def data_received(self, data: bytes) -> None:
+        self.times.extend([time.perf_counter()] * data.count(b"data: {"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.done.set_result(None)
+
+
 def gaps_ms(times: Sequence[float]) -> list[float]:
     """Milliseconds between events."""
     return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
 
 
-async def ask(url: str, num_requests: int, num_users: int, max_tokens: int, **headers: str) -> list[Answer]:
-    """The answers to so many questions, of which no two begin alike."""
-    sessions = [
-        Session(name=f"s{i}", turns=[Turn(pieces=(Piece("", 0, f"{i}. {PROMPT}"),), max_tokens=max_tokens)])
-        for i in range(num_requests)
-    ]
-    options = {"model": "mneme-tiny", "temperature": 0, "min_tokens": max_tokens}
-    async with connect(url, headers) as http:
-        load = Load(ChatClient(http, options, session_header=False, timeout_s=300.0).ask)
-        await load.play(sessions, num_users)
-    assert not load.num_failed, load.answers[-1].detail
-    return load.answers
-
-
 async def read_streams(url: str) -> list[float]:
-    """The gaps of all streams, in milliseconds."""
-    answers = await ask(url, NUM_STREAMS, NUM_STREAMS, NUM_TOKENS)
-    return [gap * 1e3 for answer in answers for gap in answer.itl_s[WARM_TOKENS:]]
+    """The gaps of all streams."""
+    host, port = url.removeprefix("http://").split(":")
+    loop = asyncio.get_running_loop()
+    made = [await loop.create_connection(lambda i=i: StreamTimes(host, i), host, int(port)) for i in range(NUM_STREAMS)]
+    await asyncio.gather(*(stream.done for _, stream in made))
+    assert all(len(stream.times) > NUM_TOKENS // 2 for _, stream in made), [len(stream.times) for _, stream in made]
+    return [gap for _, stream in made for gap in gaps_ms(stream.times[WARM_TOKENS:])]
 
 
 def run_client(url: str) -> None:
@@ -145,8 +167,18 @@ def rss_mb(server: ServerProcess) -> dict[str, float]:
 
 def first_requests_ms(url: str) -> list[float]:
     """How long each of the first requests takes, one after the other, each over a connection of its own."""
-    answers = asyncio.run(ask(url, NUM_FIRST, 1, 1, Connection="close"))
-    return [(answer.ended_s - answer.sent_s) * 1e3 for answer in answers]
+    taken = []
+    for number in range(NUM_FIRST):
+        message = {"role": "user", "content": f"{number}. {PROMPT}"}
+        body = {"model": "mneme-tiny", "messages": [message], "max_tokens": 1, "temperature": 0}
+        asked = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        began = time.perf_counter()
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            response.read()
+        taken.append((time.perf_counter() - began) * 1e3)
+    return taken
 
 
 def measure_starts(num_starts: int) -> dict[str, Any]:

@@ -9,7 +9,8 @@ thousand  1,000 replicas, ten tenants, eight times as fast, the first `--request
 
 All is as `mneme simulate cluster` would say: each step is planned by the engine's scheduler over its prefix forest.
 Costs are those of Llama-2-70B on eight A800s. Times are those of this process on a CPU. What bounds the speed: steps,
-pages and choices among all replicas, in Python and numpy.
+pages and choices among all replicas, in Python and numpy. Memory: 0.7 GB for the first 2,000 requests of `routers`,
+3 GB for the first 3,000 of `thousand`.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def play(turns: list[Turn], replicas: int, router: str = MINE, *, seed: int = 0)
     return {name: figures[name] for name in SHOWN}
 
 
-def checks_of(part: str, rows: Rows) -> list[Check]:
-    """What a part promises; without rows it was not measured."""
+def checks_of(part: str, rows: Rows, *, is_quick: bool) -> list[Check]:
+    """What a part promises; without rows it was not measured. Few requests do not load the cluster as is promised."""
     if part == "routers":
         speed = rows[0]["simulated_requests_per_minute"] if rows else None
         checks = [at_least("exact_requests_per_minute", speed, 10_000, "1/min")]
         for name in ("ttft_p50_s", "ttft_p90_s"):
-            ratio = rows[0][name] / min(row[name] for row in rows[1:]) if rows else None
+            ratio = rows[0][name] / min(row[name] for row in rows[1:]) if rows and not is_quick else None
             checks.append(at_most(f"{name}_of_the_best_other", ratio, 1))
         return checks
     lost = 1 - rows[0]["hit_ratio"] / rows[0]["infinite_hit_ratio"] if rows else None
@@ -84,7 +85,14 @@ def main() -> None:
     found: dict[str, Rows] = {}
     for part in PARTS:
         found[part] = take[part]() if part in args.only and not (args.quick and part == "thousand") else []
-        run.show(PartResult(name=part, title=TITLES[part], rows=found[part], checks=checks_of(part, found[part])))
+        run.show(
+            PartResult(
+                name=part,
+                title=TITLES[part],
+                rows=found[part],
+                checks=checks_of(part, found[part], is_quick=args.quick),
+            )
+        )
         run.keep(found)
     run.end(found)
 

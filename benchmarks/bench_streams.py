@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from harness import Run, at_least, at_most, options_of  # noqa: E402
 
-from benchmarks.bench_serving import cpu_s, p  # noqa: E402
+from benchmarks.bench_serving import StreamTimes, cpu_s, p  # noqa: E402
 from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
 from tests.fakes.fake_engine import FakeEngineLoop  # noqa: E402
 
@@ -61,13 +61,11 @@ def run_server(port: str, replicas: str) -> None:
     sys.exit(serve(load_config(None, [f"port={port}", f"replicas={replicas}"]), load_engine=load_paced_engine))
 
 
-class Stream(asyncio.Protocol):
-    """One stream of so many tokens over a bare socket, and when each of its events came.
-
-    The load tool of `mneme bench` reads each event's JSON, which at this rate would take the cores that are measured.
-    """
+class Stream(StreamTimes):
+    """One stream of so many tokens."""
 
     def __init__(self, host: str, i: int, num_tokens: int) -> None:
+        super().__init__(host, i)
         body = {"model": "mneme-tiny", "prompt": f"Stream {i}.", "max_tokens": num_tokens, "stream": True}
         text = json.dumps({**body, "temperature": 0, "ignore_eos": True})
         self._request = (
@@ -75,19 +73,10 @@ class Stream(asyncio.Protocol):
             f"Content-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}"
         )
         self.sent_s = 0.0
-        self.times: list[float] = []
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request.encode())
+        super().connection_made(transport)
         self.sent_s = time.perf_counter()
-
-    def data_received(self, data: bytes) -> None:
-        self.times.extend([time.perf_counter()] * data.count(b"data: {"))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.done.set_result(None)
 
 
 async def read_streams(url: str, num_streams: int, num_tokens: int) -> list[Stream]:

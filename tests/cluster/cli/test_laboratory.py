@@ -1,0 +1,58 @@
+"""Commands of the laboratory: found by entry points, imported only when they are named, and missed in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from mneme.cluster.cli import main as command_line
+from mneme.cluster.cli.main import LABORATORY, main
+
+
+def test_help_lists_its_commands_without_importing_them() -> None:
+    code = (
+        "import sys; from mneme.cluster.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(any(each.startswith('mneme.lab') for each in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert all(f"    {name} " in done.stdout for name in LABORATORY)
+
+
+@pytest.mark.parametrize("name", LABORATORY)
+def test_each_command_says_what_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: mneme {name} ")
+
+
+@pytest.mark.parametrize(
+    ("found", "missing"),
+    [([], "mneme.lab"), ([EntryPoint("bench", "no_such_package:add", "mneme.commands")], "no_such_package")],
+)
+def test_what_is_not_installed_is_said_in_one_line(
+    found: list[EntryPoint], missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def entry_points(**_: Any) -> list[EntryPoint]:
+        return found
+
+    monkeypatch.setattr(command_line, "entry_points", entry_points)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--url", "http://x"])
+    assert ended.value.code == 2
+    wanted = f"mneme bench: needs {missing}, which is not installed: pip install 'mneme[lab]'"
+    assert capsys.readouterr().err.splitlines() == [wanted]
+
+
+def test_others_run_without_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command_line, "entry_points", lambda **_: [])
+    assert main(["serve", "--print-config"]) == 0
+    with pytest.raises(SystemExit):
+        main(["--print-completion", "bash"])
+    assert "mneme" in capsys.readouterr().out
