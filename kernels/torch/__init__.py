@@ -1,4 +1,4 @@
-"""The backend in plain PyTorch: runs anywhere, and is what the others are compared with.
+"""The backend in plain PyTorch: it serves where nothing compiled does, and is a second opinion on the others.
 
 Public: `backend`, `ops`. Imports the kernels' root; `attention` and `ops` import it.
 """

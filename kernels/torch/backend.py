@@ -65,7 +65,7 @@ def _sequences(plan: Plan, device: torch.device) -> list[_Sequence]:
 def _attend_rows(args: AttendArgs, sequence: _Sequence, position: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
     """Attend some rows of a sequence: q [R, Hq, D] at `position` [R]; out and lse are written where they see a key."""
     num_kv_heads, head_dim = args.plan.num_kv_heads, args.plan.head_dim
-    key_position = args.slot_position[sequence.slots] + sequence.delta  # in the sequence
+    key_position = args.slot_position.index_select(0, sequence.slots) + sequence.delta  # in the sequence
     visible = key_position <= position[:, None]
     if args.window is not None:
         visible &= key_position > position[:, None] - args.window
@@ -73,7 +73,8 @@ def _attend_rows(args: AttendArgs, sequence: _Sequence, position: Tensor, q: Ten
     if not len(columns):
         return
     slots, visible = sequence.slots[columns], visible[:, columns]
-    keys, values = (pages.flatten(1, 2)[:, slots].float() for pages in (args.k_pages, args.v_pages))  # [Hkv, L, D]
+    pools = (pages.flatten(1, 2) for pages in (args.k_pages, args.v_pages))
+    keys, values = (pool.index_select(1, slots).float() for pool in pools)  # [Hkv, L, D]
 
     deltas, counts = torch.unique_consecutive(sequence.delta[columns], return_counts=True)
     parts = []
@@ -86,13 +87,17 @@ def _attend_rows(args: AttendArgs, sequence: _Sequence, position: Tensor, q: Ten
     scores = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)) * args.softmax_scale
     if args.soft_cap is not None:
         scores = (scores / args.soft_cap).tanh() * args.soft_cap
-    scores = scores.view(num_kv_heads, len(q), -1, len(slots)).masked_fill(~visible[:, None], -torch.inf)
+    scores = scores.view(num_kv_heads, len(q), -1, len(slots))
+    is_clear = bool(visible.all())
+    if not is_clear:
+        scores.masked_fill_(~visible[:, None], -torch.inf)
     logsum = scores.logsumexp(-1)  # [Hkv, R, G]
     weights = (scores - logsum.clamp(min=-1e30)[..., None]).exp()  # 0 for a row that sees nothing
 
-    broken = ~values.isfinite().all(-1)  # [Hkv, L]
-    weighed = weights.flatten(1, 2) @ values.masked_fill(broken[..., None], 0.0)
-    weighed = weighed.view(num_kv_heads, len(q), -1, head_dim)
-    weighed[(visible & broken[:, None]).any(-1)] = torch.nan  # 0 x NaN is NaN: of the rows that see it alone
+    broken = None if is_clear or values.sum().isfinite() else ~values.isfinite().all(-1)  # [Hkv, L]
+    values = values if broken is None else values.masked_fill(broken[..., None], 0.0)
+    weighed = (weights.flatten(1, 2) @ values).view(num_kv_heads, len(q), -1, head_dim)
+    if broken is not None:  # 0 x NaN is NaN: it is for the rows that see it alone
+        weighed[(visible & broken[:, None]).any(-1)] = torch.nan
     out.copy_(weighed.transpose(0, 1).flatten(1, 2))
     lse.copy_(logsum.transpose(0, 1).flatten(1, 2))
