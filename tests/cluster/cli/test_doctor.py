@@ -12,6 +12,8 @@ import pytest
 from mneme.cluster.cli import doctor as doctor_command
 from mneme.cluster.cli.doctor import Finding, doctor
 
+pytestmark = pytest.mark.engine
+
 PAGE = "# TYPE x gauge\nmneme_cuda_graph_replays_total 0\nmneme_cuda_graph_failures_total 3\nmneme_cuda_graphs_off 1\n"
 
 

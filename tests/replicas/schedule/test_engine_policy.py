@@ -247,6 +247,7 @@ def test_one_request_that_breaks_does_not_fail_its_batch(caplog: pytest.LogCaptu
     assert "commit failed" in caplog.text
 
 
+@pytest.mark.engine  # its draws are the sampler's
 def test_end_of_text_ends_unless_it_is_ignored_or_barred() -> None:
     greedy = continuation([1, 2], 12, 5)
     eos = greedy[2]
@@ -266,6 +267,7 @@ def test_end_of_text_ends_unless_it_is_ignored_or_barred() -> None:
     assert len(barred) >= 8
 
 
+@pytest.mark.engine  # its draws are the sampler's
 def test_penalties_count_the_output_also_of_a_resumed_request() -> None:
     def output(prompt: list[int], offset: int = 0, **options: Any) -> list[int]:
         engine = make_engine()
@@ -282,6 +284,7 @@ def test_penalties_count_the_output_also_of_a_resumed_request() -> None:
     assert output([1, 2], logit_bias={0: 20.0}, repetition_penalty=10.0) != [0] * 4  # its second time costs its lead
 
 
+@pytest.mark.engine  # its draws are the sampler's
 def test_a_resumed_draw_is_the_draw_it_would_have_been() -> None:
     def output(prompt: list[int], offset: int = 0) -> list[int]:
         engine = make_engine()

@@ -24,6 +24,8 @@ from tests.replicas.tiny_tokenizer import (
     tiny_tokenizer,
 )
 
+pytestmark = pytest.mark.engine
+
 CHAT = [{"role": "user", "content": "the fox"}]
 
 
