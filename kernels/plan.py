@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.kernels.page_table import (
+    ALL_VISIBLE,
     MAX_ABS_POSITION,
     MAX_PAGE_SIZE,
     IntArray,
@@ -120,8 +121,8 @@ class Plan:
         if len(new_pages) < len(page_id) or any(is_known[page] for page in new_pages if page < len(is_known)):
             return None
         zeros = np.zeros_like(page_id)
-        added = References(sequence, page_id, zeros, zeros + full_mask(self.page_size))
-        work = self.work.append(added)
+        added = References(sequence, page_id, zeros, zeros + ALL_VISIBLE)
+        work = self.work.append(added._replace(mask=zeros + full_mask(self.page_size)))
         if work is None:
             return None
         num_pages = max(self.num_pages, 1 + max(new_pages, default=-1))

@@ -75,6 +75,7 @@ def check_goes_on(found: dict[str, Any], num_history: int, *sources: str) -> Non
     assert sum(details[source] for source in sources) >= 0.99 * (num_history - 1), details
 
 
+@pytest.mark.slow
 def test_sessions_outlive_their_replica_and_their_cluster(tmp_path: Path) -> None:
     """The answers are those of a session that stayed where it was (float32)."""
     with served(tmp_path) as (process, http):

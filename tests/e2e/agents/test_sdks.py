@@ -13,5 +13,6 @@ import sdks
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_the_openai_sdk_finds_all_that_it_asks_for(server: str) -> None:
     sdks.openai_tour(server)

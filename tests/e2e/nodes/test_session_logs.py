@@ -123,6 +123,7 @@ def test_an_actor_that_is_ended_for_good_is_made_again_and_found_by_its_peers(no
     assert eventually(lambda: call(nodes.engines["goes"].delete, key)) is True
 
 
+@pytest.mark.slow
 def test_an_actor_that_hangs_is_waited_for_a_moment_only(nodes: Nodes) -> None:
     key, pid = key_number(3), call(nodes.actor("a").stats)["pid"]
     state = nodes.say("a", key, 0, 1)

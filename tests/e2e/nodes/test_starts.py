@@ -77,6 +77,7 @@ def test_a_start_with_another_configuration_has_the_nodes_actor_made_again(
     shutdown_cache_tier("edited")
 
 
+@pytest.mark.slow
 def test_starts_at_once_with_one_new_configuration_end_at_one_actor(cluster: CacheCluster, tmp_path: Path) -> None:
     EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "at-once").close()
     old = cluster.node_actor("head", "at-once")
@@ -94,6 +95,7 @@ def test_starts_at_once_with_one_new_configuration_end_at_one_actor(cluster: Cac
     assert shutdown_cache_tier("at-once") == 2
 
 
+@pytest.mark.slow
 def test_a_start_on_a_disk_that_cannot_be_used_is_refused_until_it_can(cluster: CacheCluster, tmp_path: Path) -> None:
     folder = tmp_path / "file"
     folder.touch()
@@ -125,6 +127,7 @@ def test_a_disk_that_fails_later_is_gone_without_and_said(cluster: CacheCluster,
     shutdown_cache_tier("later")
 
 
+@pytest.mark.slow
 def test_the_name_of_a_node_is_in_its_folders(cluster: CacheCluster, tmp_path: Path) -> None:
     config = disk_config(tmp_path / "kv-%n" / "%n")
     assert of_this_node(config) == disk_config(tmp_path / "kv-head" / "head")

@@ -23,7 +23,7 @@ from mneme.kernels.torch import backend as torch_backend
 from tests.budget import examples
 from tests.kernels.cases import CPU_BACKENDS, Scene, assert_close, make_scene, needs_native, scenes
 
-bounded = settings(max_examples=examples(120))
+bounded = settings(max_examples=examples(60, at_length=300))
 each_backend = pytest.mark.parametrize("backend", CPU_BACKENDS)
 
 

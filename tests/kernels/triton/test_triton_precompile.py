@@ -50,6 +50,7 @@ print(json.dumps({"before": before, "after": after, "first": first, "again": aga
 """
 
 
+@pytest.mark.slow
 def test_a_pool_compiles_what_the_cache_does_not_have_and_names_what_cannot_be_compiled(tmp_path: Path) -> None:
     """In a process of its own: kernels of this one may be interpreted."""
     real = pytest.importorskip("triton").knobs.nvidia.ptxas.path

@@ -36,6 +36,7 @@ def test_one_router_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> N
     assert 0 < found["hit_ratio"] <= found["infinite_hit_ratio"]
 
 
+@pytest.mark.slow
 def test_all_routers_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(*SMALL, "--router", "all") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -43,6 +44,7 @@ def test_all_routers_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Llama-2-70B on eight A800s" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_scenario_needs_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate("--scenario", "herding", "--router", "mneme,polled", "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]

@@ -18,6 +18,7 @@ import torch
 import triton
 
 from mneme.kernels import ops
+from mneme.kernels.arguments import KvRows
 from mneme.kernels.attention import attend
 from mneme.kernels.triton import backend as triton_backend
 from mneme.kernels.triton import kv as triton_kv
@@ -45,7 +46,7 @@ def play() -> None:
     triton_backend.reason_against = lambda _device, _plan: None
     ops._backend = lambda _x: triton_ops  # type: ignore[assignment]
     model.attend = partial(attend, backend="triton")
-    model.write_kv = triton_kv.write_kv
+    model.write_kv = lambda *rows: triton_kv.write_kv(KvRows(*rows))
 
 
 def runner_of(directory: Path, dtype: torch.dtype, max_rows: int) -> Runner:

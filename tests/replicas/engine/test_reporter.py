@@ -158,7 +158,7 @@ def test_the_load_counts_what_waits_and_runs() -> None:
     assert report.free_page_share < 1
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(8, at_length=50))
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 14), st.integers(0, 40)), min_size=1, max_size=12),
     st.sampled_from([0, 12, 40]),
