@@ -293,4 +293,4 @@ def test_a_writer_that_is_killed_leaves_only_sound_chunks(tmp_path: Path, way: s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", ["direct", "behind"])
 def test_a_writer_that_is_killed_again_and_again_leaves_only_sound_chunks(tmp_path: Path, way: str) -> None:
-    kill_loop(tmp_path, 60, way)
+    kill_loop(tmp_path, 25, way)

@@ -58,4 +58,4 @@ def test_whoever_is_killed_leaves_whole_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whoever_is_killed_again_and_again_leaves_whole_turns(tmp_path: Path) -> None:
-    kill_loop(tmp_path, 60)
+    kill_loop(tmp_path, 25)

@@ -20,7 +20,7 @@ pytestmark = MARKS
 
 PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
 PROMPTS = [f"{number}. {PROMPT}" for number in range(8)]
-LONG, SHORT = 1600, 8  # tokens; seconds of work for so many streams
+LONG, SHORT = 800, 8  # tokens; seconds of work for so many streams
 ENGINE = {"dtype": "float32", "num_pages": 512, "page_size": 32}  # the same tokens whatever the batch
 FROM_TIER = f'vllm:external_prefix_cache_hits_total{{model_name="{MODEL}"}}'
 

@@ -102,4 +102,4 @@ def test_an_engine_that_is_killed_leaves_only_sound_chunks(kills: Kills) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_engine_that_is_killed_again_and_again_leaves_only_sound_chunks(kills: Kills) -> None:
-    kills.loop(50)
+    kills.loop(15)

@@ -103,7 +103,7 @@ pools = st.builds(
 )
 
 
-@settings(max_examples=examples(100, at_length=2000))
+@settings(max_examples=examples(100, at_length=1000))
 @given(st.lists(arrivals, min_size=1, max_size=10), pools)
 def test_any_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
     Play(traffic, pool).run()

@@ -49,7 +49,7 @@ traffic_and_pool = st.tuples(
 )
 
 
-@settings(max_examples=examples(150, at_length=1500))
+@settings(max_examples=examples(150, at_length=800))
 @given(traffic_and_pool)
 def test_any_traffic_computes_what_each_request_alone_would(case: tuple[Any, ...]) -> None:
     check_traffic(*case)

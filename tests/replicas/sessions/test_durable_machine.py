@@ -64,7 +64,7 @@ class DurableMachine(SessionMachine):
         self.folder.cleanup()
 
 
-DURABLE = settings(SETTINGS, max_examples=examples(20, at_length=400))
+DURABLE = settings(SETTINGS, max_examples=examples(20, at_length=150))
 
 
 @pytest.mark.hypothesis

@@ -184,7 +184,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.begin(name, turns[0])
 
 
-SETTINGS = settings(max_examples=examples(60, at_length=1000), stateful_step_count=40)
+SETTINGS = settings(max_examples=examples(60, at_length=400), stateful_step_count=40)
 
 
 @pytest.mark.hypothesis
