@@ -56,18 +56,18 @@ check: $(DEV_READY) # style, types, and all tests that need no model and no Ray:
 check-tests: $(DEV_READY)
 	MNEME_TEST_BUDGET=small $(PYTEST) -m "(policy or http) and not slow" $(PYTEST_ARGS)
 
-test: $(DEV_READY) # the test suite: ten minutes; -m policy, kernels, engine, tier, http or e2e in PYTEST_ARGS chooses
+test: $(DEV_READY) # the test suite: ten minutes
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: $(DEV_READY) # what `make test` leaves out: many examples of each property, long fault loops, whole benchmarks
 	MNEME_TEST_BUDGET=large $(PYTEST) -m "(slow or hypothesis) and not gpu" $(PYTEST_ARGS)
 
-# Long fault and kill loops of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
+# Of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
 FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/connector/test_cached_traffic.py
 FAULT_TESTS += $(wildcard tests/e2e/nodes/test_nodes.py)
 
-faults: $(DEV_READY) # long fault and kill loops of the cache tier
-	$(PYTEST) -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
+faults: $(DEV_READY) # long fault and kill loops of the cache tier, four times as long as in test-all
+	MNEME_TEST_BUDGET=faults $(PYTEST) -m "slow or hypothesis" $(FAULT_TESTS) $(PYTEST_ARGS)
 
 kernels-compile: $(DEV_READY) # Triton's kernels for GPUs, without one
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.triton_compile

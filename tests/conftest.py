@@ -72,7 +72,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out files and folders of layers that `-m` does not name, where it names some and excludes none."""
     expression = config.option.markexpr
     named = LAYERS.intersection(re.findall(r"\w+", expression))
-    if not named or re.search(rf"\bnot\b[\s(]*({'|'.join(LAYERS)})\b", expression):
+    if not named or re.search(rf"\bnot\b\s*(\(|({'|'.join(LAYERS)})\b)", expression):
         return None
     files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
     return None if any(layer_of_file(file) in named for file in files) else True

@@ -105,7 +105,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=LABORATORY[name])
         missing = _load(name, command) if is_completed or name == named else None
         if missing is not None and name == named:
-            command.exit(2, f"mneme {name}: needs {missing}, which is not installed: pip install 'mneme[lab]'\n")
+            command.exit(2, f"mneme {name}: {missing}\n")
 
     serve = commands.add_parser("serve", help="serve an OpenAI-compatible API on this machine")
     _add_serve_arguments(serve)
@@ -134,14 +134,16 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _load(name: str, command: argparse.ArgumentParser) -> str | None:
-    """Let a command of the laboratory add its arguments; return what it needs that is not installed."""
+    """Let a command of the laboratory add its arguments; return what to install if it cannot."""
     found = [*entry_points(group="mneme.commands", name=name)]
     if not found:
-        return "mneme.lab"
+        return "its entry point is not installed: pip install 'mneme[lab]', or in a checkout make setup"
     try:
         found[0].load()(command)
-    except ImportError as error:
-        return error.name or str(error)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("mneme.") and not error.name.startswith("mneme.lab"):
+            raise
+        return f"needs {error.name}, which is not installed: pip install 'mneme[lab]'"
     return None
 
 

@@ -80,7 +80,7 @@ _LENGTHS = {  # of a shape's fields, in whose place options stand: the smallest,
 
 
 def _lengths(names: Iterable[str], workloads: Sequence[str]) -> Iterator[Option]:
-    """Yield options in place of a shape's fields. `--documents` says how they are sent, so their number has its own."""
+    """Yield an option for each of a shape's fields, such as --turns, with the default of each workload in its help."""
     for name in names:
         least, most, text = _LENGTHS[name]
         values = [getattr(SHAPES[workload], name) for workload in workloads]

@@ -12,7 +12,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Benchmarks are read by people, who see what is wrong with them; `make test-all` runs their tests."""
+    """Leave the tests of benchmarks to `make test-all`: nothing that serves depends on a benchmark."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.slow)

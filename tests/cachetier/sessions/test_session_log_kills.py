@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.budget import examples
 from tests.cachetier.kill_log_writer import NUM_SESSIONS, expected_ids, open_logs, read
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,4 +59,4 @@ def test_whoever_is_killed_leaves_whole_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whoever_is_killed_again_and_again_leaves_whole_turns(tmp_path: Path) -> None:
-    kill_loop(tmp_path, 25)
+    kill_loop(tmp_path, examples(25, at_length=25))

@@ -146,7 +146,7 @@ def main() -> int:
     from tests.kernels.triton.triton_cases import CASES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", action="store_true", help="only the cases that `make test` compiles")
+    parser.add_argument("--sample", action="store_true", help="only the cases that `make test-all` compiles")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--architecture", type=int, choices=ARCHITECTURES, help="only this one")
     arguments = parser.parse_args()

@@ -43,7 +43,7 @@ def found_turns(trace: Sequence[TraceRequest]) -> list[Turn]:
 
 @cache
 def played(scenario: str, router: str, num_turns: int | None = None) -> dict[str, Any]:
-    """The first turns show it as well as all of them, where that is said."""
+    """Play a scenario once for all tests; `num_turns`: only its first turns, where these are enough."""
     shape, turns = SCENARIOS[scenario](0)
     return Simulation(replace(shape, router=router), turns[:num_turns], DEFAULT_RATES.cost_model()).run()
 

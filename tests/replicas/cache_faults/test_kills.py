@@ -13,6 +13,7 @@ import pytest
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.errors import ConfigError
 from mneme.replicas.model.decoder import Decoder
+from tests.budget import examples
 from tests.cachetier.chunks import chunk_files, folder_bytes
 from tests.replicas.cache_faults.kill_engine import CAPACITY_BYTES, NUM_HISTORIES, config_in, load, prompt
 from tests.replicas.checkpoints import write_checkpoint
@@ -102,4 +103,4 @@ def test_an_engine_that_is_killed_leaves_only_sound_chunks(kills: Kills) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_engine_that_is_killed_again_and_again_leaves_only_sound_chunks(kills: Kills) -> None:
-    kills.loop(15)
+    kills.loop(examples(15, at_length=15))

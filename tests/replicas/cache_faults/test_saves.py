@@ -140,8 +140,8 @@ def test_any_call_may_fail(dialogue: Dialogue, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_other_call_may_fail(dialogue: Dialogue, tmp_path: Path) -> None:
-    check_failing_calls(dialogue, tmp_path, 2, (errno.EIO, errno.ENOSPC))
+def test_every_call_may_fail(dialogue: Dialogue, tmp_path: Path) -> None:
+    check_failing_calls(dialogue, tmp_path, 1, (errno.EIO, errno.ENOSPC))
 
 
 class ForgetfulStore(SharedStore):

@@ -341,6 +341,27 @@ def test_a_step_that_fails_loses_no_request(error: Exception, runs_ahead: bool) 
     assert runner.num_freed == isinstance(error, MemoryError)
 
 
+def test_a_model_whose_device_runs_out_of_memory_gives_the_same_tokens(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch raises is known by the runner, and nothing else is taken for it."""
+    expected, engine = traffic(of_model(decoder)), of_model(decoder)
+    launch, num_launched = engine.runner.launch, 0
+
+    def fail_once(inputs: StepInputs) -> torch.Tensor:
+        nonlocal num_launched
+        num_launched += 1
+        if num_launched == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(inputs)
+
+    monkeypatch.setattr(engine.runner, "launch", fail_once)
+    found = traffic(engine)
+    assert {name: ids_of(told) for name, told in found.items()} == {n: ids_of(told) for n, told in expected.items()}
+    assert num_launched > 6
+    assert not engine.runner.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+
+
 def test_steps_are_smaller_for_a_while_where_memory_did_not_do() -> None:
     runner = FailingRunner(256, 4)
     engine = make_engine(runner=runner, num_pages=256, max_batch_tokens=64)
