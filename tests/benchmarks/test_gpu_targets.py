@@ -62,7 +62,7 @@ FIGURES = {
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param(each, marks=[pytest.mark.slow] if each in ("check", "attention", "served") else [])
+        pytest.param(each, marks=[pytest.mark.e2e] if each == "served" else [])  # that one starts a Ray cluster
         for each in FIGURES
     ],
 )
