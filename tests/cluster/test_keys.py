@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from starlette.testclient import TestClient
 
 from mneme.cluster.cli.main import main
 from mneme.cluster.config import HttpConfig, from_mapping
@@ -20,7 +21,7 @@ from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from mneme.cluster.keys import ApiKey, Keyring, Meter, read_key_file, sha256_of
 from mneme.cluster.tenancy import PUBLIC
-from mneme.errors import ConfigError, RateLimited, Unauthorized
+from mneme.errors import ConfigError, RateLimited, ReplicaUnavailable, Unauthorized
 from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, api, get, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 
@@ -211,6 +212,19 @@ def test_a_stream_counts_until_its_end() -> None:
             return [(await client.post("/v1/chat/completions", json=body)).status_code for _ in range(2)]
 
     assert asyncio.run(run()) == [200, 429]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(CHAT, 503), ({"messages": 1}, 400), ({**CHAT, "stream": True, "n": 0}, 400)]
+)
+def test_what_is_refused_or_fails_counts_no_longer(body: dict[str, Any], status: int) -> None:
+    """Of requests at once; else a key would be refused for ever."""
+    engine = FakeEngineClient(TOKENIZER, refusal=ReplicaUnavailable("gone"))
+    config = HttpConfig(keys=(key(concurrency=1),))
+    client = TestClient(build_api([Backend(engine, MODEL, TOKENIZER)], config), "http://api")
+    headers = {"Authorization": "Bearer secret-a"}
+    answers = [client.post("/v1/chat/completions", json=body, headers=headers).status_code for _ in range(3)]
+    assert answers == [status] * 3
 
 
 def test_only_admins_see_what_all_tenants_have() -> None:
