@@ -21,7 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of several pro
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(
+    Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")
+):
     os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis
@@ -64,15 +66,21 @@ def layer_of_file(path: Path) -> str:
 
 def layer_of(item: pytest.Item) -> str:
     """Return the layer of a test: its own mark's, or its file's."""
-    said = LAYERS.intersection(mark.name for mark in item.iter_markers())
-    return said.pop() if said else layer_of_file(item.path)
+    said = (mark.name for mark in item.iter_markers() if mark.name in LAYERS)  # the closest first
+    return next(said, None) or layer_of_file(item.path)
+
+
+def layers_asked_for(config: pytest.Config) -> set[str]:
+    """Return the layers that `-m` names; none where it excludes any, as then it asks for all others."""
+    expression = config.option.markexpr
+    excludes = re.search(rf"\bnot\b\s*(\(|({'|'.join(LAYERS)})\b)", expression)
+    return set() if excludes else LAYERS.intersection(re.findall(r"\w+", expression))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files and folders of layers that `-m` does not name, where it names some and excludes none."""
-    expression = config.option.markexpr
-    named = LAYERS.intersection(re.findall(r"\w+", expression))
-    if not named or re.search(rf"\bnot\b\s*(\(|({'|'.join(LAYERS)})\b)", expression):
+    """Leave out files and folders of layers that are not asked for."""
+    named = layers_asked_for(config)
+    if not named:
         return None
     files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
     return None if any(layer_of_file(file) in named for file in files) else True
@@ -80,8 +88,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Assert that files of policy import neither torch nor Ray, where they are collected alone."""
-    expression = session.config.option.markexpr
-    named = LAYERS.intersection(re.findall(r"\w+", expression))
+    named = layers_asked_for(session.config)
     if named and named <= WITHOUT_TORCH:
         assert not {"torch", "ray"} & sys.modules.keys(), (
             "a file of policy imports torch or Ray; it is of another layer"

@@ -99,7 +99,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     shtab.add_argument_to(parser, "--print-completion", help="print a completion script for this shell")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     named = next((each for each in argv if not each.startswith("-")), None)
-    is_completed = any(each.startswith("--print-c") for each in argv)  # with the options of all commands
+    before = argv[: argv.index(named)] if named is not None else argv
+    is_completed = any(each.startswith("--p") for each in before)  # --print-completion has the options of all commands
 
     def add_of_laboratory(name: str) -> None:
         command = commands.add_parser(name, help=LABORATORY[name])

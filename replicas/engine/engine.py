@@ -15,8 +15,8 @@ that one, so that the GPU never waits for this thread, and grammars, penalties a
 (vLLM's asynchronous scheduling does the same but for these). While a step is scheduled, placeholders stand for the
 tokens that are on their way: ids below -1, each given once, which nobody sees between two calls of `step`. Pages that
 got one learn the token when it is known (`PrefixForest.learn`). A step whose outcome decides more than tokens is
-committed before the next is scheduled (`_must_wait`). A sequence that ends unforeseen has one row too many, whose draw
-is dropped.
+committed before the next is scheduled: at once where it loads or reads documents, else when that is known
+(`_must_wait`). A sequence that ends unforeseen has one row too many, whose draw is dropped.
 On a CPU each step is committed at once, by the same code.
 """
 
