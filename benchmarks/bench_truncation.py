@@ -48,10 +48,11 @@ from mneme.lab.quality.coreference import px_cases
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+from mneme.replicas.model.directory import load_model_config
+from mneme.replicas.model.parts import Attention
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.model.weights import LayerWeights, load_weights
+from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import PromptUsage
 from mneme.replicas.sequence import Sequence as EngineSequence
 from mneme.replicas.sequence import StepRows
@@ -245,23 +246,23 @@ class DenseDecoder(Decoder):
         self._num_tokens = len(kept)
 
     def _attend(
-        self, layer: LayerWeights, index: int, hidden: Tensor, inputs: StepInputs, pool: KvPool, spans: object
+        self, layer: Attention, index: int, hidden: Tensor, inputs: StepInputs, pool: KvPool, spans: object
     ) -> tuple[Tensor, None, StepInputs]:
         config, places = self.config, inputs.positions
         num_new, batch = len(places), len(self._keys[index])
         heads = layer.qkv(hidden).view(batch, num_new, -1, config.head_dim)
         q, k, v = heads.split([config.num_q_heads, config.num_kv_heads, config.num_kv_heads], 2)
         if self._positions == "naive":
-            k = self.rope.rotate(k.contiguous(), places)
+            k = self.ropes[index].rotate(k.contiguous(), places)
         end = self._num_tokens + num_new
         self._keys[index, :, self._num_tokens : end] = k
         self._values[index, :, self._num_tokens : end] = v
         keys = self._keys[index, :, :end]
         if self._positions == "afresh":
-            keys = self.rope.rotate(keys, torch.arange(end))
+            keys = self.ropes[index].rotate(keys, torch.arange(end))
         came_earlier = torch.arange(end) <= places[:, None]
         out = torch.nn.functional.scaled_dot_product_attention(
-            self.rope.rotate(q.contiguous(), places).transpose(1, 2),
+            self.ropes[index].rotate(q.contiguous(), places).transpose(1, 2),
             keys.transpose(1, 2),
             self._values[index, :, :end].transpose(1, 2),
             attn_mask=came_earlier,

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from mneme.kernels.linear import make_linear
-from mneme.replicas.model.config import DecoderConfig, parse_model_config
-from mneme.replicas.model.weights import DecoderWeights, LayerWeights
+from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.directory import parse_model_config
+from mneme.replicas.model.families import FAMILIES
+from mneme.replicas.model.parts import DecoderWeights
+from mneme.replicas.model.weights import build
 
 _STD = 0.02
 
@@ -39,32 +41,29 @@ def model_config(name: str) -> DecoderConfig:
     return parse_model_config(SHAPES[name], name)
 
 
+class RandomSource:
+    """Draws each tensor that a family asks for: normal of standard deviation 0.02, norms of one."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return not name.endswith("_blocks")  # quantized tensors
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        if "norm" in name:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        empty = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return empty.normal_(std=_STD, generator=self._generator)
+
+    def stored(self, name: str, *_shape: int) -> torch.Tensor:
+        raise KeyError(name)
+
+
 def random_weights(config: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> DecoderWeights:
-    """Normal weights of standard deviation 0.02, norms of one; nothing passes through the host."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_(std=_STD, generator=generator)
-
-    def layer() -> LayerWeights:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        return LayerWeights(
-            attn_norm=torch.ones(hidden, dtype=dtype, device=device),
-            qkv=make_linear(normal(config.q_size + 2 * config.kv_size, hidden)),
-            q_norm=None,
-            k_norm=None,
-            o=make_linear(normal(hidden, config.q_size)),
-            mlp_norm=torch.ones(hidden, dtype=dtype, device=device),
-            gate_up=make_linear(normal(2 * inner, hidden)),
-            down=make_linear(normal(hidden, inner)),
-        )
-
-    return DecoderWeights(
-        embedding=normal(config.vocab_size, config.hidden_size),
-        layers=[layer() for _ in range(config.num_layers)],
-        norm=torch.ones(config.hidden_size, dtype=dtype, device=device),
-        head=make_linear(normal(config.vocab_size, config.hidden_size)),
-    )
+    """Draw a model's weights where they are kept; nothing passes through the host."""
+    return build(FAMILIES[config.family], RandomSource(device, dtype, seed), config)
 
 
 def layer_weights(config: DecoderConfig) -> int:

@@ -23,6 +23,7 @@ Reason = Literal[
     "not_allowed",
     "sooner_in_full",
     "sliding_window",
+    "learned_positions",
     "not_shared",
     "too_short",
     "too_long",
@@ -130,6 +131,7 @@ class Declined(NamedTuple):
 
 OFF = Declined("off", "blend.mode is off")
 SLIDING_WINDOW = Declined("sliding_window", "the model has sliding windows")
+LEARNED_POSITIONS = Declined("learned_positions", "the model has learned positions")
 NOT_SHARED = Declined("not_shared", "engine.prefix_sharing is false")
 TOO_SHORT = Declined("too_short", "shorter than blend.min_tokens")
 TOO_LONG = Declined("too_long", "longer than the model's context or the page pool allows")

@@ -18,6 +18,8 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest
 
 Strategy = Literal["reuse_kv", "recompute", "error"]
 Keep = Literal["system", "important"]
+# Why a model's KV cannot be moved to other positions.
+Immovable = Literal["sliding_window", "learned_positions"]
 
 MIN_RUN_TOKENS = 16  # of what `important` keeps: shorter runs say little, and each costs a delta of its own
 MAX_WINDOWS = 16  # tokens of a prompt, or of an answer, that is truncated, in windows
@@ -61,13 +63,17 @@ class Truncation:
             rule = f"at most {most} tokens: what a ratio of {self.ratio:g} leaves of a window of {window}"
             raise InvalidRequest("truncation.keep_first", self.keep_first, rule)
 
-    def check_sliding_windows(self) -> None:
-        """Raise `InvalidRequest` if KV of the first tokens were to stay where sliding windows would hide it.
+    def check_model(self, immovable: Immovable | None) -> None:
+        """Raise `InvalidRequest` if KV were to be moved that only serves its own position.
 
+        With learned positions that is all KV, with sliding windows that of the first tokens, which they would hide.
         `recompute` may keep what it likes: what is seen is then an ordinary text, however far a layer looks back.
         """
-        if self.strategy != "reuse_kv":
+        if self.strategy != "reuse_kv" or immovable is None:
             return
+        if immovable == "learned_positions":
+            rule = "not on a model with learned positions, whose KV serves its own position alone; recompute works"
+            raise InvalidRequest("truncation.strategy", self.strategy, rule)
         rule = "not with reuse_kv on a model with sliding-window layers, which would hide what is kept of the beginning"
         if self.keep_first:
             raise InvalidRequest("truncation.keep_first", self.keep_first, rule)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from attention.machine import measure_ceilings
 from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
 from attention.scenes import Heads, prefix_scene
@@ -336,18 +335,16 @@ def _layers(name: str, attention: Arm | None, weights: Any, batch: int) -> Arm |
     if attention is None:
         return None
     attention.output()
-    token_ids = torch.zeros(batch, dtype=torch.int64, device=weights.norm.device)
-    width = weights.norm.shape[0]
+    token_ids = torch.zeros(batch, dtype=torch.int64, device=weights.device)
 
     def step(_layer: int) -> torch.Tensor:
         hidden = weights.embed(token_ids)
         for index, layer in enumerate(weights.layers):
-            layer.qkv(F.rms_norm(hidden, (width,), layer.attn_norm))
+            layer.attention.qkv(layer.attention_norm(hidden))
             attended = attention.call(index % attention.num_layers)
-            hidden = hidden + layer.o(attended.reshape(batch, -1))
-            gate, up = layer.gate_up(F.rms_norm(hidden, (width,), layer.mlp_norm)).chunk(2, dim=1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
-        return weights.head(F.rms_norm(hidden, (width,), weights.norm), torch.float32)
+            hidden = hidden + layer.attention.o(attended.reshape(batch, -1))
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden), hidden.dtype)
+        return weights.head(weights.norm(hidden), torch.float32)
 
     return Arm(name, step)
 

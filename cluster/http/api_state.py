@@ -26,7 +26,7 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, O
 from mneme.primitives import Bounded
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.request import Grammar, History
 from mneme.replicas.text.grammar import GrammarChecker
 from mneme.replicas.text.parts import Part, StandIns, encode_parts

@@ -34,7 +34,7 @@ from mneme.cluster.run import environment
 from mneme.cluster.run.janitor import Janitor
 from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_models
 from mneme.errors import CheckpointError, MnemeError
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.directory import load_model_config, model_directory
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from mneme.replicas.sessions.sessions import TurnQueue
 from mneme.replicas.sessions.token_log import TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.grammar import Grammars
-from mneme.replicas.truncation import MAX_WINDOWS
+from mneme.replicas.truncation import MAX_WINDOWS, Immovable
 
 if TYPE_CHECKING:
     from mneme.replicas.text.tokenizer import Tokenizer
@@ -27,15 +27,17 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 _HALF_LIFE_S = 10.0  # of what was measured, in seconds in which something waited
 
 
-def check_request(request: GenerationRequest, vocab_size: int, window: int, *, is_windowed: bool = False) -> None:
+def check_request(
+    request: GenerationRequest, vocab_size: int, window: int, *, immovable: Immovable | None = None
+) -> None:
     """Raise `InvalidRequest` for what no engine of this vocabulary and context window could run.
 
-    is_windowed  whether some of the model's layers do not see the whole context
+    immovable  why KV of this model cannot be moved
     """
     _check_token_ids(request, vocab_size)
     request.check_prompt_logprobs()
     check_spans(request.documents, len(request.prompt_token_ids) - request.output_offset)
-    _check_truncation(request, window, is_windowed)
+    _check_truncation(request, window, immovable)
     _check_timeout(request)
 
 
@@ -55,14 +57,13 @@ def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
             raise InvalidRequest(name, worst, f"token ids are from 0 to {vocab_size - 1}")
 
 
-def _check_truncation(request: GenerationRequest, window: int, is_windowed: bool) -> None:
+def _check_truncation(request: GenerationRequest, window: int, immovable: Immovable | None) -> None:
     if request.truncation is None:
         return
     if request.truncation.strategy == "reuse_kv" and request.session_id is None:
         raise InvalidRequest("truncation.strategy", "reuse_kv", "needs a session")
     request.truncation.check_window(window)
-    if is_windowed:
-        request.truncation.check_sliding_windows()
+    request.truncation.check_model(immovable)
 
 
 def _check_timeout(request: GenerationRequest) -> None:

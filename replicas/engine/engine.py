@@ -38,7 +38,7 @@ from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.documents import NOT_SHARED, SLIDING_WINDOW, Declined
+from mneme.replicas.documents import LEARNED_POSITIONS, NOT_SHARED, SLIDING_WINDOW, Declined
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
@@ -149,8 +149,8 @@ class Engine:
         )
         self._blends = Controller(gate, self.costs)
         self._cannot_blend = None if config.prefix_sharing else NOT_SHARED
-        if runner.is_windowed:
-            self._cannot_blend = SLIDING_WINDOW
+        if runner.immovable is not None:
+            self._cannot_blend = SLIDING_WINDOW if runner.immovable == "sliding_window" else LEARNED_POSITIONS
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
@@ -207,7 +207,7 @@ class Engine:
         self.limits.check(request)
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
-        check_request(request, self.runner.vocab_size, self.max_context, is_windowed=self.runner.is_windowed)
+        check_request(request, self.runner.vocab_size, self.max_context, immovable=self.runner.immovable)
         # Sessions and forest keep the salt: once per tenant.
         request = replace(request, salt=sys.intern(request.salt), taken_s=self.clock())
         if request.documents:

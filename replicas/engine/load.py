@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,16 @@ from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.pins import warm_before_traffic
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.fuse.report import measured_on, read_gate
-from mneme.replicas.model.config import DecoderConfig, load_model_config, model_directory
+from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import Progress, load_weights, shard_paths
 from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.truncation import Immovable
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +63,8 @@ _GPU_SPARE_SHARE = 0.05  # of the GPU, behind that: what steps measured none of,
 _GPU_DRIVER_BYTES = 3 << 29  # of an engine that has a part of a GPU, outside of torch's count: its context, its graphs
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
-_NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope")  # how long, when it ends; the last two stand elsewhere
+# How long, when it ends; the others stand elsewhere.
+_NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope", "local_rope")
 
 OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
 
@@ -154,22 +158,21 @@ def load_engine(
         eos_token_ids=eos_token_ids, connector=connector, costs=costs, durable=durable, gate=gate,
         on_close=keep_costs,
     )  # fmt: skip
-    check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
+    check_default_truncation(config, engine.max_context, immovable=model_config.immovable)
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
     return engine
 
 
-def check_default_truncation(config: EngineConfig, window: int, *, is_windowed: bool = False) -> None:
+def check_default_truncation(config: EngineConfig, window: int, *, immovable: Immovable | None = None) -> None:
     """Raise `ConfigError` if the configured truncation could not work in a window of so many tokens.
 
-    is_windowed  whether some layers do not see all of it
+    immovable  why KV of the model cannot be moved
     """
     try:
         config.truncation.check_window(window)
-        if is_windowed:
-            config.truncation.check_sliding_windows()
+        config.truncation.check_model(immovable)
     except InvalidRequest as error:
         raise ConfigError(f"engine.{error}") from None
 
@@ -455,7 +458,11 @@ def model_fingerprint(
 
     `dtype` is what the engine computes in; `memory`: see `weights_digest`.
     """
-    architecture = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
+    # A field that families got later changes the fingerprint of those alone that have it.
+    defaults = {field.name: field.default for field in fields(config)}
+    given = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
+    architecture = {name: value for name, value in given.items() if value != defaults[name]}
+    ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
     return ModelFingerprint(
         weights=weights_digest(shard_paths(model_dir), memory),
         layout=ChunkLayout(
@@ -465,7 +472,7 @@ def model_fingerprint(
             dtype=str(dtype).removeprefix("torch."),
             chunk_tokens=chunk_tokens,
         ),
-        inv_freq=config.rope.inv_freq,
-        attention_factor=config.rope.attention_factor,
+        inv_freq=tuple(frequency for rope in ropes for frequency in rope.inv_freq),
+        attention_factor=math.prod(rope.attention_factor for rope in ropes),
         architecture=json.dumps(architecture, sort_keys=True),
     )

@@ -48,11 +48,14 @@ class _Shares:
     pool: KvPool
     rope: RopeTable
     scale: float  # of scores
+    soft_cap: float | None
 
     @classmethod
     def of(cls, slots: torch.Tensor, deltas: IntArray, pool: KvPool, decoder: Decoder) -> _Shares:
-        scale = decoder.config.head_dim**-0.5
-        return cls(slots=slots, runs=_runs(deltas), pool=pool, rope=decoder.rope, scale=scale)
+        (rope,) = set(decoder.ropes)  # KV is moved where all layers see the whole context, and all rotate alike
+        assert rope is not None
+        config = decoder.config
+        return cls(slots=slots, runs=_runs(deltas), pool=pool, rope=rope, scale=config.scale, soft_cap=config.soft_cap)
 
     def __call__(self, layer: int, q: torch.Tensor, lse: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """float32 [Hq, T, L], of tokens that the rows do not see too.
@@ -64,6 +67,8 @@ class _Shares:
         queries = self._queries(q, positions).view(-1, num_kv_heads, q.shape[1] // num_kv_heads * num_rows, q.shape[2])
         parts = [own @ keys[:, run.start : run.end].mT for own, run in zip(queries, self.runs, strict=True)]
         scores = torch.cat(parts, -1).view(-1, num_rows, num_tokens) * self.scale
+        if self.soft_cap is not None:
+            scores = (scores / self.soft_cap).tanh_() * self.soft_cap
         return (scores - lse.T[..., None]).exp_()
 
     def _queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,21 @@
-"""A decoder described by data, read from a Hugging Face `config.json`.
+"""A decoder described by data: what `replicas/model/families` read from a Hugging Face `config.json`.
 
-Llama 2/3 and what shares its layout (Yi, Vicuna), Mistral, Qwen2 and Qwen3. What a family leaves open is a field
-here; what no supported family needs is refused when it is loaded, with the field's name.
+What families differ in is a field here; what no family needs is refused when it is read, with the field's name. This
+module and the families import no torch: a door reads a model's limits without it.
 """
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mneme.errors import CheckpointError, shown
+from mneme.replicas.model.fields import Fields
+from mneme.replicas.truncation import Immovable
 
-EMBEDDED_MODEL = "mneme-tiny"
-_MAX_DIMENSION = 2**24
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +34,20 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """MLPs of which a router chooses some for each token."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int  # of one
+    is_normalized: bool  # weights of the chosen ones sum to 1; else they are shares of all
+    shared_size: int | None = None  # inner size of an expert that every token has
+    dense_layers: tuple[int, ...] = ()  # that have a plain MLP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Shape and switches of a pre-norm decoder with rotary attention and a gated MLP."""
+    """Shape and switches of a decoder. A field with a default is part of a model's fingerprint where it differs."""
 
     family: str
     vocab_size: int
@@ -53,13 +61,23 @@ class DecoderConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each query and key head, before rotation (Qwen3)
+    qk_norm: bool  # RMSNorm over each query and key head, before rotation
     tied_embeddings: bool
     windows: tuple[int | None, ...]  # per layer: sliding window in tokens
     max_context: int  # tokens
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: positions are learned, and added to embeddings
     eos_token_ids: tuple[int, ...]
     dtype: str  # what the checkpoint says its weights are
+    local_rope: RopeConfig | None = None  # of the layers that have a window, where it is another
+    softmax_scale: float | None = None  # None: head_dim ** -0.5
+    soft_cap: float | None = None  # of scores
+    logit_cap: float | None = None
+    has_sinks: bool = False  # a learned logit per head takes part in each softmax, without a value
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    is_parallel: bool = False  # attention and MLP read the same hidden states
+    num_norms: int = 2  # of a layer
+    experts: ExpertsConfig | None = None
 
     @property
     def q_size(self) -> int:
@@ -68,6 +86,11 @@ class DecoderConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of q . k."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def is_windowed(self) -> bool:
@@ -80,163 +103,96 @@ class DecoderConfig:
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
+    @property
+    def immovable(self) -> Immovable | None:
+        """Return why KV serves the positions alone at which it was computed; None: it serves any."""
+        return "learned_positions" if self.rope is None else "sliding_window" if self.is_windowed else None
 
-def model_directory(model: str) -> Path:
-    """The directory of a model: the embedded one by its name, any other by its path."""
-    if model == EMBEDDED_MODEL:
-        return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
-    path = Path(model).expanduser()
-    if not path.is_dir():
-        rule = f"no such model directory (the embedded model is {EMBEDDED_MODEL!r})"
-        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):  # the form of a name on the Hugging Face hub
-            name = model.partition("/")[2]
-            rule += f"; models are not downloaded: `hf download {model} --local-dir {name}`, then give {name!r}"
-        raise CheckpointError(f"{model}: {rule}")
-    return path
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Return how a layer rotates queries and keys."""
+        return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
 
 
-def load_model_config(model_dir: Path) -> DecoderConfig:
-    """Read `config.json`; raises `CheckpointError` that names the file or the field."""
-    path = model_dir / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; {model_dir} is not a Hugging Face model directory") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({type(error).__name__})") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return parse_model_config(raw, str(path))
+def read_decoder(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    activation: str = "hidden_act",
+    activations: Mapping[str, str] | None = None,
+    theta: float = 10_000.0,
+    tied: bool = False,
+    **own: Any,
+) -> DecoderConfig:
+    """Read what most families share, by the names that they share; `own` are fields that the family has read.
+
+    head_dim     where the file does not say it; None: by the heads
+    activation   the field's name; `activations` are its values and what they are called here, the default first
+    theta        of plain RoPE, where the file does not say it
+    tied         whether the head is the embedding, where the file does not say it
+    """
+
+    def read(name: str, value: Callable[[], Any]) -> None:
+        if name not in own:
+            own[name] = value()
+
+    num_layers, num_q_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    known = {"silu": "silu"} if activations is None else activations
+    read("vocab_size", lambda: fields.integer("vocab_size"))
+    read("hidden_size", lambda: fields.integer("hidden_size"))
+    read("intermediate_size", lambda: fields.integer("intermediate_size"))
+    read("num_kv_heads", lambda: fields.integer("num_key_value_heads", num_q_heads))
+    read("head_dim", lambda: fields.integer("head_dim", head_dim or max(own["hidden_size"] // num_q_heads, 1)))
+    read("norm_eps", lambda: fields.number("rms_norm_eps", 1e-6))
+    read("max_context", lambda: fields.integer("max_position_embeddings"))
+    read("windows", lambda: (None,) * num_layers)
+    read("rope", lambda: read_rope(fields, own["head_dim"], own["max_context"], theta))
+    read("activation", lambda: known[fields.one_of(activation, tuple(known), next(iter(known)))])
+    read("tied_embeddings", lambda: fields.boolean("tie_word_embeddings", tied))
+    if num_q_heads % own["num_kv_heads"]:
+        raise fields.error("num_key_value_heads", f"must divide num_attention_heads, {num_q_heads}")
+    if own["head_dim"] % 2 or own["head_dim"] > MAX_HEAD_DIM:
+        rule = f"head_dim must be even and at most {MAX_HEAD_DIM} (got {own['head_dim']})"
+        raise CheckpointError(f"{fields.where}: {rule}")
+    switches = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
+    shared = {"num_layers": num_layers, "num_q_heads": num_q_heads, "eos_token_ids": _eos_token_ids(fields)}
+    dtype = str(fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32")
+    return DecoderConfig(**{**switches, **shared, "dtype": dtype, **own})
 
 
-def parse_model_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
-    """`DecoderConfig` of a parsed config.json; `where` begins each error message."""
-    fields = _Fields(raw, where)
-    family = fields.one_of("model_type", _FAMILIES)
-    fields.refuse("quantization_config", "quantized checkpoints are not supported")
-    fields.one_of("hidden_act", ("silu",), "silu")
-    hidden_size, num_q_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_q_heads)
-    head_dim = fields.integer("head_dim", 128 if family == "qwen3" else hidden_size // num_q_heads)
-    if num_q_heads % num_kv_heads:
-        raise CheckpointError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads")
-    if head_dim % 2 or head_dim > 256:
-        raise CheckpointError(f"{where}: head_dim must be even and at most 256 (got {head_dim})")
-    num_layers = fields.integer("num_hidden_layers")
-    max_context = fields.integer("max_position_embeddings")
-    biased = family in ("llama", "qwen3") and fields.boolean("attention_bias", False)
-    return DecoderConfig(
-        family=family,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        qkv_bias=family == "qwen2" or biased,
-        o_bias=biased,
-        mlp_bias=family == "llama" and fields.boolean("mlp_bias", False),
-        qk_norm=family == "qwen3",
-        tied_embeddings=fields.boolean("tie_word_embeddings", False),
-        windows=_windows(fields, family, num_layers),
-        max_context=max_context,
-        rope=_parse_rope(raw, head_dim, max_context, where),
-        eos_token_ids=_eos_token_ids(raw, where),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-    )
-
-
-class _Fields:
-    """Typed reads from the raw mapping, each with an error that names the field."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw = raw
-        self._where = where
-
-    def error(self, name: str, rule: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: {name}: {rule} (got {shown(self.raw.get(name))})")
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.raw.get(name)
-        if value is None and default is not None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_DIMENSION:
-            raise self.error(name, f"must be an integer from 1 to {_MAX_DIMENSION}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.raw.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-            raise self.error(name, "must be a number between 0 and 1")
-        return float(value)
-
-    def positive(self, name: str, default: float | None = None) -> float:
-        value = self.raw.get(name)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise self.error(name, "must be a positive number")
-        return float(value)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.raw.get(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, "must be true or false")
-        return value
-
-    def one_of(self, name: str, choices: tuple[str, ...], default: str | None = None) -> str:
-        value = self.raw.get(name, default)
-        if value not in choices:
-            raise self.error(name, f"must be one of {', '.join(choices)}")
-        return str(value)
-
-    def refuse(self, name: str, why: str) -> None:
-        if self.raw.get(name):
-            raise self.error(name, why)
-
-
-def _windows(fields: _Fields, family: str, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral: one window for every layer. Qwen: on `layer_types`, or on layers from `max_window_layers`."""
-    raw = fields.raw
-    always = family == "mistral"
-    if family == "llama" or not (always or fields.boolean("use_sliding_window", False)):
+def read_windows(fields: Fields, num_layers: int, every: int | None = None) -> tuple[int | None, ...]:
+    """Read each layer's window: of those that `layer_types` names, else of all but each `every`-th; None: of all."""
+    if fields.raw.get("sliding_window") is None:
         return (None,) * num_layers
-    if "sliding_window" in raw and raw["sliding_window"] is None:
-        return (None,) * num_layers
-    window = fields.integer("sliding_window", 4096)
-    layer_types = raw.get("layer_types")
-    if layer_types is not None:
-        if len(layer_types) != num_layers or not set(layer_types) <= {"full_attention", "sliding_attention"}:
-            raise fields.error("layer_types", "must name full_attention or sliding_attention for each layer")
-        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-    first = 0 if always else fields.integer("max_window_layers", 28)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+    window, kinds = fields.integer("sliding_window"), fields.raw.get("layer_types")
+    if kinds is None:
+        return tuple(None if every and (layer + 1) % every == 0 else window for layer in range(num_layers))
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers
+    if not is_list or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+        raise fields.error("layer_types", "must name full_attention or sliding_attention for each layer")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _eos_token_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    value = raw.get("eos_token_id")
+def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
+    value = fields.raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise CheckpointError(f"{where}: eos_token_id: must be a token id or a list of them (got {shown(value)})")
+        raise fields.error("eos_token_id", "must be a token id or a list of them")
     return tuple(ids)
 
 
-def _parse_rope(raw: Mapping[str, Any], head_dim: int, max_context: int, where: str) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+def read_rope(fields: Fields, head_dim: int, max_context: int, theta: float = 10_000.0) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-    Types whose frequencies change with the length (dynamic, longrope) are refused. Sources: linear, arXiv 2306.15595;
-    YaRN, arXiv 2309.00071; llama3, the Llama 3.1 model card's reference code.
+    Frequencies that change with a text's length have no place here: dynamic ones are refused, and longrope serves up
+    to the length of its short factors. Sources: linear, arXiv 2306.15595; YaRN, arXiv 2309.00071; llama3, the Llama 3.1
+    model card's reference code; longrope, arXiv 2402.13753.
     """
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise CheckpointError(f"{where}: rope_scaling: must be an object (got {shown(scaling)})")
-    fields = _Fields({**raw, **scaling}, where)
+    scaling = fields.inner("rope_parameters" if fields.raw.get("rope_parameters") else "rope_scaling").raw
+    fields = Fields({**fields.raw, **scaling}, fields.where)
     rotary_dim = int(head_dim * fields.positive("partial_rotary_factor", 1.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise CheckpointError(f"{where}: partial_rotary_factor: must leave an even rotary dimension")
-    theta = fields.positive("rope_theta", 10_000.0)
+        raise fields.error("partial_rotary_factor", "must leave an even rotary dimension")
+    theta = fields.positive("rope_theta", theta)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     plain = [theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2)]
     if kind == "default":
@@ -248,12 +204,31 @@ def _parse_rope(raw: Mapping[str, Any], head_dim: int, max_context: int, where: 
         return RopeConfig(inv_freq=tuple(_llama3(plain, fields, max_context)))
     if kind == "yarn":
         return _yarn(plain, rotary_dim, theta, fields, max_context)
+    if kind in ("longrope", "su"):
+        return _longrope(plain, fields, max_context)
     raise CheckpointError(
-        f"{where}: rope_scaling.rope_type: must be one of default, linear, llama3, yarn (got {shown(kind)})"
+        f"{fields.where}: rope_scaling.rope_type: must be one of default, linear, llama3, yarn, longrope "
+        f"(got {shown(kind)})"
     )
 
 
-def _llama3(plain: list[float], fields: _Fields, max_context: int) -> list[float]:
+def _longrope(plain: list[float], fields: Fields, max_context: int) -> RopeConfig:
+    """Divide each frequency by its short factor, which holds up to the length of pretraining."""
+    original = fields.integer("original_max_position_embeddings")
+    if max_context > original:
+        raise fields.error("original_max_position_embeddings", f"longrope serves up to it, not {max_context} tokens")
+    factors = fields.raw.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != len(plain):
+        raise fields.error("short_factor", f"must have {len(plain)} factors")
+    if not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors):
+        raise fields.error("short_factor", "must be positive numbers")
+    stretch = fields.integer("max_position_embeddings") / original
+    factor = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    inv_freq = tuple(frequency / factor for frequency, factor in zip(plain, factors, strict=True))
+    return RopeConfig(inv_freq=inv_freq, attention_factor=fields.positive("attention_factor", factor))
+
+
+def _llama3(plain: list[float], fields: Fields, max_context: int) -> list[float]:
     """Divide long wavelengths by `factor`, keep short ones, with a linear ramp between."""
     factor = fields.positive("factor")
     low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
@@ -271,7 +246,7 @@ def _llama3(plain: list[float], fields: _Fields, max_context: int) -> list[float
     return [scaled(frequency) for frequency in plain]
 
 
-def _yarn(plain: list[float], rotary_dim: int, theta: float, fields: _Fields, max_context: int) -> RopeConfig:
+def _yarn(plain: list[float], rotary_dim: int, theta: float, fields: Fields, max_context: int) -> RopeConfig:
     """Interpolate slow dimensions, keep fast ones, with a ramp between; scale cos and sin by the attention factor."""
     original = fields.positive("original_max_position_embeddings", max_context)
     factor = fields.positive("factor")
@@ -294,7 +269,7 @@ def _yarn(plain: list[float], rotary_dim: int, theta: float, fields: _Fields, ma
     return RopeConfig(inv_freq=inv_freq, attention_factor=_yarn_attention_factor(fields, factor))
 
 
-def _yarn_attention_factor(fields: _Fields, factor: float) -> float:
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
     def mscale(scale: float, weight: float) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 

@@ -15,12 +15,11 @@ from mneme.cachetier.pages.streams import CudaStreams, EventSpans, Streams
 from mneme.cachetier.pages.tier import Load
 from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
-from mneme.kernels.ops import add_rms_norm, gated, rms_norm
 from mneme.kernels.work import Share
 from mneme.replicas.fuse.fusor import Fusor
-from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.config import DecoderConfig, RopeConfig
+from mneme.replicas.model.parts import Attention, DecoderWeights
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.model.weights import DecoderWeights, LayerWeights
 
 TRACK = "engine"  # of a timeline: the parts of forward passes
 
@@ -88,16 +87,18 @@ class Decoder:
         self.max_context = min(config.max_context, max_context or config.max_context)
         self.share = share
         self._weights = weights
-        self._scale = config.head_dim**-0.5
         # The sum over all layers has channels beyond 65504 in many models: float16 would hold an infinity there.
         self._residual = torch.float32 if self.dtype is torch.float16 else self.dtype
-        self.rope = RopeTable.from_inv_freq(
-            torch.tensor(config.rope.inv_freq, dtype=torch.float64),
-            self.max_context,
-            attention_factor=config.rope.attention_factor,
-            device=weights.norm.device,
-        )
+        tables = {rope: self._table(rope) for rope in {config.rope_of(layer) for layer in range(config.num_layers)}}
+        self.ropes = [tables[config.rope_of(layer)] for layer in range(config.num_layers)]  # by layer
         self._layer_spans: LayerSpans | None = None
+
+    def _table(self, rope: RopeConfig | None) -> RopeTable | None:
+        if rope is None:
+            return None
+        frequencies, device = torch.tensor(rope.inv_freq, dtype=torch.float64), self.device
+        factor = rope.attention_factor
+        return RopeTable.from_inv_freq(frequencies, self.max_context, attention_factor=factor, device=device)
 
     def record(self, timeline: Timeline) -> None:
         """Add what each layer takes to a timeline from now on, but for steps that are replayed as CUDA graphs."""
@@ -105,32 +106,42 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        return self._weights.norm.device
+        return self._weights.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weights.norm.dtype
+        return self._weights.dtype
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, pool: KvPool) -> torch.Tensor:
         """Logits float32 [S, vocab]; writes the KV of every row into the pool."""
-        weights, eps = self._weights, self.config.norm_eps
+        weights, layers = self._weights, self._weights.layers
         spans = None if self._layer_spans is None else self._layer_spans.begin()
-        hidden = weights.embed(inputs.token_ids).to(self._residual)
-        normed = rms_norm(hidden, weights.layers[0].attn_norm, eps)
-        next_norms = [layer.attn_norm for layer in weights.layers[1:]] + [weights.norm]
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            attended, rows, inputs = self._attend(layer, index, normed, inputs, pool, spans)
+        hidden = self._embedded(inputs)
+        normed = layers[0].attention_norm(hidden)
+        next_norms = [layer.attention_norm for layer in layers[1:]] + [weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            attended, rows, inputs = self._attend(layer.attention, index, normed, inputs, pool, spans)
             if rows is not None:
-                hidden = hidden[rows]
-            if index == len(weights.layers) - 1:  # above the last attention only sampled rows matter
+                hidden, normed = hidden[rows], normed[rows]
+            if index == len(layers) - 1:  # above the last attention only sampled rows matter
                 last = inputs.sampled_rows
                 if inputs.read_rows is not None:  # and those that are read
                     last = torch.cat((last, inputs.read_rows))
-                hidden, attended = hidden[last], attended[last]
-            hidden, normed = add_rms_norm(hidden, layer.o(attended, self._residual), layer.mlp_norm, eps)
-            mlp = layer.down(gated(layer.gate_up(normed), "silu"), self._residual)
-            hidden, normed = add_rms_norm(hidden, mlp, next_norm, eps)
+                hidden, normed, attended = hidden[last], normed[last], attended[last]
+            mixed = layer.attention.o(attended, self._residual)
+            if layer.behind_attention is not None:
+                mixed = layer.behind_attention(mixed)
+            if self.config.is_parallel:
+                normed = normed if layer.mlp_norm is None else layer.mlp_norm(hidden)
+                mlp = layer.mlp(normed, self._residual) + mixed
+            else:
+                assert layer.mlp_norm is not None
+                hidden, normed = layer.mlp_norm.add(hidden, mixed)
+                mlp = layer.mlp(normed, self._residual)
+            if layer.behind_mlp is not None:
+                mlp = layer.behind_mlp(mlp)
+            hidden, normed = next_norm.add(hidden, mlp)
             if spans is not None:
                 spans.end("mlp", index)
         if inputs.read_rows is not None and inputs.read is not None:
@@ -142,11 +153,22 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Last hidden states, behind the norm [S, H] -> float32 [S, vocab], in `out` if there is one."""
-        return self._weights.head(hidden, torch.float32, out)
+        logits, cap = self._weights.head(hidden, torch.float32, out), self.config.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _embedded(self, inputs: StepInputs) -> torch.Tensor:
+        """Return [T, H], scaled and with positions where the model has these; a scale is rounded as weights are."""
+        weights, scale = self._weights, self.config.embedding_scale
+        hidden = weights.embed(inputs.token_ids)
+        if scale != 1.0:
+            hidden = hidden * torch.tensor(scale, dtype=hidden.dtype).item()
+        if weights.positions is not None:
+            hidden = hidden + weights.positions[inputs.positions]
+        return hidden.to(self._residual)
 
     def _attend(
         self,
-        layer: LayerWeights,
+        layer: Attention,
         index: int,
         hidden: torch.Tensor,
         inputs: StepInputs,
@@ -159,25 +181,28 @@ class Decoder:
         heads = layer.qkv(hidden).view(num_rows, -1, config.head_dim)
         q, k, v = heads[:, : config.num_q_heads], heads[:, config.num_q_heads : kv_end], heads[:, kv_end:]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
+            q, k = layer.q_norm(q), layer.k_norm(k)
         if spans is not None:
             spans.end("project", index)
         if inputs.load is not None:  # before writing too: a row may fill a page whose first slots are being loaded
             inputs.load.wait_layer(index)
             if spans is not None:
                 spans.end("wait", index)
-        k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
+        k_pages, v_pages, rope = pool.k_pages[index], pool.v_pages[index], self.ropes[index]
         key_positions = inputs.positions if inputs.key_positions is None else inputs.key_positions
-        write_kv(k, v, inputs.slots, key_positions, k_pages, v_pages, self.rope)
+        write_kv(k, v, inputs.slots, key_positions, k_pages, v_pages, rope)
         if inputs.layer_done is not None:
             inputs.layer_done(index)
-        rows = None if inputs.fusor is None else inputs.fusor.narrow(index, k, v, k_pages, v_pages, self.rope)
+        rows = None if inputs.fusor is None else inputs.fusor.narrow(index, k, v, k_pages, v_pages, rope)
         if rows is not None:
             inputs, q = inputs.only(rows), q[rows]
         out, lse = attend(
-            q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
-            softmax_scale=self._scale, window=config.windows[index],
+            q, k_pages, v_pages, pool.slot_position, rope, inputs.plan,
+            softmax_scale=config.scale, window=config.windows[index], soft_cap=config.soft_cap,
         )  # fmt: skip
+        if layer.sinks is not None:  # one more term of the softmax's sum, that has no value
+            out *= torch.sigmoid(lse - layer.sinks)[..., None].to(out.dtype)
+            lse = torch.logaddexp(lse, layer.sinks)
         if spans is not None:
             spans.end("attend", index)
         if inputs.observe is not None:

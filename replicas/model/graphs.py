@@ -325,6 +325,9 @@ def step_graphs_for(decoder: Decoder, max_sampled: int, max_rows: int = MAX_BUCK
     except ImportError:  # said by whoever needs it to attend
         return None
 
+    rope = decoder.ropes[0]  # all reach as far
+    num_rope_positions = None if rope is None else rope.num_positions
+
     class OwnAttention:
         """Triton's, in buffers of the graphs' own."""
 
@@ -340,7 +343,7 @@ def step_graphs_for(decoder: Decoder, max_sampled: int, max_rows: int = MAX_BUCK
 
         def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
             with self.own:
-                return backend.stage(plan, self._slot_position, decoder.dtype, decoder.rope.num_positions, launch)
+                return backend.stage(plan, self._slot_position, decoder.dtype, num_rope_positions, launch)
 
     def make(run: Run, pool: KvPool) -> StepGraphs:
         attention = OwnAttention(pool)

@@ -99,7 +99,7 @@ class Runner:
             v_pages=_zeros(shape, decoder.dtype, decoder.device),
             slot_position=new_slot_position(total * page_size, decoder.device),
         )
-        self.window, self.is_windowed = config.window, config.is_windowed
+        self.window, self.immovable = config.window, config.immovable
         self.num_host_pages = num_host_pages
         self._tier = make_tier(self.pool, num_host_pages, timeline)
         self._loader: ChunkLoader | None = None  # where there is a cache tier
@@ -486,8 +486,8 @@ class Runner:
         q = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
 
         def run() -> None:
-            for k_pages, v_pages in zip(self.pool.k_pages, self.pool.v_pages, strict=True):
-                attend(q, k_pages, v_pages, self.pool.slot_position, decoder.rope, plan, softmax_scale=1.0)
+            for k_pages, v_pages, rope in zip(self.pool.k_pages, self.pool.v_pages, decoder.ropes, strict=True):
+                attend(q, k_pages, v_pages, self.pool.slot_position, rope, plan, softmax_scale=1.0)
 
         return plan, run
 

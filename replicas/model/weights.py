@@ -8,57 +8,35 @@ neither a large allocation nor a wrong model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
-from mneme.kernels.linear import Linear, make_linear
+from mneme.kernels.linear import make_linear
 from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.families import FAMILIES
+from mneme.replicas.model.families.family import Family
+from mneme.replicas.model.parts import DecoderWeights
+from mneme.replicas.model.tensors import Source, Tensors
 
 _PIECE_BYTES = 8 << 20  # that is read and copied at once
 _SMALL_BYTES = 1 << 20  # a tensor that is not worth a piece
 _NUM_READERS = 4
+_NUM_SPARE_POSITIONS = 2  # rows before OPT's first position
+_UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")  # that old files have beside what they need
 Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
 
 
-@dataclass(slots=True, kw_only=True)
-class LayerWeights:
-    """One layer; projections that read the same input are one matrix."""
-
-    attn_norm: torch.Tensor  # [hidden]
-    qkv: Linear  # hidden -> q_size + 2 kv_size
-    q_norm: torch.Tensor | None  # [head_dim]
-    k_norm: torch.Tensor | None  # [head_dim]
-    o: Linear  # q_size -> hidden
-    mlp_norm: torch.Tensor  # [hidden]
-    gate_up: Linear  # hidden -> 2 intermediate
-    down: Linear  # intermediate -> hidden
-
-
-@dataclass(slots=True, kw_only=True)
-class DecoderWeights:
-    """All tensors of a decoder on one device, in one dtype."""
-
-    embedding: torch.Tensor | None  # [vocab, hidden]; None where it is tied to the head
-    layers: list[LayerWeights]
-    norm: torch.Tensor  # [hidden]
-    head: Linear  # hidden -> vocab
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> [T, hidden]"""
-        if self.embedding is None:
-            return self.head.weight_rows(token_ids)
-        return F.embedding(token_ids, self.embedding)
+def _silent(_what: str, _share: float) -> None:
+    pass
 
 
 def load_weights(
@@ -66,77 +44,42 @@ def load_weights(
     config: DecoderConfig,
     device: torch.device,
     dtype: torch.dtype,
-    on_progress: Progress = lambda _what, _share: None,
+    on_progress: Progress = _silent,
 ) -> DecoderWeights:
     """Read every tensor; raises `CheckpointError` that names the file and the tensor."""
+    family = FAMILIES[config.family]
     with ExitStack() as stack:
-        reader = _Reader(model_dir, device, dtype, stack)
-        reader.check_shapes(_expected_shapes(config))
-        layers = []
-        for index in range(config.num_layers):
-            layers.append(_read_layer(reader, config, index))
-            on_progress("loading weights", (index + 1) / config.num_layers)
-        embedding = reader.tensor("model.embed_tokens.weight")
-        tied = config.tied_embeddings
-        return DecoderWeights(
-            embedding=None if tied else embedding,
-            layers=layers,
-            norm=reader.tensor("model.norm.weight"),
-            head=make_linear(embedding if tied else reader.tensor("lm_head.weight")),
-        )
+        files = SafetensorsFiles(model_dir, device, dtype, stack)
+        checked = Checked(files, dtype)
+        build(family, checked, config)
+        checked.refuse_unread(family)
+        return build(family, files, config, on_progress)
 
 
-def _read_layer(reader: _Reader, config: DecoderConfig, index: int) -> LayerWeights:
-    prefix = f"model.layers.{index}."
-    attn, mlp = prefix + "self_attn.", prefix + "mlp."
-
-    def projection(stem: str, names: tuple[str, ...], with_bias: bool) -> Linear:
-        weights = [reader.tensor(f"{stem}{name}.weight") for name in names]
-        biases = [reader.tensor(f"{stem}{name}.bias") for name in names] if with_bias else None
-        return make_linear(torch.cat(weights), None if biases is None else torch.cat(biases))
-
-    return LayerWeights(
-        attn_norm=reader.tensor(prefix + "input_layernorm.weight"),
-        qkv=projection(attn, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-        q_norm=reader.tensor(attn + "q_norm.weight") if config.qk_norm else None,
-        k_norm=reader.tensor(attn + "k_norm.weight") if config.qk_norm else None,
-        o=projection(attn, ("o_proj",), config.o_bias),
-        mlp_norm=reader.tensor(prefix + "post_attention_layernorm.weight"),
-        gate_up=projection(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
-        down=projection(mlp, ("down_proj",), config.mlp_bias),
-    )
-
-
-def _expected_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor that will be read, with its shape; lazily, as the layer count is not yet trusted."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    yield "model.norm.weight", (hidden,)
-    if not config.tied_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
-    attention = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+def build(family: Family, source: Source, config: DecoderConfig, on_progress: Progress = _silent) -> DecoderWeights:
+    """Build a decoder of a source's tensors."""
+    prefix = next((each for each in family.prefixes if source.has(each + family.embedding)), family.prefixes[0])
+    tensors, hidden = Tensors(source, config, prefix), config.hidden_size
+    layers = []
     for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        yield prefix + "input_layernorm.weight", (hidden,)
-        yield prefix + "post_attention_layernorm.weight", (hidden,)
-        for name, size in attention.items():
-            yield f"{prefix}self_attn.{name}.weight", (size, hidden)
-            if config.qkv_bias:
-                yield f"{prefix}self_attn.{name}.bias", (size,)
-        yield prefix + "self_attn.o_proj.weight", (hidden, config.q_size)
-        if config.o_bias:
-            yield prefix + "self_attn.o_proj.bias", (hidden,)
-        if config.qk_norm:
-            yield prefix + "self_attn.q_norm.weight", (config.head_dim,)
-            yield prefix + "self_attn.k_norm.weight", (config.head_dim,)
-        for name, rows, columns in (
-            ("gate_proj", inner, hidden),
-            ("up_proj", inner, hidden),
-            ("down_proj", hidden, inner),
-        ):
-            yield f"{prefix}mlp.{name}.weight", (rows, columns)
-            if config.mlp_bias:
-                yield f"{prefix}mlp.{name}.bias", (rows,)
+        layers.append(family.layer(tensors.under(f"{family.layers}{index}."), config, index))
+        on_progress("loading weights", (index + 1) / config.num_layers)
+    embedding, head = tensors.tensor(family.embedding, config.vocab_size, hidden), None
+    if not config.tied_embeddings:
+        of_head = tensors if tensors.has(family.head) else Tensors(source, config)
+        head = of_head.tensor(family.head, config.vocab_size, hidden)
+    positions = None
+    if family.positions is not None:
+        positions = tensors.tensor(family.positions, config.max_context + _NUM_SPARE_POSITIONS, hidden)
+    return DecoderWeights(
+        embedding=None if head is None else embedding,
+        layers=layers,
+        norm=family.norm(tensors, config),
+        head=make_linear(embedding if head is None else head),
+        dtype=embedding.dtype,
+        device=embedding.device,
+        positions=None if positions is None else positions[_NUM_SPARE_POSITIONS:],
+    )
 
 
 class Upload:
@@ -175,11 +118,11 @@ class Upload:
         self._buffers.put((buffer, self._stream.record()))
 
 
-class _Reader:
-    """Opens the shards and reads tensors by name."""
+class SafetensorsFiles:
+    """Opens the shards of a directory and reads tensors by name: a `Source`."""
 
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, stack: ExitStack) -> None:
-        self._model_dir, self._device, self._dtype, self._stack = model_dir, device, dtype, stack
+        self.model_dir, self._device, self._dtype, self._stack = model_dir, device, dtype, stack
         self._upload: Upload | None = None
         if device.type == "cuda":
             self._upload = Upload(CudaStreams(device), stack.enter_context(ThreadPoolExecutor(_NUM_READERS)))
@@ -196,39 +139,81 @@ class _Reader:
         except (SafetensorError, OSError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path}: not a sound safetensors file ({error})") from error
 
-    def check_shapes(self, expected: Iterator[tuple[str, tuple[int, ...]]]) -> None:
-        """Every expected tensor is there with its shape, and none that nothing would read."""
-        unread = set(self._file_by_name)
-        for name, shape in expected:
-            path, handle = self._lookup(name)
-            found = tuple(handle.get_slice(name).get_shape())
-            if found != shape:
-                raise CheckpointError(f"{path}: {name} has shape {list(found)}, config.json implies {list(shape)}")
-            unread.discard(name)
-        ignored = {name for name in unread if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"}
-        if ignored:
-            first = sorted(ignored)[0]
-            raise CheckpointError(
-                f"{self._model_dir}: {len(ignored)} tensors have no place in this model ({shown(first)}...)"
-            )
+    @property
+    def names(self) -> Collection[str]:
+        return self._file_by_name.keys()
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def has(self, name: str) -> bool:
+        return name in self._file_by_name
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `CheckpointError` unless there is such a tensor, by what the header says."""
+        path, handle = self._lookup(name)
+        found = tuple(handle.get_slice(name).get_shape())
+        if found != shape:
+            raise CheckpointError(f"{path}: {name} has shape {list(found)}, config.json implies {list(shape)}")
+
+    def tensor(self, name: str, *_shape: int) -> torch.Tensor:
+        """See `Source`; the shape has been checked."""
+        tensor = self._read(name)
+        if not tensor.dtype.is_floating_point:
+            path, _ = self._lookup(name)
+            raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; weights must be floating point")
+        return self._there(tensor).to(self._dtype)
+
+    def stored(self, name: str, *_shape: int) -> torch.Tensor:
+        """See `Source`."""
+        tensor = self._read(name)
+        if tensor.dtype is not torch.uint8:
+            path, _ = self._lookup(name)
+            raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; must be uint8")
+        return self._there(tensor)
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._upload is not None and tensor.nbytes > _SMALL_BYTES:
+            return self._upload(tensor)
+        return tensor.to(self._device)
+
+    def _read(self, name: str) -> torch.Tensor:
         path, handle = self._lookup(name)
         try:
             tensor: torch.Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error})") from error
-        if not tensor.dtype.is_floating_point:
-            raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; weights must be floating point")
-        if self._upload is not None and tensor.nbytes > _SMALL_BYTES:
-            tensor = self._upload(tensor)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor
 
     def _lookup(self, name: str) -> tuple[Path, Any]:
         found = self._file_by_name.get(name)
         if found is None:
-            raise CheckpointError(f"{self._model_dir}: tensor {name} is missing")
+            raise CheckpointError(f"{self.model_dir}: tensor {name} is missing")
         return found
+
+
+class Checked:
+    """Checks names and shapes, and gives tensors without memory: a `Source` to build a model of on trial."""
+
+    def __init__(self, files: SafetensorsFiles, dtype: torch.dtype) -> None:
+        self._files, self._dtype = files, dtype
+        self._unread = set(files.names)
+
+    def has(self, name: str) -> bool:
+        return self._files.has(name)
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        self._files.check(name, shape)
+        self._unread.discard(name)
+        return torch.empty(shape, dtype=self._dtype, device="meta")
+
+    def stored(self, name: str, *shape: int) -> torch.Tensor:
+        return self.tensor(name, *shape).to(torch.uint8)
+
+    def refuse_unread(self, family: Family) -> None:
+        """Raise `CheckpointError` for tensors that have no place in the model."""
+        beginnings = family.ignored
+        unread = [n for n in sorted(self._unread) if not n.endswith(_UNUSED) and not n.startswith(beginnings)]
+        if unread:
+            rule = f"{len(unread)} tensors have no place in this model ({shown(unread[0])}...)"
+            raise CheckpointError(f"{self._files.model_dir}: {rule}")
 
 
 def shard_paths(model_dir: Path) -> list[Path]:

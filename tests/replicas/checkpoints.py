@@ -12,8 +12,8 @@ import transformers
 from mneme.kernels.work import Share
 from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, StepInputs
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.draws import Expected
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
@@ -49,6 +49,17 @@ _YARN_ROPE = {
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}
 
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+_CHOSEN = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_GEMMA = {"sliding_window": 24, "head_dim": 24, "query_pre_attn_scalar": 20, "attn_implementation": "eager"}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [2.0 + 0.5 * i for i in range(6)],
+}
+
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
     "llama-3": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -60,6 +71,35 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**_EXPERTS, "shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", {**_CHOSEN, "sliding_window": None}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "head_dim": 32,
+            "attn_implementation": "eager",
+        },
+    ),
+    "gemma-2": (
+        "Gemma2",
+        {**_GEMMA, "sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma-3": ("Gemma3Text", {**_GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 3}),
+    "phi-3": ("Phi3", {"sliding_window": 40}),
+    "phi-4-mini": ("Phi3", {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 256}),
+    "opt": (
+        "OPT",
+        {"ffn_dim": 96, "activation_function": "relu", "word_embed_proj_dim": 64, "dropout": 0.0, "init_std": 0.15},
+    ),
+    "falcon-7b": ("Falcon", {"multi_query": True, "new_decoder_architecture": False}),
+    "falcon-40b": ("Falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
 }
 
 
@@ -68,7 +108,7 @@ def make_model(name: str) -> Any:
     family, options = CHECKPOINTS[name]
     config = getattr(transformers, f"{family}Config")(**{**_SMALL, **options})
     torch.manual_seed(7)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too, so that leaving one out is seen
             if parameter.ndim == 1:

@@ -58,7 +58,7 @@ class FakeRunner:
         self.runs_ahead = runs_ahead
         self._expected: Expected | None = None
         self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
-        self.window, self.is_windowed = window, window is not None
+        self.window, self.immovable = window, None if window is None else "sliding_window"
         self.device, self.dtype = "none", "none"
         self.can_copy = True
         self.first_page = 1

@@ -21,13 +21,8 @@ from mneme.replicas.engine.load import (
     load_engine,
     model_fingerprint,
 )
-from mneme.replicas.model.config import (
-    EMBEDDED_MODEL,
-    DecoderConfig,
-    load_model_config,
-    model_directory,
-    parse_model_config,
-)
+from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.directory import EMBEDDED_MODEL, load_model_config, model_directory, parse_model_config
 
 pytestmark = pytest.mark.engine
 

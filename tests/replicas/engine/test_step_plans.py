@@ -101,5 +101,5 @@ def test_each_steps_plan_is_that_of_its_tables(
     assert runner.num_kept > 10
     assert (engine.num_ahead > 50) is runs_ahead
     assert share == "auto" or runner.num_shared > 0
-    assert runner.num_by_tree > (0 if runner.is_windowed else 50)
+    assert runner.num_by_tree > (0 if runner.immovable else 50)
     runner.close()

@@ -13,7 +13,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.commands import fork_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import check_default_truncation
-from mneme.replicas.model.config import load_model_config, parse_model_config
+from mneme.replicas.model.directory import load_model_config, parse_model_config
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from mneme.replicas.truncation import Truncation
 from tests.replicas.asked import answer
@@ -294,8 +294,8 @@ def test_sliding_windows_refuse_what_they_would_hide(checkpoints: dict[str, tupl
             submit(engine, "t", [1, 2], 4, session_id="s", truncation=truncation)
         assert refused.value.field in ("truncation.keep_first", "truncation.keep")
         with pytest.raises(ConfigError, match=r"engine\.truncation\.keep"):
-            check_default_truncation(EngineConfig(truncation=truncation), WINDOW, is_windowed=True)
-    check_default_truncation(EngineConfig(), WINDOW, is_windowed=True)
+            check_default_truncation(EngineConfig(truncation=truncation), WINDOW, immovable="sliding_window")
+    check_default_truncation(EngineConfig(), WINDOW, immovable="sliding_window")
     assert not engine.has_work
 
 

@@ -1,0 +1,237 @@
+"""The parts that a layer of any family is made of: norms, attention's projections, MLPs and experts.
+
+Shapes: T rows, H hidden, I intermediate, E experts, of which each row has C. A row's result does not depend on the
+other rows, except on CUDA, where a product may be summed otherwise for another number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mneme.kernels.linear import Linear
+from mneme.kernels.ops import Activation, add_rms_norm, gated, rms_norm
+
+_ALPHA, _LIMIT = 1.702, 7.0  # of gpt-oss's SwiGLU
+
+
+class Norm(Protocol):
+    """Normalizes rows, and adds what is added before."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] -> the same, in the engine's dtype"""
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `hidden + delta`, in hidden's dtype and maybe its place, and its norm."""
+
+
+@dataclass(slots=True)
+class RmsNorm:
+    """Divides by the root of the mean square."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(hidden, delta, self.weight, self.eps)
+
+
+@dataclass(slots=True)
+class UnitRmsNorm:
+    """Is an `RmsNorm` of weights 1 + w, kept in float32: in bfloat16 the sum would lose most of w."""
+
+    weight: Tensor  # float32
+    eps: float
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(self.dtype)
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden + delta
+        return hidden, self(hidden)
+
+
+@dataclass(slots=True)
+class LayerNorm:
+    """Subtracts the mean, divides by the standard deviation."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden + delta
+        return hidden, self(hidden)
+
+
+@dataclass(slots=True, kw_only=True)
+class Attention:
+    """What stands around attention; projections that read the same input are one matrix."""
+
+    qkv: Linear  # H -> q_size + 2 kv_size
+    o: Linear  # q_size -> H
+    q_norm: Norm | None = None  # of each head
+    k_norm: Norm | None = None
+    sinks: Tensor | None = None  # float32 [Hq]
+
+
+class Mlp(Protocol):
+    """Computes what a row adds to itself."""
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """[T, H] -> [T, H]"""
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer:
+    """One layer; the norms of None are not there."""
+
+    attention_norm: Norm
+    attention: Attention
+    behind_attention: Norm | None = None
+    mlp_norm: Norm | None
+    mlp: Mlp
+    behind_mlp: Norm | None = None
+
+
+@dataclass(slots=True)
+class GatedMlp:
+    """`down(activation(gate) * up)`"""
+
+    gate_up: Linear  # H -> 2 I, gates first
+    down: Linear  # I -> H
+    activation: Activation
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return self.down(gated(self.gate_up(x), self.activation), out_dtype)
+
+
+@dataclass(slots=True)
+class ClampedMlp:
+    """gpt-oss's SwiGLU: gates and ups are clamped, and 1 is added to ups."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return self.down(clamped(self.gate_up(x)), out_dtype)
+
+
+@dataclass(slots=True)
+class PlainMlp:
+    """`down(activation(up))`"""
+
+    up: Linear
+    down: Linear
+    activation: str
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        inner = self.up(x)
+        return self.down(F.relu(inner) if self.activation == "relu" else F.gelu(inner), out_dtype)
+
+
+@dataclass(slots=True)
+class SharedExpert:
+    """An expert that every row has, weighed by a gate of its own."""
+
+    mlp: Mlp
+    gate: Linear  # H -> 1
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return self.mlp(x, out_dtype) * torch.sigmoid(self.gate(x)).to(out_dtype)
+
+
+def clamped(gate_up: Tensor) -> Tensor:
+    """Compute gpt-oss's SwiGLU of gates, then ups [T, 2 I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * _ALPHA))
+
+
+class GroupedExperts:
+    """Experts of one tensor each: rows, sorted by their expert, are one grouped product (`torch._grouped_mm`).
+
+    Bytes: the weights of experts that any row has, once. Flops: 6 T C H I. Nothing waits for the device.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
+        """gate_up [E, 2 I, H], down [E, H, I], both bfloat16 on CUDA"""
+        self._gate_up, self._down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        self._activation = activation
+
+    def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
+        ends = torch.searchsorted(experts, torch.arange(len(self._down), device=x.device), right=True).int()
+        inner = gated(torch._grouped_mm(x, self._gate_up, offs=ends), self._activation)
+        return torch._grouped_mm(inner, self._down, offs=ends)
+
+
+class SeparateExperts:
+    """Experts that are MLPs of their own, each called with the rows that have it."""
+
+    def __init__(self, experts: Sequence[Mlp]) -> None:
+        self._experts = experts
+
+    def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Apply expert e to the rows that have it: x [n, H], experts int64 [n], ascending."""
+        counts = torch.bincount(experts, minlength=len(self._experts)).tolist()
+        parts = zip(self._experts, x.split(counts), strict=True)
+        return torch.cat([expert(part, x.dtype) for expert, part in parts if len(part)])
+
+
+@dataclass(slots=True, kw_only=True)
+class Experts:
+    """MLPs of which a router chooses `num_chosen` for each row; their weighted sum is added."""
+
+    router: Linear  # H -> E
+    experts: GroupedExperts | SeparateExperts
+    num_chosen: int
+    is_normalized: bool
+    shared: SharedExpert | None = None
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        logits = self.router(x, torch.float32)
+        best, chosen = logits.topk(self.num_chosen, dim=-1)
+        # The softmax of the chosen ones is the softmax of all, made to sum to 1.
+        weights = best.softmax(-1) if self.is_normalized else logits.softmax(-1).gather(-1, chosen)
+        order = chosen.flatten().argsort(stable=True)
+        sorted_out = self.experts(x[order // self.num_chosen], chosen.flatten()[order])
+        out = torch.empty_like(sorted_out)
+        out[order] = sorted_out
+        by_rank = out.view(len(x), self.num_chosen, -1)
+        total = by_rank[:, 0].float() * weights[:, :1]
+        for rank in range(1, self.num_chosen):  # one after the other: a row's sum is the same in every batch
+            total.addcmul_(by_rank[:, rank].float(), weights[:, rank : rank + 1])
+        total = total.to(out_dtype)
+        return total if self.shared is None else total + self.shared(x, out_dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class DecoderWeights:
+    """All tensors of a decoder on one device, in one dtype."""
+
+    embedding: Tensor | None  # [vocab, H]; None where it is tied to the head
+    layers: list[Layer]
+    norm: Norm
+    head: Linear  # H -> vocab
+    dtype: torch.dtype
+    device: torch.device
+    positions: Tensor | None = None  # [max_context, H], added to embeddings
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, H]"""
+        if self.embedding is None:
+            return self.head.weight_rows(token_ids)
+        return F.embedding(token_ids, self.embedding)

@@ -1,0 +1,216 @@
+"""Builds the parts of a layer of a checkpoint's tensors: what `replicas/model/families` write their layers in.
+
+A `Source` gives tensors by name. Building twice, first of a `Checked` source, looks at each name and shape before any
+byte of a tensor is read, so a hostile file can make neither a large allocation nor a wrong model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mneme.kernels.linear import Linear, make_linear
+from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.parts import (
+    Attention,
+    ClampedMlp,
+    Experts,
+    GatedMlp,
+    GroupedExperts,
+    Layer,
+    LayerNorm,
+    Mlp,
+    PlainMlp,
+    RmsNorm,
+    SeparateExperts,
+    SharedExpert,
+    UnitRmsNorm,
+)
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's numbers, the sign apart
+_FP4_BLOCK = 32
+
+
+class Source(Protocol):
+    """Gives a model's tensors by the names of its family."""
+
+    def has(self, name: str) -> bool: ...
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return it in the engine's dtype, on its device; raises `CheckpointError`."""
+
+    def stored(self, name: str, *shape: int) -> Tensor:
+        """Return its bytes as they are in the file, uint8; raises `CheckpointError`."""
+
+
+class Tensors:
+    """Builds parts of the tensors whose names begin with a prefix."""
+
+    def __init__(self, source: Source, config: DecoderConfig, prefix: str = "") -> None:
+        self._source, self._config, self._prefix = source, config, prefix
+
+    def under(self, prefix: str) -> Tensors:
+        """Return the tensors behind a further prefix."""
+        return Tensors(self._source, self._config, self._prefix + prefix)
+
+    def has(self, name: str) -> bool:
+        return self._source.has(self._prefix + name)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._source.tensor(self._prefix + name, *shape)
+
+    def layer(self, **parts: Any) -> Layer:
+        return Layer(**parts)
+
+    def rms_norm(self, name: str, *, size: int | None = None, is_unit: bool = False) -> RmsNorm | UnitRmsNorm:
+        """is_unit: 1 is added to the weight"""
+        weight = self.tensor(f"{name}.weight", size or self._config.hidden_size)
+        if is_unit:
+            return UnitRmsNorm(1 + weight.float(), self._config.norm_eps, weight.dtype)
+        return RmsNorm(weight, self._config.norm_eps)
+
+    def layer_norm(self, name: str) -> LayerNorm:
+        weight, bias = (self.tensor(f"{name}.{part}", self._config.hidden_size) for part in ("weight", "bias"))
+        return LayerNorm(weight, bias, self._config.norm_eps)
+
+    def linear(self, size_by_name: dict[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
+        """Join projections of the same input, in order, into one matrix."""
+        return make_linear(*self._joined(size_by_name, num_inputs, has_bias=has_bias))
+
+    def attention(
+        self,
+        *,
+        qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        o: str = "o_proj",
+        by_group: bool = False,
+        has_unit_norms: bool = False,
+    ) -> Attention:
+        """qkv: three names, or that of one matrix, whose rows follow each other group by group with `by_group`"""
+        config = self._config
+        sizes = (config.q_size, config.kv_size, config.kv_size)
+        named = dict(zip(qkv, sizes if len(qkv) == len(sizes) else (sum(sizes),), strict=True))
+        weight, bias = self._joined(named, config.hidden_size, has_bias=config.qkv_bias)
+        if by_group:
+            weight, bias = self._ungrouped(weight), None if bias is None else self._ungrouped(bias)
+        norms: dict[str, Any] = {}
+        if config.qk_norm:
+            norms = {n: self.rms_norm(n, size=config.head_dim, is_unit=has_unit_norms) for n in ("q_norm", "k_norm")}
+        if config.has_sinks:
+            norms["sinks"] = self.tensor("sinks", config.num_q_heads).float()
+        out = self.linear({o: config.hidden_size}, config.q_size, has_bias=config.o_bias)
+        return Attention(qkv=make_linear(weight, bias), o=out, **norms)
+
+    def gated_mlp(
+        self, *, gate_up: tuple[str, ...] = ("gate_proj", "up_proj"), down: str = "down_proj", size: int | None = None
+    ) -> GatedMlp:
+        """gate_up: two names, or that of one matrix; size: I"""
+        config, inner = self._config, size or self._config.intermediate_size
+        named = dict.fromkeys(gate_up, 2 * inner // len(gate_up))
+        return GatedMlp(
+            self.linear(named, config.hidden_size, has_bias=config.mlp_bias),
+            self.linear({down: config.hidden_size}, inner, has_bias=config.mlp_bias),
+            config.activation,  # type: ignore[arg-type]
+        )
+
+    def plain_mlp(self, *, up: str, down: str) -> PlainMlp:
+        config = self._config
+        return PlainMlp(
+            self.linear({up: config.intermediate_size}, config.hidden_size, has_bias=config.mlp_bias),
+            self.linear({down: config.hidden_size}, config.intermediate_size, has_bias=config.mlp_bias),
+            config.activation,
+        )
+
+    def experts(self, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Experts:
+        """Build experts whose tensors have a number each."""
+        config, own = self._config, self._config.experts
+        assert own is not None
+        hidden, inner = config.hidden_size, own.intermediate_size
+        matrices = []
+        for index in range(own.num_experts):
+            each = self.under(f"experts.{index}.")
+            gate_up, _ = each._joined({gate: inner, up: inner}, hidden)
+            matrices.append((gate_up, each.tensor(f"{down}.weight", hidden, inner)))
+        shared = None
+        if own.shared_size is not None:
+            mlp = self.under("shared_expert.").gated_mlp(size=own.shared_size)
+            shared = SharedExpert(mlp, self.linear({"shared_expert_gate": 1}, hidden))
+        return self._experts("gate", _experts_of(matrices, config.activation), has_bias=False, shared=shared)
+
+    def fused_experts(self) -> Experts:
+        """Build gpt-oss's experts: one tensor of all, in MXFP4 or not, with gates and ups in turns."""
+        config, own = self._config, self._config.experts
+        assert own is not None
+        hidden, inner, num_experts = config.hidden_size, own.intermediate_size, own.num_experts
+        at = self.under("experts.")
+        gate_up, gate_up_bias = at._fused("gate_up_proj", num_experts, 2 * inner, hidden)
+        down, down_bias = at._fused("down_proj", num_experts, hidden, inner)
+        mlps: list[Mlp] = [
+            ClampedMlp(
+                make_linear(_gates_first(gate_up[index]), _gates_first(gate_up_bias[index])),
+                make_linear(down[index], down_bias[index]),
+            )
+            for index in range(num_experts)
+        ]
+        return self._experts("router", SeparateExperts(mlps), has_bias=True)
+
+    def _experts(
+        self,
+        router: str,
+        experts: GroupedExperts | SeparateExperts,
+        *,
+        has_bias: bool,
+        shared: SharedExpert | None = None,
+    ) -> Experts:
+        own = self._config.experts
+        assert own is not None
+        return Experts(
+            router=self.linear({router: own.num_experts}, self._config.hidden_size, has_bias=has_bias),
+            experts=experts,
+            num_chosen=own.num_chosen,
+            is_normalized=own.is_normalized,
+            shared=shared,
+        )
+
+    def _joined(
+        self, size_by_name: dict[str, int], num_inputs: int, *, has_bias: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        weights = [self.tensor(f"{name}.weight", size, num_inputs) for name, size in size_by_name.items()]
+        biases = [self.tensor(f"{name}.bias", size) for name, size in size_by_name.items()] if has_bias else None
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return weight, None if biases is None else biases[0] if len(biases) == 1 else torch.cat(biases)
+
+    def _ungrouped(self, rows: Tensor) -> Tensor:
+        """Put the queries of all groups first, then the keys, then the values."""
+        config = self._config
+        group = config.num_q_heads // config.num_kv_heads
+        grouped = rows.view(config.num_kv_heads, group + 2, config.head_dim, *rows.shape[1:])
+        parts = (grouped[:, :group], grouped[:, group : group + 1], grouped[:, group + 1 :])
+        return torch.cat([part.flatten(0, 2) for part in parts])
+
+    def _fused(self, name: str, num_experts: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
+        """Return weights [E, outputs, inputs], which lie the other way round or in MXFP4, and biases [E, outputs]."""
+        bias = self.tensor(f"{name}_bias", num_experts, num_outputs)
+        if not self.has(f"{name}_blocks"):
+            return self.tensor(name, num_experts, num_inputs, num_outputs).transpose(1, 2), bias
+        blocks = (num_experts, num_outputs, num_inputs // _FP4_BLOCK)
+        packed = self._source.stored(f"{self._prefix}{name}_blocks", *blocks, _FP4_BLOCK // 2)
+        scales = self._source.stored(f"{self._prefix}{name}_scales", *blocks)
+        values = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=bias.dtype, device=packed.device)
+        numbers = torch.stack((values[(packed & 15).int()], values[(packed >> 4).int()]), -1).flatten(-2)
+        return torch.ldexp(numbers, (scales.int() - 127)[..., None]).flatten(-2).to(bias.dtype), bias
+
+
+def _gates_first(rows: Tensor) -> Tensor:
+    """Put even rows, which are gates, before odd ones."""
+    return torch.cat((rows[::2], rows[1::2]))
+
+
+def _experts_of(matrices: list[tuple[Tensor, Tensor]], activation: str) -> GroupedExperts | SeparateExperts:
+    gate_up = matrices[0][0]
+    if gate_up.is_cuda and gate_up.dtype is torch.bfloat16:
+        joined = (torch.stack(each) for each in zip(*matrices, strict=True))
+        return GroupedExperts(*joined, activation)  # type: ignore[arg-type]
+    mlps: list[Mlp] = [GatedMlp(make_linear(up), make_linear(down), activation) for up, down in matrices]  # type: ignore[arg-type]
+    return SeparateExperts(mlps)
