@@ -35,6 +35,7 @@ from mneme.kernels.page_table import IntArray
 from mneme.kernels.triton.modules import triton_trouble
 from mneme.kernels.upload import upload_into
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+from mneme.replicas.model.parts import can_group
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +318,7 @@ def step_graphs_for(decoder: Decoder, max_sampled: int, max_rows: int = MAX_BUCK
 
     max_sampled, max_rows  of one step
     """
-    if decoder.device.type != "cuda":
+    if decoder.device.type != "cuda" or (decoder.config.experts and not can_group(decoder.device, decoder.dtype)):
         return None
     try:
         from mneme.kernels.triton import backend

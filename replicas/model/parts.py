@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from torch import Tensor
 from mneme.kernels.linear import Linear
 from mneme.kernels.ops import Activation, add_rms_norm, gated, rms_norm
 
-_ALPHA, _LIMIT = 1.702, 7.0  # of gpt-oss's SwiGLU
+CLAMPED = "swiglu_clamped"
+_ALPHA, _LIMIT = 1.702, 7.0  # of it
 
 
 class Norm(Protocol):
@@ -113,21 +114,10 @@ class GatedMlp:
 
     gate_up: Linear  # H -> 2 I, gates first
     down: Linear  # I -> H
-    activation: Activation
+    activation: str
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return self.down(gated(self.gate_up(x), self.activation), out_dtype)
-
-
-@dataclass(slots=True)
-class ClampedMlp:
-    """gpt-oss's SwiGLU: gates and ups are clamped, and 1 is added to ups."""
-
-    gate_up: Linear
-    down: Linear
-
-    def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return self.down(clamped(self.gate_up(x)), out_dtype)
+        return self.down(activated(self.gate_up(x), self.activation), out_dtype)
 
 
 @dataclass(slots=True)
@@ -154,11 +144,27 @@ class SharedExpert:
         return self.mlp(x, out_dtype) * torch.sigmoid(self.gate(x)).to(out_dtype)
 
 
-def clamped(gate_up: Tensor) -> Tensor:
-    """Compute gpt-oss's SwiGLU of gates, then ups [T, 2 I]."""
+def activated(gate_up: Tensor, activation: str) -> Tensor:
+    """Apply gates to ups, [T, 2 I] -> [T, I]; gpt-oss's SwiGLU clamps both, and adds 1 to ups."""
+    if activation != CLAMPED:
+        return gated(gate_up, cast("Activation", activation))
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
     return (up + 1) * (gate * torch.sigmoid(gate * _ALPHA))
+
+
+class ExpertTensors(NamedTuple):
+    """The weights of one expert, as they are multiplied from the right."""
+
+    gate_up: Tensor  # [2 I, H], gates first
+    down: Tensor  # [H, I]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+def can_group(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the rows of all experts can be one product, without asking the device how many each has."""
+    return device.type == "cuda" and dtype is torch.bfloat16
 
 
 class GroupedExperts:
@@ -167,15 +173,21 @@ class GroupedExperts:
     Bytes: the weights of experts that any row has, once. Flops: 6 T C H I. Nothing waits for the device.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
-        """gate_up [E, 2 I, H], down [E, H, I], both bfloat16 on CUDA"""
-        self._gate_up, self._down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    def __init__(self, mlps: Sequence[ExpertTensors], activation: str) -> None:
+        gate_up, down, gate_up_bias, down_bias = zip(*mlps, strict=True)
+        self._gate_up, self._down = torch.stack(gate_up).transpose(1, 2), torch.stack(down).transpose(1, 2)
+        self._gate_up_bias = None if gate_up_bias[0] is None else torch.stack(gate_up_bias)
+        self._down_bias = None if down_bias[0] is None else torch.stack(down_bias)
         self._activation = activation
 
     def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
+        """See `SeparateExperts`."""
         ends = torch.searchsorted(experts, torch.arange(len(self._down), device=x.device), right=True).int()
-        inner = gated(torch._grouped_mm(x, self._gate_up, offs=ends), self._activation)
-        return torch._grouped_mm(inner, self._down, offs=ends)
+        inner = torch._grouped_mm(x, self._gate_up, offs=ends)
+        if self._gate_up_bias is not None:
+            inner = inner + self._gate_up_bias[experts]
+        out = torch._grouped_mm(activated(inner, self._activation), self._down, offs=ends)
+        return out if self._down_bias is None else out + self._down_bias[experts]
 
 
 class SeparateExperts:
@@ -202,6 +214,8 @@ class Experts:
     shared: SharedExpert | None = None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        if not len(x):
+            return x.to(out_dtype)
         logits = self.router(x, torch.float32)
         best, chosen = logits.topk(self.num_chosen, dim=-1)
         # The softmax of the chosen ones is the softmax of all, made to sum to 1.

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.linear import Linear, make_linear
-from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.config import DecoderConfig, ExpertsConfig
 from mneme.replicas.model.parts import (
     Attention,
-    ClampedMlp,
     Experts,
+    ExpertTensors,
     GatedMlp,
     GroupedExperts,
     Layer,
     LayerNorm,
-    Mlp,
     PlainMlp,
     RmsNorm,
     SeparateExperts,
     SharedExpert,
     UnitRmsNorm,
+    can_group,
 )
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's numbers, the sign apart
@@ -111,7 +111,7 @@ class Tensors:
         return GatedMlp(
             self.linear(named, config.hidden_size, has_bias=config.mlp_bias),
             self.linear({down: config.hidden_size}, inner, has_bias=config.mlp_bias),
-            config.activation,  # type: ignore[arg-type]
+            config.activation,
         )
 
     def plain_mlp(self, *, up: str, down: str) -> PlainMlp:
@@ -124,53 +124,41 @@ class Tensors:
 
     def experts(self, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Experts:
         """Build experts whose tensors have a number each."""
-        config, own = self._config, self._config.experts
-        assert own is not None
-        hidden, inner = config.hidden_size, own.intermediate_size
-        matrices = []
+        hidden, own, shared, found = self._config.hidden_size, self._own_experts, None, []
         for index in range(own.num_experts):
             each = self.under(f"experts.{index}.")
-            gate_up, _ = each._joined({gate: inner, up: inner}, hidden)
-            matrices.append((gate_up, each.tensor(f"{down}.weight", hidden, inner)))
-        shared = None
+            gate_up, _ = each._joined(dict.fromkeys((gate, up), own.intermediate_size), hidden)
+            found.append(ExpertTensors(gate_up, each.tensor(f"{down}.weight", hidden, own.intermediate_size)))
         if own.shared_size is not None:
             mlp = self.under("shared_expert.").gated_mlp(size=own.shared_size)
             shared = SharedExpert(mlp, self.linear({"shared_expert_gate": 1}, hidden))
-        return self._experts("gate", _experts_of(matrices, config.activation), has_bias=False, shared=shared)
+        return self._experts(self.linear({"gate": own.num_experts}, hidden), found, shared)
 
     def fused_experts(self) -> Experts:
         """Build gpt-oss's experts: one tensor of all, in MXFP4 or not, with gates and ups in turns."""
-        config, own = self._config, self._config.experts
-        assert own is not None
-        hidden, inner, num_experts = config.hidden_size, own.intermediate_size, own.num_experts
-        at = self.under("experts.")
-        gate_up, gate_up_bias = at._fused("gate_up_proj", num_experts, 2 * inner, hidden)
-        down, down_bias = at._fused("down_proj", num_experts, hidden, inner)
-        mlps: list[Mlp] = [
-            ClampedMlp(
-                make_linear(_gates_first(gate_up[index]), _gates_first(gate_up_bias[index])),
-                make_linear(down[index], down_bias[index]),
-            )
-            for index in range(num_experts)
-        ]
-        return self._experts("router", SeparateExperts(mlps), has_bias=True)
+        hidden, own, at = self._config.hidden_size, self._own_experts, self.under("experts.")
+        gate_up, gate_up_bias = at._fused("gate_up_proj", own.num_experts, 2 * own.intermediate_size, hidden)
+        down, down_bias = at._fused("down_proj", own.num_experts, hidden, own.intermediate_size)
+        by_expert = zip(gate_up, down, gate_up_bias, down_bias, strict=True)
+        found = [ExpertTensors(_gates_first(up), out, _gates_first(b), c) for up, out, b, c in by_expert]
+        return self._experts(self.linear({"router": own.num_experts}, hidden, has_bias=True), found)
 
-    def _experts(
-        self,
-        router: str,
-        experts: GroupedExperts | SeparateExperts,
-        *,
-        has_bias: bool,
-        shared: SharedExpert | None = None,
-    ) -> Experts:
-        own = self._config.experts
-        assert own is not None
+    @property
+    def _own_experts(self) -> ExpertsConfig:
+        assert self._config.experts is not None
+        return self._config.experts
+
+    def _experts(self, router: Linear, found: list[ExpertTensors], shared: SharedExpert | None = None) -> Experts:
+        own, activation, first = self._own_experts, self._config.activation, found[0].down
+        experts: GroupedExperts | SeparateExperts
+        if can_group(first.device, first.dtype):
+            experts = GroupedExperts(found, activation)
+        else:
+            matrices = ((make_linear(e.gate_up, e.gate_up_bias), make_linear(e.down, e.down_bias)) for e in found)
+            experts = SeparateExperts([GatedMlp(*both, activation) for both in matrices])
+        num_chosen, is_normalized = own.num_chosen, own.is_normalized
         return Experts(
-            router=self.linear({router: own.num_experts}, self._config.hidden_size, has_bias=has_bias),
-            experts=experts,
-            num_chosen=own.num_chosen,
-            is_normalized=own.is_normalized,
-            shared=shared,
+            router=router, experts=experts, num_chosen=num_chosen, is_normalized=is_normalized, shared=shared
         )
 
     def _joined(
@@ -205,12 +193,3 @@ class Tensors:
 def _gates_first(rows: Tensor) -> Tensor:
     """Put even rows, which are gates, before odd ones."""
     return torch.cat((rows[::2], rows[1::2]))
-
-
-def _experts_of(matrices: list[tuple[Tensor, Tensor]], activation: str) -> GroupedExperts | SeparateExperts:
-    gate_up = matrices[0][0]
-    if gate_up.is_cuda and gate_up.dtype is torch.bfloat16:
-        joined = (torch.stack(each) for each in zip(*matrices, strict=True))
-        return GroupedExperts(*joined, activation)  # type: ignore[arg-type]
-    mlps: list[Mlp] = [GatedMlp(make_linear(up), make_linear(down), activation) for up, down in matrices]  # type: ignore[arg-type]
-    return SeparateExperts(mlps)

@@ -141,7 +141,8 @@ def fingerprint_of(decoder: Decoder) -> ModelFingerprint:
         dtype="float32",
         chunk_tokens=CHUNK_TOKENS,
     )
-    return ModelFingerprint(weights="00", layout=layout, inv_freq=config.rope.inv_freq)
+    inv_freq = () if config.rope is None else config.rope.inv_freq
+    return ModelFingerprint(weights="00", layout=layout, inv_freq=inv_freq)
 
 
 def make_cached_engine(

@@ -67,7 +67,7 @@ def test_shards_are_read_like_one_file(sound: Path, tmp_path: Path) -> None:
     write_checkpoint("llama-2", tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     rows = torch.eye(64)  # the weight's columns, in whatever form it is kept
-    assert torch.equal(load(tmp_path).layers[2].gate_up(rows), load(sound).layers[2].gate_up(rows))
+    assert torch.equal(load(tmp_path).layers[2].mlp.gate_up(rows), load(sound).layers[2].mlp.gate_up(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -299,8 +299,8 @@ def test_sliding_windows_refuse_what_they_would_hide(checkpoints: dict[str, tupl
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neo", "bloom"])
-def test_models_without_rotary_positions_are_refused_when_they_are_loaded(family: str) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "bloom"])
+def test_models_of_other_families_are_refused_when_they_are_loaded(family: str) -> None:
     """So no request can ask for a truncation that their KV does not allow."""
-    with pytest.raises(CheckpointError, match="model_type: must be one of llama, mistral, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match=r"model_type: must be one of .*llama, mistral"):
         parse_model_config({"model_type": family, "hidden_size": 64}, "config.json")
