@@ -13,8 +13,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -24,6 +25,7 @@ from mneme.kernels.linear import make_linear
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.families import FAMILIES
 from mneme.replicas.model.families.family import Family
+from mneme.replicas.model.gguf_file import ROTATIONS, WEIGHTS, GgufFile
 from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.tensors import Source, Tensors
 
@@ -31,7 +33,7 @@ _PIECE_BYTES = 8 << 20  # that is read and copied at once
 _SMALL_BYTES = 1 << 20  # a tensor that is not worth a piece
 _NUM_READERS = 4
 _NUM_SPARE_POSITIONS = 2  # rows before OPT's first position
-_UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")  # that old files have beside what they need
+_UNUSED = ("rotary_emb.inv_freq", "lm_head.weight", *ROTATIONS)  # that old files have beside what they need
 Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
 
 
@@ -49,7 +51,7 @@ def load_weights(
     """Read every tensor; raises `CheckpointError` that names the file and the tensor."""
     family = FAMILIES[config.family]
     with ExitStack() as stack:
-        files = SafetensorsFiles(model_dir, device, dtype, stack)
+        files = open_files(model_dir, device, dtype, stack)
         checked = Checked(files, dtype)
         build(family, checked, config)
         checked.refuse_unread(family)
@@ -118,8 +120,28 @@ class Upload:
         self._buffers.put((buffer, self._stream.record()))
 
 
+class Files(Source, Protocol):
+    """Knows from headers alone what tensors there are."""
+
+    model_dir: Path
+
+    @property
+    def names(self) -> Collection[str]:
+        """Return the tensors by the names that they have in the files."""
+
+    def check(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the name in the files; raises `CheckpointError` unless there is such a tensor, by its header."""
+
+
+def open_files(model_dir: Path, device: torch.device, dtype: torch.dtype, stack: ExitStack) -> Files:
+    """Open a directory's weights, in whatever format they are."""
+    if (model_dir / WEIGHTS).exists():
+        return GgufTensors(model_dir, device, dtype)
+    return SafetensorsFiles(model_dir, device, dtype, stack)
+
+
 class SafetensorsFiles:
-    """Opens the shards of a directory and reads tensors by name: a `Source`."""
+    """Opens the shards of a directory and reads tensors by name."""
 
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, stack: ExitStack) -> None:
         self.model_dir, self._device, self._dtype, self._stack = model_dir, device, dtype, stack
@@ -146,12 +168,13 @@ class SafetensorsFiles:
     def has(self, name: str) -> bool:
         return name in self._file_by_name
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `CheckpointError` unless there is such a tensor, by what the header says."""
+    def check(self, name: str, shape: tuple[int, ...]) -> str:
+        """See `Files`."""
         path, handle = self._lookup(name)
         found = tuple(handle.get_slice(name).get_shape())
         if found != shape:
             raise CheckpointError(f"{path}: {name} has shape {list(found)}, config.json implies {list(shape)}")
+        return name
 
     def tensor(self, name: str, *_shape: int) -> torch.Tensor:
         """See `Source`; the shape has been checked."""
@@ -189,10 +212,48 @@ class SafetensorsFiles:
         return found
 
 
+class GgufTensors:
+    """Reads a GGUF file's tensors by the names of its family, dequantized."""
+
+    def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.model_dir, self._device, self._dtype = model_dir, device, dtype
+        self._file = GgufFile(model_dir / WEIGHTS)
+        self._name_of = self._file.names_of()
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._file.tensors.keys()
+
+    def has(self, name: str) -> bool:
+        return self._name_of(name)[0] in self._file.tensors
+
+    def check(self, name: str, shape: tuple[int, ...]) -> str:
+        """See `Files`; of the tensor of all experts one is a part."""
+        stored, expert = self._name_of(name)
+        info = self._file.tensors.get(stored)
+        if info is None:
+            raise CheckpointError(f"{self._file.path}: tensor {name} is missing")
+        found = info.shape if expert is None else info.shape[1:]
+        if found != shape or (expert is not None and expert >= info.shape[0]):
+            rule = f"has shape {list(info.shape)}, its metadata implies {list(shape)}"
+            raise CheckpointError(f"{self._file.path}: {stored} {rule}")
+        return stored
+
+    def tensor(self, name: str, *_shape: int) -> torch.Tensor:
+        """See `Source`."""
+        stored, expert = self._name_of(name)
+        array = self._file.array(stored, expert)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, self._dtype)
+
+    def stored(self, name: str, *_shape: int) -> torch.Tensor:
+        """See `Source`."""
+        raise CheckpointError(f"{self._file.path}: {name} is not offered")
+
+
 class Checked:
     """Checks names and shapes, and gives tensors without memory: a `Source` to build a model of on trial."""
 
-    def __init__(self, files: SafetensorsFiles, dtype: torch.dtype) -> None:
+    def __init__(self, files: Files, dtype: torch.dtype) -> None:
         self._files, self._dtype = files, dtype
         self._unread = set(files.names)
 
@@ -200,8 +261,7 @@ class Checked:
         return self._files.has(name)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        self._files.check(name, shape)
-        self._unread.discard(name)
+        self._unread.discard(self._files.check(name, shape))
         return torch.empty(shape, dtype=self._dtype, device="meta")
 
     def stored(self, name: str, *shape: int) -> torch.Tensor:
@@ -218,6 +278,8 @@ class Checked:
 
 def shard_paths(model_dir: Path) -> list[Path]:
     """The files that hold the weights; raises `CheckpointError` for an index that is not sound."""
+    if (model_dir / WEIGHTS).exists():
+        return [model_dir / WEIGHTS]
     index_path = model_dir / "model.safetensors.index.json"
     if not index_path.exists():
         return [model_dir / "model.safetensors"]
