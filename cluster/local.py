@@ -81,7 +81,7 @@ class LocalServer(Foreground):
         """
         self._end_progress = end_progress
         check_local(self.config)
-        check_files(self.config)
+        check_files(self.config, on_progress)
         with bound_socket(self.config) as bound:
             self.watch_signals()
             on_progress("importing", 0.0)

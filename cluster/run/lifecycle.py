@@ -35,6 +35,7 @@ from mneme.cluster.run.janitor import Janitor
 from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_models
 from mneme.errors import CheckpointError, MnemeError
 from mneme.replicas.model.directory import load_model_config, model_directory
+from mneme.replicas.model.gguf_file import WEIGHTS, GgufFile
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,13 @@ class StartFailed(MnemeError):
     """The cluster did not come up; the message is one line."""
 
 
-def check_files(config: ClusterConfig) -> None:
+def check_files(config: ClusterConfig, on_progress: Progress = lambda _what, _share: None) -> None:
     """Check the models' files and the cache's folder before anything is started; tensors are for replicas to check.
 
     Raises `ConfigError` or `CheckpointError`.
     """
     for each in config.each_model():
-        directory = model_directory(each.model)
+        directory = model_directory(each.model, on_progress)
         load_model_config(directory)
         _check_tokenizer_files(directory)
         _check_weight_files(directory)
@@ -98,6 +99,9 @@ def _check_weight_files(directory: Path) -> None:
     """Each file's header: offsets inside the file, no overlap, shapes that fit their bytes."""
     from safetensors import SafetensorError, safe_open
 
+    if (directory / WEIGHTS).exists():
+        GgufFile(directory / WEIGHTS)
+        return
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{directory}: has no *.safetensors file")
@@ -194,7 +198,7 @@ class LocalCluster(Foreground):
         Raises `StartFailed`, `ConfigError` or `CheckpointError`.
         """
         self._end_progress = end_progress
-        check_files(self.config)
+        check_files(self.config, on_progress)
         if self.config.ray.address is None:
             placements = self._begin(on_progress)
         else:

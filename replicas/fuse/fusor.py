@@ -58,7 +58,7 @@ class Fusor:
         self._gone: list[DocumentRows] = []
 
     def narrow(
-        self, layer: int, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rope: RopeTable
+        self, layer: int, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rope: RopeTable | None
     ) -> Tensor | None:
         """Return the rows that stay, ascending; None: all of them. To be called when the layer's KV was written.
 
@@ -100,7 +100,7 @@ class Fusor:
 
     @staticmethod
     def _deviation(
-        part: DocumentRows, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rope: RopeTable
+        part: DocumentRows, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rope: RopeTable | None
     ) -> Tensor:
         """float32 [n] of the keys; that of the values chose worse, alone or beside it."""
         return kv_deviation(k[part.rows], v[part.rows], part.cached, part.positions, k_pages, v_pages, rope)[:, 0]

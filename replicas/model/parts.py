@@ -199,7 +199,7 @@ class SeparateExperts:
     def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
         """Apply expert e to the rows that have it: x [n, H], experts int64 [n], ascending."""
         counts = torch.bincount(experts, minlength=len(self._experts)).tolist()
-        parts = zip(self._experts, x.split(counts), strict=True)
+        parts = zip(self._experts, torch.split(x, counts), strict=True)
         return torch.cat([expert(part, x.dtype) for expert, part in parts if len(part)])
 
 

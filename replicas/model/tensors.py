@@ -6,6 +6,8 @@ byte of a tensor is read, so a hostile file can make neither a large allocation 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +45,19 @@ class Source(Protocol):
 
     def stored(self, name: str, *shape: int) -> Tensor:
         """Return its bytes as they are in the file, uint8; raises `CheckpointError`."""
+
+
+class Files(Source, Protocol):
+    """Knows from headers alone what tensors there are."""
+
+    model_dir: Path
+
+    @property
+    def names(self) -> Collection[str]:
+        """Return the tensors by the names that they have in the files."""
+
+    def check(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Return the names in the files of what it is made of, by the headers; raises `CheckpointError` without it."""
 
 
 class Tensors:

@@ -13,7 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from mneme.replicas.model.families import FAMILIES
 from mneme.replicas.model.families.family import Family
 from mneme.replicas.model.gguf_file import ROTATIONS, WEIGHTS, GgufFile
 from mneme.replicas.model.parts import DecoderWeights
-from mneme.replicas.model.tensors import Source, Tensors
+from mneme.replicas.model.quantized import QuantizedTensors
+from mneme.replicas.model.tensors import Files, Source, Tensors
 
 _PIECE_BYTES = 8 << 20  # that is read and copied at once
 _SMALL_BYTES = 1 << 20  # a tensor that is not worth a piece
@@ -120,24 +121,15 @@ class Upload:
         self._buffers.put((buffer, self._stream.record()))
 
 
-class Files(Source, Protocol):
-    """Knows from headers alone what tensors there are."""
-
-    model_dir: Path
-
-    @property
-    def names(self) -> Collection[str]:
-        """Return the tensors by the names that they have in the files."""
-
-    def check(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return the name in the files; raises `CheckpointError` unless there is such a tensor, by its header."""
-
-
 def open_files(model_dir: Path, device: torch.device, dtype: torch.dtype, stack: ExitStack) -> Files:
     """Open a directory's weights, in whatever format they are."""
     if (model_dir / WEIGHTS).exists():
         return GgufTensors(model_dir, device, dtype)
-    return SafetensorsFiles(model_dir, device, dtype, stack)
+    files = SafetensorsFiles(model_dir, device, dtype, stack)
+    quantization = json.loads((model_dir / "config.json").read_bytes()).get("quantization_config")
+    if quantization is None or quantization.get("quant_method") == "mxfp4":  # which its family reads
+        return files
+    return QuantizedTensors(files, quantization, device, dtype)
 
 
 class SafetensorsFiles:
@@ -168,17 +160,17 @@ class SafetensorsFiles:
     def has(self, name: str) -> bool:
         return name in self._file_by_name
 
-    def check(self, name: str, shape: tuple[int, ...]) -> str:
+    def check(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """See `Files`."""
         path, handle = self._lookup(name)
         found = tuple(handle.get_slice(name).get_shape())
         if found != shape:
             raise CheckpointError(f"{path}: {name} has shape {list(found)}, config.json implies {list(shape)}")
-        return name
+        return (name,)
 
     def tensor(self, name: str, *_shape: int) -> torch.Tensor:
         """See `Source`; the shape has been checked."""
-        tensor = self._read(name)
+        tensor = self.read(name)
         if not tensor.dtype.is_floating_point:
             path, _ = self._lookup(name)
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; weights must be floating point")
@@ -186,7 +178,7 @@ class SafetensorsFiles:
 
     def stored(self, name: str, *_shape: int) -> torch.Tensor:
         """See `Source`."""
-        tensor = self._read(name)
+        tensor = self.read(name)
         if tensor.dtype is not torch.uint8:
             path, _ = self._lookup(name)
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; must be uint8")
@@ -197,7 +189,8 @@ class SafetensorsFiles:
             return self._upload(tensor)
         return tensor.to(self._device)
 
-    def _read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor as it is in its file."""
         path, handle = self._lookup(name)
         try:
             tensor: torch.Tensor = handle.get_tensor(name)
@@ -227,7 +220,7 @@ class GgufTensors:
     def has(self, name: str) -> bool:
         return self._name_of(name)[0] in self._file.tensors
 
-    def check(self, name: str, shape: tuple[int, ...]) -> str:
+    def check(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """See `Files`; of the tensor of all experts one is a part."""
         stored, expert = self._name_of(name)
         info = self._file.tensors.get(stored)
@@ -237,7 +230,7 @@ class GgufTensors:
         if found != shape or (expert is not None and expert >= info.shape[0]):
             rule = f"has shape {list(info.shape)}, its metadata implies {list(shape)}"
             raise CheckpointError(f"{self._file.path}: {stored} {rule}")
-        return stored
+        return (stored,)
 
     def tensor(self, name: str, *_shape: int) -> torch.Tensor:
         """See `Source`."""
@@ -261,7 +254,7 @@ class Checked:
         return self._files.has(name)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        self._unread.discard(self._files.check(name, shape))
+        self._unread.difference_update(self._files.check(name, shape))
         return torch.empty(shape, dtype=self._dtype, device="meta")
 
     def stored(self, name: str, *shape: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type"),
-    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "original_max_position_embeddings"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
