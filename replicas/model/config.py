@@ -7,7 +7,6 @@ here; what no supported family needs is refused when it is loaded, with the fiel
 from __future__ import annotations
 
 import importlib.resources
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mneme.errors import CheckpointError, shown
+from mneme.replicas.card import read_json, refuse_other_weights
 
 EMBEDDED_MODEL = "mneme-tiny"
 _MAX_DIMENSION = 2**24
@@ -82,31 +82,33 @@ class DecoderConfig:
 
 
 def model_directory(model: str) -> Path:
-    """The directory of a model: the embedded one by its name, any other by its path."""
+    """Find the directory of a model: the embedded one by its name, any other by its path.
+
+    Raises `CheckpointError` if there is none, or its weights are in another form than safetensors.
+    """
     if model == EMBEDDED_MODEL:
         return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
     path = Path(model).expanduser()
+    if path.is_file():
+        refuse_other_weights([path])
+        raise CheckpointError(f"{model}: is a file; name the directory that it is in")
     if not path.is_dir():
         rule = f"no such model directory (the embedded model is {EMBEDDED_MODEL!r})"
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):  # the form of a name on the Hugging Face hub
             name = model.partition("/")[2]
             rule += f"; models are not downloaded: `hf download {model} --local-dir {name}`, then give {name!r}"
         raise CheckpointError(f"{model}: {rule}")
+    if not any(path.glob("*.safetensors*")):
+        refuse_other_weights(path.iterdir())
     return path
 
 
 def load_model_config(model_dir: Path) -> DecoderConfig:
     """Read `config.json`; raises `CheckpointError` that names the file or the field."""
     path = model_dir / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; {model_dir} is not a Hugging Face model directory") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({type(error).__name__})") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return parse_model_config(raw, str(path))
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file; {model_dir} is not a Hugging Face model directory")
+    return parse_model_config(read_json(path), str(path))
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
@@ -224,20 +226,25 @@ def _eos_token_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 
 def _parse_rope(raw: Mapping[str, Any], head_dim: int, max_context: int, where: str) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """Read `rope_parameters` (transformers 5), and `rope_theta` and `rope_scaling` (before), which counts if it is set.
 
     Types whose frequencies change with the length (dynamic, longrope) are refused. Sources: linear, arXiv 2306.15595;
     YaRN, arXiv 2309.00071; llama3, the Llama 3.1 model card's reference code.
     """
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise CheckpointError(f"{where}: rope_scaling: must be an object (got {shown(scaling)})")
-    fields = _Fields({**raw, **scaling}, where)
+    given = {name: raw.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    for name, scaling in given.items():
+        if not isinstance(scaling, Mapping):
+            raise CheckpointError(f"{where}: {name}: must be an object (got {shown(scaling)})")
+        if any(isinstance(value, Mapping) for value in scaling.values()):
+            raise CheckpointError(f"{where}: {name}: must be the same for all layers (got {shown(list(scaling))})")
+    new, old = given.values()
+    kinds = (each.get(name) for each in (old, new) for name in ("rope_type", "type"))
+    fields = _Fields({**raw, **new, **old}, where)
     rotary_dim = int(head_dim * fields.positive("partial_rotary_factor", 1.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CheckpointError(f"{where}: partial_rotary_factor: must leave an even rotary dimension")
     theta = fields.positive("rope_theta", 10_000.0)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = next(filter(None, kinds), "default")
     plain = [theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2)]
     if kind == "default":
         return RopeConfig(inv_freq=tuple(plain))

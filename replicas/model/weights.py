@@ -7,7 +7,6 @@ neither a large allocation nor a wrong model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
 from mneme.kernels.linear import Linear, make_linear
+from mneme.replicas.card import shard_paths
 from mneme.replicas.model.config import DecoderConfig
 
 _PIECE_BYTES = 8 << 20  # that is read and copied at once
@@ -229,18 +229,3 @@ class _Reader:
         if found is None:
             raise CheckpointError(f"{self._model_dir}: tensor {name} is missing")
         return found
-
-
-def shard_paths(model_dir: Path) -> list[Path]:
-    """The files that hold the weights; raises `CheckpointError` for an index that is not sound."""
-    index_path = model_dir / "model.safetensors.index.json"
-    if not index_path.exists():
-        return [model_dir / "model.safetensors"]
-    try:
-        names = set(json.loads(index_path.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index_path}: not a sound index ({type(error).__name__})") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index_path}: shard {shown(name)} must be a plain *.safetensors file name")
-    return [model_dir / name for name in sorted(names)]
