@@ -17,7 +17,9 @@ from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import FORMATS, Dialect
-from tests.replicas.model_cards import CARDS, TEXTS, write_card
+from tests.replicas.cards.model_cards import CARDS, TEXTS, write_card
+
+pytestmark = pytest.mark.engine
 
 SAID = (
     "",
