@@ -90,6 +90,10 @@ class Card(NamedTuple):
     generation: dict[str, Any] | None  # of generation_config.json; None: there is no such file
     in_config: bool = False  # its ends stand in config.json as well
     num_shards: int = 1
+    has_map: bool = (
+        False  # names of special tokens stand in special_tokens_map.json alone, as they did before 2023's end
+    )
+    late: tuple[str, ...] = ()  # tokens that only tokenizer_config.json has, as who tunes a model may add them
 
 
 def _llama_3(factor: float, **more: Any) -> dict[str, Any]:
@@ -184,6 +188,7 @@ CARDS: dict[str, Card] = {
         {_IN_FILE: "{{ bos_token }}" + _CHATML, "additional_chat_templates/tool_use.jinja": _HERMES_TOOLS},
         None,
         in_config=True,
+        late=("<|late|>", "<|later|>"),
     ),
     "Llama-2-7b-chat-hf": Card(
         *("pieces", "", {"model_type": "llama", "max_position_embeddings": 4096, "torch_dtype": "float16"}),
@@ -200,6 +205,7 @@ CARDS: dict[str, Card] = {
         ("</s>",),
         {},
         {"temperature": 0.9, "top_p": 0.6, "max_length": 4096},
+        has_map=True,
     ),
     "TinyLlama-1.1B-Chat-v1.0": Card(
         *("pieces", "", {"model_type": "llama", "max_position_embeddings": 2048, "torch_dtype": "bfloat16"}),
@@ -363,8 +369,16 @@ def write_card(name: str, directory: Path) -> dict[str, torch.Tensor]:
                         "single_word": False, "special": token.special}
         for token_id, token in backend.get_added_tokens_decoder().items()
     }  # fmt: skip
-    for_config = {"chat_template": card.templates[_IN_CONFIG]} if _IN_CONFIG in card.templates else {}
-    _write(directory / _IN_CONFIG, {**card.tokenizer, "added_tokens_decoder": decoder, **for_config})
+    for token_id, text in enumerate(card.late, backend.get_vocab_size()):
+        decoder[str(token_id)] = {**_token(text), "normalized": False, "special": True}
+    said = {**card.tokenizer, "added_tokens_decoder": decoder}
+    if card.has_map:
+        del said["added_tokens_decoder"]
+        tokens = ("bos_token", "eos_token", "unk_token")
+        _write(directory / "special_tokens_map.json", {name: _token(said.pop(name)) for name in tokens})
+    if _IN_CONFIG in card.templates:
+        said["chat_template"] = card.templates[_IN_CONFIG]
+    _write(directory / _IN_CONFIG, said)
     for file, template in card.templates.items():
         if file.endswith(".jinja"):
             (directory / file).parent.mkdir(exist_ok=True)

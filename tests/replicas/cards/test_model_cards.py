@@ -71,6 +71,10 @@ def test_added_tokens_are_single_ids_and_special_as_the_files_say(loaded: Loaded
     for token_id, token in loaded.their_tokenizer.added_tokens_decoder.items():
         assert loaded.tokenizer.encode_rendered(token.content)[-1:] == [token_id]
         assert (token_id in loaded.tokenizer.special_token_ids) == token.special, token
+    assert len(loaded.tokenizer.encode_rendered("".join(CARDS[loaded.name].late))) == len(CARDS[loaded.name].late)
+    assert loaded.tokenizer.bos_token_id == loaded.their_tokenizer.bos_token_id
+    if CARDS[loaded.name].has_map:
+        assert (loaded.tokenizer.bos_token_id, loaded.tokenizer.eos_token_ids) == (1, (2,))
 
 
 def test_conversations_are_rendered_the_same(loaded: Loaded) -> None:
