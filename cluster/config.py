@@ -114,7 +114,7 @@ class FurtherModel:
     """
 
     model: str
-    served_name: str | None = None
+    served_name: str | tuple[str, ...] | None = None
     replicas: int | None = None
     autoscale: AutoscaleConfig | None = None
     cpus_per_replica: float = 0.0
@@ -127,7 +127,8 @@ class ClusterConfig:
     """Everything `mneme serve` needs to know."""
 
     model: str = EMBEDDED_MODEL  # the embedded model's name, or a local Hugging Face directory
-    served_name: str | None = None  # what clients call it; None: the model's or the directory's name
+    # What clients call it, by one name or several, of which answers and metrics have the first; None: the directory's.
+    served_name: str | tuple[str, ...] | None = None
     models: tuple[FurtherModel, ...] = ()  # others that clients may ask for; who names none gets the first
     replicas: int | None = None  # None: one for each GPU, or two on the CPU (gpus.py)
     autoscale: AutoscaleConfig | None = None  # instead of a fixed number
@@ -147,7 +148,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model: must name a model or a directory")
-        if self.served_name == "":
+        if self.served_name is not None and not (self.served_name and all(self.model_names)):
             raise ConfigError("served_name: must not be empty")
         if not self.model_name:
             raise ConfigError(f"model: {shown(self.model)} has no name of its own; set served_name")
@@ -164,18 +165,18 @@ class ClusterConfig:
         self._check_models()
 
     def _check_models(self) -> None:
-        names = [self.model_name]
+        names = [*self.model_names]
         for i, model in enumerate(self.models):
             path = f"models[{i}]"
             try:
-                name = self._with(model).model_name
+                own = self._with(model).model_names
             except ConfigError as error:
                 raise ConfigError(f"{path}.{error}") from None
-            if name in names:
-                raise ConfigError(f"{path}.served_name: two models are called {shown(name)}")
+            if taken := [name for name in own if name in names]:
+                raise ConfigError(f"{path}.served_name: two models are called {shown(taken[0])}")
             if model.engine.session_ttl_s != self.engine.session_ttl_s:
                 raise ConfigError(f"{path}.engine.session_ttl_s: must be the first model's: they share session logs")
-            names.append(name)
+            names += own
 
     def each_model(self) -> tuple[ClusterConfig, ...]:
         """Return the configuration of a cluster for each model alone, the first one's first."""
@@ -186,8 +187,13 @@ class ClusterConfig:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API."""
-        return self.served_name or os.path.basename(os.path.abspath(Path(self.model).expanduser()))
+        """The model's name in the API: the first, if it has several."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        given = self.served_name or os.path.basename(os.path.abspath(Path(self.model).expanduser()))
+        return (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
 
     def as_mapping(self) -> dict[str, Any]:
         """Plain values that `parse` turns back into an equal configuration."""

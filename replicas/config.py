@@ -13,6 +13,7 @@ from mneme.replicas.truncation import Truncation
 
 ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral"]  # text/tool_calls.py
 ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1"]  # those named read alike
+GenerationConfigUse = Literal["auto", "none"]
 MAX_TIMEOUT_S = 86_400.0  # of a request
 MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin
 
@@ -62,6 +63,8 @@ class EngineConfig:
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000  # 0: no request is part of a session
     max_session_tokens: int = 16_000_000  # in all token logs together; four bytes each
+    # auto: what the model says of sampling holds where a request says nothing (card.py: sampling_defaults).
+    generation_config: GenerationConfigUse = "auto"
     warm_prompts: tuple[WarmPrompt, ...] = ()  # public: computed and pinned before there is traffic
     max_pins: int = 16  # of one API key, besides those
     max_pinned_share: float = 0.5  # of the pages, in all pins together

@@ -19,6 +19,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import ConfigError, InvalidRequest, MnemeError
+from mneme.replicas.card import sampling_defaults
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import BLOCKED_S
@@ -174,6 +175,7 @@ class LLM:
             cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
         self.tokenizer = Tokenizer.load(model_directory(model))
+        self._sampling_defaults = sampling_defaults(model_directory(model), base.generation_config)
         self._config = replace(base, device=chosen.device, dtype=chosen.dtype)
         self.engine = load_engine(model, self._config, tokenizer=self.tokenizer, cache=cache)
         self._tier_answered = threading.Event()
@@ -203,6 +205,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`, `render_chat`."""
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model says of sampling: it holds for what `SamplingParams` leave out."""
+        return SamplingParams().with_defaults(self._sampling_defaults)
 
     def close(self) -> None:
         """Give back the host tier's memory and end what renders templates; garbage collection does so too."""
@@ -413,6 +419,7 @@ class LLM:
         num_system: int = 0,
     ) -> _Job:
         """Make the requests of a prompt, one per choice."""
+        params = params.with_defaults(self._sampling_defaults)
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         name = f"llm-{next(self._ids)}"
         requests = [

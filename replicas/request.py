@@ -2,6 +2,7 @@
 
     Grammar             what an answer must match
     SamplingParams      how to choose tokens; validated here, once, for every entrance
+    Weighing            those of its numbers for which a model may have values of its own
     GenerationRequest   one choice of one request: ids in, ids out
     TokenEvent          what one engine step did for one GenerationRequest
     StepMessage         one message of the token stream: all events of one step for one subscriber, or a report
@@ -97,20 +98,34 @@ class Grammar:
             raise InvalidRequest(self.field, None, "must be JSON") from None
 
 
+SamplingDefaults = Mapping[str, Any]  # a model's own values, by the names of `SamplingParams`: `card.sampling_defaults`
+
+
+class Weighing(NamedTuple):
+    """Says which tokens may be drawn, and how often; `SamplingParams` says what each is."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Says how output tokens are chosen; the names and meanings of OpenAI's and vLLM's APIs.
 
     n                   choices per prompt
-    max_tokens          output tokens at most, 16 as in vLLM; None: as many as the context window leaves
+    max_tokens          output tokens at most, 16 as in vLLM; None: the model's, else what the context window leaves
     min_tokens          output tokens before a stop string or an end token ends the answer
-    temperature         0 is greedy
+    temperature         0 is greedy; None, here and in the next four: the model's own, else as `Weighing` has it
     top_p               of the most likely tokens, those that have this probability together
     top_k               of the most likely tokens, so many; 0: all
     min_p               tokens that have at least this share of the most likely one's probability
     repetition_penalty  divides the logits of tokens that have occurred; 1: none
     presence_penalty    subtracted from the logits of tokens in the output
     frequency_penalty   subtracted from them, for each time
+    weighing            those five with none left out; it is not given
     seed                None: one is drawn for each request
     logit_bias          added to the logits, by token id
     allowed_token_ids   all that may be drawn, end tokens too; None: all; not with a grammar
@@ -131,11 +146,11 @@ class SamplingParams:
     n: int = 1
     max_tokens: int | None = 16
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -150,17 +165,20 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    weighing: Weighing = field(init=False, repr=False, compare=False)  # what is None in its place as a number
 
     def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in Weighing._fields if getattr(self, name) is not None}
+        object.__setattr__(self, "weighing", Weighing(**given))
         _check_int("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS_LIMIT)
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, -1, MAX_TOKENS_LIMIT)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
+        _check_float("temperature", self.weighing.temperature, 0.0, 2.0)
+        _check_float("top_p", self.weighing.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.weighing.top_k, -1, MAX_TOKENS_LIMIT)
+        _check_float("min_p", self.weighing.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.weighing.repetition_penalty, 0.01, 10.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -181,6 +199,12 @@ class SamplingParams:
             if self.grammar is not None:
                 raise InvalidRequest("allowed_token_ids", None, "cannot be combined with a grammar")
         _check_logit_bias(self.logit_bias)
+
+    def with_defaults(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Take a model's own values where none was given; its `max_tokens` is for the engine, which knows the room."""
+        names = [name for name in Weighing._fields if name in defaults and getattr(self, name) is None]
+        missing = {name: defaults[name] for name in names}
+        return replace(self, **missing) if missing else self
 
 
 class Logprobs(NamedTuple):

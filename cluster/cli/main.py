@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from mneme.errors import MnemeError
+from mneme.errors import ConfigError, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.version import __version__
 
@@ -37,7 +37,8 @@ LABORATORY = {  # what measures and plays, and what `mneme --help` says of it
 }
 # Options of `vllm serve` that have an equivalent here.
 _VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our key, type, metavar, help
-    ("--served-model-name", "served_name", str, "NAME", "what clients call the model"),
+    ("--served-model-name", "served_name", str, "NAME", "what clients call the model, by one name or several"),
+    ("--generation-config", "engine.generation_config", str, "USE", "auto: as generation_config.json samples; none"),
     ("--api-key", "http.api_keys", str, "KEY", "the key that clients must send"),
     ("--dtype", "engine.dtype", str, "DTYPE", "auto, float32, bfloat16 or float16"),
     ("--tool-call-parser", "http.tool_call_parser", str, "NAME", "auto, none, hermes, llama3_json or mistral"),
@@ -176,9 +177,11 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the configuration, every key with its value, and do not serve",
     )
     same = parser.add_argument_group("options as vLLM's, each in place of a key of --set")
+    hints = get_type_hints(EngineConfig)
     for option, key, kind, metavar, text in _VLLM_OPTIONS:
-        choices = get_args(get_type_hints(EngineConfig)["dtype"]) if option == "--dtype" else None
-        same.add_argument(option, dest=key, type=kind, choices=choices, metavar=metavar, help=f"{text} ({key})")
+        choices = get_args(hints[key.removeprefix("engine.")]) if option in ("--dtype", "--generation-config") else None
+        more: Any = {"nargs": "+", "action": "extend"} if key == "served_name" else {}
+        same.add_argument(option, dest=key, type=kind, choices=choices, metavar=metavar, help=f"{text} ({key})", **more)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -188,6 +191,9 @@ def _serve(args: argparse.Namespace) -> int:
     given: dict[str, Any] = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
     if args.replicas is not None:
         given |= _replicas(args.replicas)
+    names = given.get("served_name", [])
+    if args.model is None and len(names) > 1 and Path(names[-1]).is_dir():  # an option of several values took it
+        raise ConfigError(f"--served-model-name: {names[-1]} is a directory; the model stands before this option")
     if "http.api_keys" in given:
         given["http.api_keys"] = [given["http.api_keys"]]
     config = load_config(args.config, args.set, given)

@@ -31,6 +31,7 @@ from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.wire.anthropic import CountRequest, MessagesRequest
 from mneme.cluster.wire.openai import (
+    IGNORED_HEADER,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -143,7 +144,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
             app.router.add_route(route.path, partial(answer, service, route), methods=[route.method])
     routes = [*of_model, *of_all]
     service.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
-    app.state.openapi = docs.openapi(routes)
+    app.state.openapi = docs.openapi(routes, needs_model=len(service.apis) > 1)
 
 
 async def _answer_of_model(service: Service, route: Route, request: Request) -> Any:
@@ -171,19 +172,24 @@ async def _answer(service: Service, route: Route, request: Request) -> Any:
         taken = validate(route.body, {**body, "model": service.apis[0].model.id} if is_clear else body)
         given = (taken,)
         if ignored := ignored_fields(body, taken):
-            request.state.answer_headers.append((b"x-mneme-ignored-fields", ignored.encode()))
+            request.state.answer_headers.append((IGNORED_HEADER, ignored.encode()))
     answer = await route.handler(service, request, *given)
     return JSONResponse(answer) if isinstance(answer, dict) else answer
 
 
 async def _list_models(service: Service, request: Request) -> dict[str, Any]:
     """The names that `model` may have."""
-    return {"object": "list", "data": [_model_object(api.model) for api in service.apis]}
+    return {
+        "object": "list",
+        "data": [_model_object(api.model, name) for api in service.apis for name in api.model.names],
+    }
 
 
 async def _get_model(service: Service, request: Request) -> dict[str, Any]:
     """The model of this name."""
-    return _model_object(service.of(request.path_params["model_id"]).model)
+    name: str = request.path_params["model_id"]
+    model = service.of(name).model
+    return _model_object(model, name if name in model.names else model.id)
 
 
 async def _health(service: Service, request: Request) -> dict[str, Any]:
@@ -260,14 +266,15 @@ async def _refused_by_framework(request: Request, error: Exception) -> Response:
     return http_exception_response(error, request.scope["path"], request.state.request_id)
 
 
-def _model_object(model: ServedModel) -> dict[str, Any]:
+def _model_object(model: ServedModel, name: str) -> dict[str, Any]:
     return {
-        "id": model.id,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "mneme",
         "root": model.root,
         "max_model_len": model.max_context,
+        "sampling_defaults": model.sampling_defaults,
     }
 
 

@@ -9,7 +9,7 @@ import html
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, NotRequired
 
@@ -532,6 +532,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    sampling_defaults: dict[str, float]  # of generation_config.json, in force where a request says nothing
 
 
 class ModelList(TypedDict):
@@ -581,6 +582,17 @@ class ExplainedRange(TypedDict):
     source: Source
 
 
+class ExplainedSampling(TypedDict):
+    """How tokens are drawn: as the request says, else the model, else neutral."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    max_tokens: int
+
+
 class ExplainedChoice(TypedDict):
     """One choice of the request, on one replica."""
 
@@ -591,6 +603,7 @@ class ExplainedChoice(TypedDict):
     prompt_tokens: int
     kv_details: KvDetails
     ranges: list[ExplainedRange]
+    sampling: ExplainedSampling
     blend: NotRequired[BlendUsage]
 
 
@@ -783,8 +796,8 @@ class Service(TypedDict):
     generated_tokens: int
 
 
-def openapi(routes: Iterable[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of these routes."""
+def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of these routes; `needs_model`: a body must name its model, as there are several."""
     schemas: dict[str, Any] = {}
 
     def reference(described: Any) -> dict[str, Any]:
@@ -816,6 +829,9 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
         if route.body is not None:
             operation["requestBody"] = {"required": route.method == "POST", "content": _json(reference(route.body))}
         paths.setdefault(path, {})[route.method.lower()] = operation
+    for name in {route.body.__name__ for route in routes if route.body is not None and not needs_model}:
+        schema = schemas[name]
+        schemas[name] = {**schema, "required": [each for each in schema.get("required", ()) if each != "model"]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Mneme", "version": __version__},

@@ -24,10 +24,11 @@ from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.wire.openai import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
 from mneme.primitives import Bounded
+from mneme.replicas.card import sampling_defaults
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.model.directory import load_model_config, model_directory
-from mneme.replicas.request import Grammar, History
+from mneme.replicas.request import Grammar, History, SamplingDefaults
 from mneme.replicas.text.grammar import GrammarChecker
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import (
@@ -50,12 +51,18 @@ _SMALL_TEXT_CHARS = 4096  # about 1 ms of tokenizing: less than handing it to a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A name that clients may ask for."""
+    """A model as clients see it."""
 
-    id: str
+    id: str  # answers, metrics and logs have this one
     max_context: int  # tokens of prompt and output together
     created: int  # Unix seconds
     root: str | None = None  # the model's directory: load tools on the same machine take its tokenizer
+    aliases: tuple[str, ...] = ()  # further names
+    sampling_defaults: SamplingDefaults = field(default_factory=dict)  # the model's own, where a request says nothing
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.id, *self.aliases)
 
 
 class Backend(NamedTuple):
@@ -81,6 +88,8 @@ class Backend(NamedTuple):
             max_context=min(max_context, config.engine.max_context or max_context),
             created=int(time.time()),
             root=str(directory),
+            aliases=config.model_names[1:],
+            sampling_defaults=sampling_defaults(directory, config.engine.generation_config),
         )
         return cls(
             client,
@@ -302,8 +311,8 @@ class Service:
     needs_key: bool
 
     def of(self, name: str | None) -> ApiState:
-        """Find a model by id, or by `root` as `vllm bench serve` asks /tokenize. Raises `ModelNotFound`."""
-        by_id = (api for api in self.apis if name in (None, api.model.id))
+        """Find a model by a name, or by `root` as `vllm bench serve` asks /tokenize. Raises `ModelNotFound`."""
+        by_id = (api for api in self.apis if name is None or name in api.model.names)
         by_root = (api for api in self.apis if name == api.model.root)
         found = next(chain(by_id, by_root), None)
         if found is None:

@@ -14,6 +14,7 @@ from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.stream import RequestLatency, RunResponse
 from mneme.cluster.tenancy import affinity_key, kv_salt, named_session_key, session_key
 from mneme.cluster.wire.openai import (
+    IGNORED_HEADER,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
@@ -83,6 +84,7 @@ async def run_chat(
         is_cut=last is not None,
         continues=body.continue_final_message,
     )
+    _tell_effort(api, request, body, "reasoning.effort" if is_response else "reasoning_effort")
     names, is_forced = (use.schema_by_name, use.is_forced) if use is not None else ({}, False)
     is_thinking = api.dialect.is_thinking(prompt.text or "")
     if is_thinking and params.grammar is not None and params.grammar.after is None:
@@ -110,6 +112,13 @@ async def run_chat(
         lambda: api.dialect.parser(names, is_forced=is_forced, is_thinking=is_thinking),
         () if kept_of is None or body.appends else await kept_of(prompt),
     )
+
+
+def _tell_effort(api: ApiState, request: Request, body: ChatRequest, name: str) -> None:
+    """Name an effort as ignored where the chat template knows neither it nor a switch."""
+    source = api.tokenizer.tool_template_source if body.tools else api.tokenizer.chat_template_source
+    if body.reasoning_effort is not None and not re.search(r"\b(reasoning_effort|enable_thinking)\b", source):
+        request.state.answer_headers.append((IGNORED_HEADER, name.encode()))
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
@@ -277,7 +286,7 @@ def _session(request: Request, body: SamplingBody, *, is_response: bool) -> str 
 
 
 async def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingParams:
-    params = body.sampling_params(api.draw_seed())
+    params = body.sampling_params(api.draw_seed()).with_defaults(api.model.sampling_defaults)
     api.check_ids("logit_bias", list(params.logit_bias))
     api.check_ids("stop_token_ids", list(params.stop_token_ids))
     api.check_ids("allowed_token_ids", list(params.allowed_token_ids or ()))

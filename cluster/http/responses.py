@@ -59,6 +59,7 @@ _FIELDS = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tool_choice.function.name": "tool_choice.name",
+    "reasoning_effort": "reasoning.effort",
     r"tools(\[\d+\])\.function": r"tools\1",
 }
 
@@ -104,7 +105,11 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
         chat = validate(ChatRequest, asked)
         run = await run_chat(
             *(api, request, chat),
-            lambda _: ResponsesAnswer(echo, keeper, is_prewarm=body.is_prewarm),
+            lambda params: ResponsesAnswer(
+                {**echo, "temperature": params.weighing.temperature, "top_p": params.weighing.top_p},
+                keeper,
+                is_prewarm=body.is_prewarm,
+            ),
             fields=FieldNames("input", "input" if body.max_output_tokens is None else "max_output_tokens"),
             is_response=True,
             kept_of=kept_of,

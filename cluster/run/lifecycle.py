@@ -34,8 +34,9 @@ from mneme.cluster.run import environment
 from mneme.cluster.run.janitor import Janitor
 from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_models
 from mneme.errors import CheckpointError, MnemeError
+from mneme.replicas.card import read_json, sampling_defaults, shard_paths
 from mneme.replicas.model.directory import load_model_config, model_directory
-from mneme.replicas.model.gguf_file import WEIGHTS, GgufFile
+from mneme.replicas.model.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ def check_files(config: ClusterConfig, on_progress: Progress = lambda _what, _sh
     for each in config.each_model():
         directory = model_directory(each.model, on_progress)
         load_model_config(directory)
+        sampling_defaults(directory, each.engine.generation_config)
         _check_tokenizer_files(directory)
         _check_weight_files(directory)
     disk = config.cache.disk if config.cache.enabled else None
@@ -86,26 +88,17 @@ def _check_tokenizer_files(directory: Path) -> None:
         tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises nothing narrower
         raise CheckpointError(f"{file}: is not a tokenizer: {_first_line(error)}") from error
-    config = directory / "tokenizer_config.json"
-    try:
-        is_mapping = not config.exists() or isinstance(json.loads(config.read_bytes()), dict)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{config}: cannot be read as JSON: {_first_line(error)}") from error
-    if not is_mapping:
-        raise CheckpointError(f"{config}: must be a JSON object")
+    read_json(directory / "tokenizer_config.json")
 
 
 def _check_weight_files(directory: Path) -> None:
     """Each file's header: offsets inside the file, no overlap, shapes that fit their bytes."""
     from safetensors import SafetensorError, safe_open
 
-    if (directory / WEIGHTS).exists():
-        GgufFile(directory / WEIGHTS)
-        return
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{directory}: has no *.safetensors file")
-    for file in files:
+    for file in shard_paths(directory):
+        if file.suffix == ".gguf":
+            GgufFile(file)
+            continue
         try:
             with safe_open(file, framework="numpy"):
                 pass

@@ -9,7 +9,7 @@ are accepted.
 
 Everything else that is unknown is accepted and ignored, as clients of vLLM and SGLang expect; that includes
 `user`, `store`, `metadata`, `safety_identifier`, `prediction`, `prompt_cache_retention`, `prompt_cache_options`,
-`moderation`, `reasoning_effort`, `verbosity` and `kv_transfer_params`, none of which changes what the tokens mean. The
+`moderation`, `verbosity` and `kv_transfer_params`, none of which changes what the tokens mean. The
 answer names what was ignored (`ignored_fields`).
 """
 
@@ -63,6 +63,7 @@ MAX_EMBEDDINGS = 2048  # OpenAI's, of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "fast"]
 _PRIORITY_OF_TIER = {"flex": 30, "priority": -30}  # the others are served as "default"
+IGNORED_HEADER = b"x-mneme-ignored-fields"
 MAX_IGNORED, MAX_IGNORED_CHARS = 16, 64  # names of ignored fields that an answer tells, and characters of each
 
 M = TypeVar("M", bound="Body")
@@ -529,6 +530,7 @@ class ChatRequest(SamplingBody):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     def check_continuation(self) -> None:
         """Raise `InvalidRequest` where the answer is to go on with the last message and cannot."""
@@ -565,8 +567,13 @@ class ChatRequest(SamplingBody):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Return the variables of the chat template, tools among them."""
-        return template_variables(self.chat_template_kwargs, self.tools)
+        """Return the variables of the chat template, tools among them.
+
+        An effort is one, and as in vLLM also a switch, for templates that have only that.
+        """
+        effort = self.reasoning_effort
+        own = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return template_variables({**own, **(self.chat_template_kwargs or {})}, self.tools)
 
     @property
     def max_tokens_field(self) -> str:

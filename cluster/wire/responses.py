@@ -290,6 +290,7 @@ class ResponsesRequest(Body):
             "tool_choice": choice,
             "max_completion_tokens": 1 if self.is_prewarm else self.max_output_tokens,
             "response_format": form,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
 
     def echo(self) -> dict[str, Any]:

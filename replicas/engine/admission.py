@@ -80,18 +80,22 @@ def make_sequence(
     owner: Owner | None,
     capacity: int,
     max_context: int,
+    max_new_tokens: int | None,
     arrival: int,
     eos_token_ids: tuple[int, ...],
     grammars: Grammars,
 ) -> Sequence:
     """Make the sequence of a request; raises as `max_output_tokens` does, and `InvalidRequest`."""
     params, truncation = request.sampling, request.truncation
+    max_tokens = max_output_tokens(request, len(prompt.context), capacity, max_context)
+    if params.max_tokens is None and max_new_tokens is not None:  # the model's wish: never more than there is room for
+        max_tokens = min(max_tokens, max(max_new_tokens - request.output_offset, params.min_tokens, 1))
     sequence = Sequence(
         request=replace(request, documents=prompt.documents) if request.documents else request,
         owner=owner,
         ids=prompt.ids,
         num_prompt=len(prompt.ids),
-        max_tokens=max_output_tokens(request, len(prompt.context), capacity, max_context),
+        max_tokens=max_tokens,
         arrival=arrival,
         context=prompt.context,
         root=prompt.root if _goes_on(request, prompt) else None,
@@ -103,7 +107,7 @@ def make_sequence(
         allowed=None if params.allowed_token_ids is None else grammars.mask_of(params.allowed_token_ids),
         bad_words=_bad_words(params, tokenizer),
     )
-    if params.repetition_penalty != 1.0:
+    if params.weighing.repetition_penalty != 1.0:
         sequence.seen = TokenCounts(sequence.ids)
     if params.presence_penalty or params.frequency_penalty:
         sequence.drawn = TokenCounts(sequence.output_ids)

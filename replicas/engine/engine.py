@@ -102,6 +102,7 @@ class Engine:
         config: EngineConfig,
         *,
         eos_token_ids: tuple[int, ...] = (),
+        max_new_tokens: int | None = None,
         connector: KvConnector | None = None,
         costs: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -112,6 +113,7 @@ class Engine:
     ) -> None:
         """Make an engine.
 
+        max_new_tokens  what the model says of requests without a limit of their own
         connector  the cache tier, which the runner uses too
         costs      what its work costs, which learns from its steps; None: the connector's, and without one nothing is
                    predicted
@@ -124,6 +126,7 @@ class Engine:
         self._on_close, self._recovers = on_close, recovers
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
+        self._max_new_tokens = max_new_tokens
         self.grammars = Grammars(tokenizer, runner.vocab_size)
         self.clock = clock
         self.forest = make_forest(runner, config, clock)
@@ -394,6 +397,7 @@ class Engine:
             owner=self.sessions.owner_of(request),
             capacity=self.capacity,
             max_context=self.max_context,
+            max_new_tokens=self._max_new_tokens,
             arrival=next(self._arrivals),
             eos_token_ids=self._eos_token_ids,
             grammars=self.grammars,

@@ -29,6 +29,7 @@ from mneme.kernels.native import library as native_library
 from mneme.kernels.native.library import BuildError, cache_folder, locked
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
+from mneme.replicas.card import sampling_defaults, shard_paths
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.device_pages import make_chunk_pages
@@ -46,7 +47,7 @@ from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.model.weights import Progress, load_weights, shard_paths
+from mneme.replicas.model.weights import Progress, load_weights
 from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Immovable
@@ -97,6 +98,7 @@ def load_engine(
     report = on_progress or _silent
     model_dir = model_directory(model)
     model_config = load_model_config(model_dir)
+    defaults = sampling_defaults(model_dir, config.generation_config)
     tokenizer = tokenizer or Tokenizer.load(model_dir)
     report("tokenizer", 1.0)
     if config.num_threads is not None:
@@ -155,8 +157,8 @@ def load_engine(
     )
     engine = Engine(
         runner, tokenizer, config,
-        eos_token_ids=eos_token_ids, connector=connector, costs=costs, durable=durable, gate=gate,
-        on_close=keep_costs,
+        eos_token_ids=eos_token_ids, max_new_tokens=defaults.get("max_tokens"), connector=connector, costs=costs,
+        durable=durable, gate=gate, on_close=keep_costs,
     )  # fmt: skip
     check_default_truncation(config, engine.max_context, immovable=model_config.immovable)
     if config.warm_prompts:

@@ -187,6 +187,7 @@ class Explanations:
             "prompt_tokens": usage.prompt_tokens,
             "kv_details": usage.kv_details(),
             "ranges": ranges,
+            "sampling": {**request.sampling.weighing._asdict(), "max_tokens": sequence.max_tokens},
         }
         if usage.blend is not None:
             explanation["blend"] = usage.blend.as_json()

@@ -181,19 +181,23 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
 
 
 def read_rope(fields: Fields, head_dim: int, max_context: int, theta: float = 10_000.0) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+    """Read `rope_parameters` (transformers 5), and `rope_theta` and `rope_scaling` (before), which counts if it is set.
 
     Frequencies that change with a text's length have no place here: dynamic ones are refused, and longrope serves up
     to the length of its short factors. Sources: linear, arXiv 2306.15595; YaRN, arXiv 2309.00071; llama3, the Llama 3.1
     model card's reference code; longrope, arXiv 2402.13753.
     """
-    scaling = fields.inner("rope_parameters" if fields.raw.get("rope_parameters") else "rope_scaling").raw
-    fields = Fields({**fields.raw, **scaling}, fields.where)
+    new, old = (fields.inner(name).raw for name in ("rope_parameters", "rope_scaling"))
+    for name, scaling in (("rope_parameters", new), ("rope_scaling", old)):
+        if any(isinstance(value, Mapping) for value in scaling.values()):
+            raise fields.error(name, "must be the same for all layers")
+    kinds = (each.get(name) for each in (old, new) for name in ("rope_type", "type"))
+    fields = Fields({**fields.raw, **new, **old}, fields.where)
     rotary_dim = int(head_dim * fields.positive("partial_rotary_factor", 1.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise fields.error("partial_rotary_factor", "must leave an even rotary dimension")
     theta = fields.positive("rope_theta", theta)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = next(filter(None, kinds), "default")
     plain = [theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2)]
     if kind == "default":
         return RopeConfig(inv_freq=tuple(plain))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mneme.errors import CheckpointError
 from mneme.kernels.native.library import cache_folder, locked
+from mneme.replicas.card import GGUF, read_json, refuse_other_weights
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.families import FAMILIES
 from mneme.replicas.model.fields import Fields
@@ -58,8 +58,11 @@ def model_directory(model: str, on_progress: Progress = _silent) -> Path:
     if model in PACKAGED:
         return card_of(_packaged_file(model, on_progress), _folder("models"))
     path = Path(model).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return card_of(path, _folder("models"))
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return card_of(path, _folder("models"))
+        refuse_other_weights([path])
+        raise CheckpointError(f"{model}: is a file; name the directory that it is in")
     if path.is_dir():
         return _with_card(path)
     if _HUB_NAME.fullmatch(model):
@@ -72,7 +75,10 @@ def model_directory(model: str, on_progress: Progress = _silent) -> Path:
 def _with_card(directory: Path) -> Path:
     """Return the directory itself, or that of the one GGUF file in it."""
     files = sorted(directory.glob("*.gguf"))
-    if (directory / "config.json").exists() or not files:
+    if any(directory.glob("*.safetensors*")) or (directory / GGUF).is_symlink():
+        return directory
+    if not files:
+        refuse_other_weights(directory.iterdir())
         return directory
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
@@ -140,15 +146,9 @@ def _folder(name: str) -> Path:
 def load_model_config(model_dir: Path) -> DecoderConfig:
     """Read `config.json`; raises `CheckpointError` that names the file or the field."""
     path = model_dir / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; {model_dir} is not a Hugging Face model directory") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({type(error).__name__})") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return parse_model_config(raw, str(path))
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file; {model_dir} is not a Hugging Face model directory")
+    return parse_model_config(read_json(path), str(path))
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:

@@ -27,6 +27,10 @@ class Fields:
         """Return the same fields, and these where one is not there; one that is null stays so."""
         return Fields({**values, **self.raw}, self.where)
 
+    def with_values(self, **values: Any) -> Fields:
+        """Return the same fields but for these."""
+        return Fields({**self.raw, **values}, self.where)
+
     def error(self, name: str, rule: str) -> CheckpointError:
         """Return the error for a field that breaks a rule."""
         return CheckpointError(f"{self.where}: {name}: {rule} (got {shown(self.raw.get(name))})")

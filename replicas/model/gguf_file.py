@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.errors import CheckpointError, shown
+from mneme.replicas.card import GGUF
 
-WEIGHTS = "model.gguf"
 FloatArray = npt.NDArray[np.float32]
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 ROTATIONS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # no weights of layers
@@ -278,7 +278,7 @@ def card_of(path: Path, folder: Path) -> Path:
         begun = Path(made) / "model"
         begun.mkdir()
         _write_tokenizer(path, begun)
-        (begun / WEIGHTS).symlink_to(path)
+        (begun / GGUF).symlink_to(path)
         eos = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]}
         (begun / "generation_config.json").write_text(json.dumps({k: v for k, v in eos.items() if v is not None}))
         (begun / "config.json").write_text(json.dumps(config))

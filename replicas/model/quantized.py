@@ -150,4 +150,5 @@ def _words(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) -> T
     shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
     if order is not None:
         shifts = shifts[list(order)]
-    return ((packed.int()[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    found: Tensor = ((packed.int()[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    return found

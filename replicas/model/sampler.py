@@ -27,7 +27,7 @@ from mneme.kernels.ops import draw_tokens, draw_whole, mask_logits
 from mneme.kernels.torch.ops import invert
 from mneme.kernels.upload import download, upload
 from mneme.replicas.model.draws import Sampled, SampleRow
-from mneme.replicas.request import Logprobs, PromptLogprobs, SamplingParams
+from mneme.replicas.request import Logprobs, PromptLogprobs, SamplingParams, Weighing
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 _MASK_64 = (1 << 64) - 1
@@ -128,7 +128,9 @@ def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
         flat[edits.at] += edits.value
     if edits := _on_device(logits, ((i, row.barred_ids, -np.inf) for i, row in enumerate(rows))):
         flat[edits.at] = edits.value
-    seen = ((i, row.seen.ids, row.params.repetition_penalty) for i, row in enumerate(rows) if row.seen is not None)
+    seen = (
+        (i, row.seen.ids, row.params.weighing.repetition_penalty) for i, row in enumerate(rows) if row.seen is not None
+    )
     if edits := _on_device(logits, seen):
         values = flat[edits.at]
         flat[edits.at] = torch.where(values > 0, values / edits.value, values * edits.value)
@@ -168,14 +170,14 @@ def _on_device(logits: torch.Tensor, edits: Iterable[_Edit]) -> _Edits | None:
 
 def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor | None:
     """Draw as `_draw` does, up to rounding: int32 [rows]; None if the logits' device has no kernel for it."""
-    params = [row.params for row in rows]
+    weighings = [row.params.weighing for row in rows]
     temperatures = _temperatures(rows)
     return draw_tokens(
         logits,
         temperature=temperatures,
-        top_k=[p.top_k for p in params],
-        top_p=[p.top_p for p in params],
-        min_p=[p.min_p for p in params],
+        top_k=[each.top_k for each in weighings],
+        top_p=[each.top_p for each in weighings],
+        min_p=[each.min_p for each in weighings],
         uniform=_numbers(rows, temperatures),
     )
 
@@ -183,7 +185,7 @@ def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Te
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Draw a token of each row; -1 where the best logit is not finite: a NaN, or everything is barred."""
     temperatures = _temperatures(rows)
-    is_cut = [bool(t) and _is_truncated(row.params) for t, row in zip(temperatures, rows, strict=True)]
+    is_cut = [bool(t) and _is_truncated(row.params.weighing) for t, row in zip(temperatures, rows, strict=True)]
     whole = [0.0 if cut else t for t, cut in zip(temperatures, is_cut, strict=True)]
     token_ids = draw_whole(logits, whole, _numbers(rows, whole))
     cut = [index for index, token_id in enumerate(token_ids) if is_cut[index] and token_id >= 0]
@@ -195,7 +197,8 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 def _temperatures(rows: Sequence[SampleRow]) -> list[float]:
     """0 is greedy."""
-    return [row.params.temperature if row.params.temperature >= GREEDY_BELOW else 0.0 for row in rows]
+    temperatures = (row.params.weighing.temperature for row in rows)
+    return [temperature if temperature >= GREEDY_BELOW else 0.0 for temperature in temperatures]
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -204,7 +207,7 @@ def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int
     Few tokens are left as a rule, so the best `_NUM_CANDIDATES` are looked at first; rows where that may not be all of
     them take the whole vocabulary, which has to be sorted.
     """
-    scaled = logits / _column([row.params.temperature for row in rows], logits)
+    scaled = logits / _column([row.params.weighing.temperature for row in rows], logits)
     token_ids, is_exact = _draw_among(scaled, rows, min(_NUM_CANDIDATES, scaled.shape[-1]))
     rest = [index for index, exact in enumerate(is_exact) if not exact]
     if rest:
@@ -218,13 +221,14 @@ def _draw_among(scaled: torch.Tensor, rows: Sequence[SampleRow], count: int) -> 
     """Draw from each row's `count` best tokens; also says whether no others could have been drawn."""
     values, order = _best_first(scaled, count)
     probs = (values - scaled.logsumexp(dim=-1, keepdim=True)).exp_()
-    top_k = _column([row.params.top_k if row.params.top_k > 0 else scaled.shape[-1] for row in rows], scaled)
-    min_p = _column([row.params.min_p for row in rows], scaled)
+    weighings = [row.params.weighing for row in rows]
+    top_k = _column([each.top_k if each.top_k > 0 else scaled.shape[-1] for each in weighings], scaled)
+    min_p = _column([each.min_p for each in weighings], scaled)
     kept = (torch.arange(count, device=scaled.device) < top_k) & (probs >= min_p * probs[:, :1])
     kept_probs = probs * kept
-    is_whole = _column([row.params.top_k <= 0 and row.params.min_p == 0.0 for row in rows], scaled) > 0
+    is_whole = _column([each.top_k <= 0 and each.min_p == 0.0 for each in weighings], scaled) > 0
     weights = kept_probs / kept_probs.sum(dim=-1, keepdim=True).where(~is_whole, 1.0)
-    weights *= weights.cumsum(dim=-1) - weights < _column([row.params.top_p for row in rows], scaled)
+    weights *= weights.cumsum(dim=-1) - weights < _column([each.top_p for each in weighings], scaled)
     numbers = [uniform(row.seed, row.choice_index, row.position) for row in rows]
     token_ids: list[int] = order.gather(-1, invert(weights, numbers)[:, None])[:, 0].tolist()
     if count == scaled.shape[-1]:
@@ -253,8 +257,8 @@ def _numbers(rows: Sequence[SampleRow], temperatures: Sequence[float]) -> list[f
     ]
 
 
-def _is_truncated(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+def _is_truncated(weighing: Weighing) -> bool:
+    return weighing.top_k > 0 or weighing.top_p < 1.0 or weighing.min_p > 0.0
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

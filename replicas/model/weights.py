@@ -7,7 +7,6 @@ neither a large allocation nor a wrong model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,10 +21,11 @@ from safetensors import SafetensorError, safe_open
 from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
 from mneme.kernels.linear import make_linear
+from mneme.replicas.card import GGUF, read_json, shard_paths
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.families import FAMILIES
 from mneme.replicas.model.families.family import Family
-from mneme.replicas.model.gguf_file import ROTATIONS, WEIGHTS, GgufFile
+from mneme.replicas.model.gguf_file import ROTATIONS, GgufFile
 from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.quantized import QuantizedTensors
 from mneme.replicas.model.tensors import Files, Source, Tensors
@@ -123,10 +123,10 @@ class Upload:
 
 def open_files(model_dir: Path, device: torch.device, dtype: torch.dtype, stack: ExitStack) -> Files:
     """Open a directory's weights, in whatever format they are."""
-    if (model_dir / WEIGHTS).exists():
+    if (model_dir / GGUF).exists():
         return GgufTensors(model_dir, device, dtype)
     files = SafetensorsFiles(model_dir, device, dtype, stack)
-    quantization = json.loads((model_dir / "config.json").read_bytes()).get("quantization_config")
+    quantization = read_json(model_dir / "config.json").get("quantization_config")
     if quantization is None or quantization.get("quant_method") == "mxfp4":  # which its family reads
         return files
     return QuantizedTensors(files, quantization, device, dtype)
@@ -210,7 +210,7 @@ class GgufTensors:
 
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.model_dir, self._device, self._dtype = model_dir, device, dtype
-        self._file = GgufFile(model_dir / WEIGHTS)
+        self._file = GgufFile(model_dir / GGUF)
         self._name_of = self._file.names_of()
 
     @property
@@ -236,7 +236,7 @@ class GgufTensors:
         """See `Source`."""
         stored, expert = self._name_of(name)
         array = self._file.array(stored, expert)
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, self._dtype)
+        return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self._device, self._dtype)
 
     def stored(self, name: str, *_shape: int) -> torch.Tensor:
         """See `Source`."""
@@ -267,20 +267,3 @@ class Checked:
         if unread:
             rule = f"{len(unread)} tensors have no place in this model ({shown(unread[0])}...)"
             raise CheckpointError(f"{self._files.model_dir}: {rule}")
-
-
-def shard_paths(model_dir: Path) -> list[Path]:
-    """The files that hold the weights; raises `CheckpointError` for an index that is not sound."""
-    if (model_dir / WEIGHTS).exists():
-        return [model_dir / WEIGHTS]
-    index_path = model_dir / "model.safetensors.index.json"
-    if not index_path.exists():
-        return [model_dir / "model.safetensors"]
-    try:
-        names = set(json.loads(index_path.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index_path}: not a sound index ({type(error).__name__})") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index_path}: shard {shown(name)} must be a plain *.safetensors file name")
-    return [model_dir / name for name in sorted(names)]

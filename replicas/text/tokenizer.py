@@ -6,7 +6,6 @@ underneath, which is safe to share between threads and releases the interpreter 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from mneme.errors import CheckpointError, InvalidRequest
+from mneme.replicas.card import GENERATION_CONFIG, read_json
 from mneme.replicas.text.templates import MAX_RENDER_S, ChatTemplate
 
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -42,9 +42,11 @@ class Tokenizer:
         bos_token_id: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
+        tool_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         max_render_s: float = MAX_RENDER_S,
     ) -> None:
+        """`tool_template` takes the place of `chat_template` where there are tools; None: that one writes them."""
         backend.no_truncation()
         backend.no_padding()
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -61,9 +63,11 @@ class Tokenizer:
         markup = sorted((each.content for each in backend.get_added_tokens_decoder().values()), key=len, reverse=True)
         self._markup = re.compile("|".join(re.escape(each) for each in markup if len(each) > 1) or r"(?!)")
         self.chat_template_source = chat_template or ""
-        self._chat_template = chat_template and ChatTemplate(
-            chat_template, template_variables or {}, max_render_s=max_render_s
-        )
+        self.tool_template_source = tool_template or self.chat_template_source
+        self._template_by_source = {
+            source: ChatTemplate(source, template_variables or {}, max_render_s=max_render_s)
+            for source in filter(None, (chat_template, tool_template))
+        }
 
     @staticmethod
     def load(model_dir: Path) -> Tokenizer:
@@ -74,11 +78,13 @@ class Tokenizer:
         backend = getattr(loaded, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise CheckpointError(f"{model_dir}: needs a tokenizer.json (slow tokenizers are not supported)")
+        templates = _chat_templates(model_dir, loaded.chat_template)
         return Tokenizer(
             backend,
             bos_token_id=loaded.bos_token_id,
             eos_token_ids=_eos_token_ids(model_dir, loaded.eos_token_id),
-            chat_template=_default_template(loaded.chat_template),
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
             template_variables=loaded.special_tokens_map,
         )
 
@@ -160,10 +166,11 @@ class Tokenizer:
         Raises `InvalidRequest` if the model has no template, or the template refuses the messages, does not
         end in time, or grows without bound. Blocks for up to that time; `template_variables` are JSON values.
         """
-        if not self._chat_template:
-            raise InvalidRequest("messages", f"{len(messages)} messages", "this model has no chat template")
         variables = {**(template_variables or {}), "add_generation_prompt": add_generation_prompt}
-        return self._chat_template.render(messages, variables)
+        source = self.tool_template_source if variables.get("tools") else self.chat_template_source
+        if not source:
+            raise InvalidRequest("messages", f"{len(messages)} messages", "this model has no chat template")
+        return self._template_by_source[source].render(messages, variables)
 
     def to_json(self) -> str:
         """Serialize it as `tokenizer.json` does."""
@@ -172,18 +179,18 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._chat_template)
+        return bool(self.chat_template_source)
 
     def warm_up(self) -> None:
         """Build what the first conversation would: the processes that render templates, tables of the tokenizer."""
         self.decode(self.encode("warm"), skip_special_tokens=True)
-        if self._chat_template:
-            self._chat_template.start()
+        for template in self._template_by_source.values():
+            template.start()
 
     def close(self) -> None:
         """End the processes that render templates."""
-        if self._chat_template:
-            self._chat_template.close()
+        for template in self._template_by_source.values():
+            template.close()
 
 
 def _state_of(decoder: Any) -> bytes:
@@ -194,7 +201,7 @@ def _state_of(decoder: Any) -> bytes:
 def _load_with_transformers(model_dir: Path) -> Any:
     # Imported here: slow, and only needed to load. AutoTokenizer would also bring torch's compiler along, so a
     # checkpoint that itself names the generic class, which is what AutoTokenizer would choose, gets it directly.
-    if _read_json(model_dir / "tokenizer_config.json").get("tokenizer_class") in _GENERIC_CLASSES:
+    if read_json(model_dir / "tokenizer_config.json").get("tokenizer_class") in _GENERIC_CLASSES:
         from transformers import PreTrainedTokenizerFast as Loader
     else:
         from transformers import AutoTokenizer as Loader
@@ -205,31 +212,32 @@ def _load_with_transformers(model_dir: Path) -> Any:
         raise CheckpointError(f"{model_dir}: the tokenizer cannot be loaded: {reason[:200]}") from error
 
 
-def _default_template(templates: object) -> str | None:
-    """Choose the template; checkpoints with several named ones call the usual one "default"."""
-    if isinstance(templates, Mapping):
-        templates = templates.get("default")
-    return templates if isinstance(templates, str) else None
+def _chat_templates(model_dir: Path, loaded: object) -> dict[str, str]:
+    """Return the chat templates by name: what `transformers` has found, else what stands beside it.
+
+    It finds no chat_template.json, and no list in tokenizer_config.json beside files of additional_chat_templates/.
+    """
+    templates = _by_name(loaded)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if "default" not in templates:
+            templates = {**_by_name(read_json(model_dir / name).get("chat_template")), **templates}
+    return templates
+
+
+def _by_name(given: object) -> dict[str, str]:
+    """Return chat templates by name: a text is the default one, a list has their names beside them."""
+    if isinstance(given, list):
+        given = {each.get("name"): each.get("template") for each in given if isinstance(each, Mapping)}
+    named = given if isinstance(given, Mapping) else {"default": given}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
 
 
 def _eos_token_ids(model_dir: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     """Collect the tokenizer's end tokens, and those of generation_config.json, else of config.json."""
     listed = None
-    for name in ("generation_config.json", "config.json"):
-        listed = _read_json(model_dir / name).get("eos_token_id") if listed is None else listed
+    for name in (GENERATION_CONFIG, "config.json"):
+        listed = read_json(model_dir / name).get("eos_token_id") if listed is None else listed
     found = listed if isinstance(listed, list) else [listed]
     if not all(token_id is None or (type(token_id) is int and token_id >= 0) for token_id in found):
         raise CheckpointError(f"{model_dir}: eos_token_id must be a token id or a list of them")
     return tuple(dict.fromkeys(token_id for token_id in [tokenizer_eos, *found] if token_id is not None))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return content

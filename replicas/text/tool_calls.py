@@ -144,10 +144,10 @@ class Dialect:
     def __init__(
         self, tokenizer: Tokenizer, tool_parser: ToolParserName = "auto", reasoning_parser: ReasoningParserName = "auto"
     ) -> None:
-        template = tokenizer.chat_template_source
+        templates = (tokenizer.tool_template_source, tokenizer.chat_template_source)
         self._token_id = tokenizer.token_id
-        self.reasons = THINK in template if reasoning_parser == "auto" else reasoning_parser != "none"
-        name: str | None = _detected(tokenizer, template) if tool_parser == "auto" else tool_parser
+        self.reasons = any(THINK in t for t in templates) if reasoning_parser == "auto" else reasoning_parser != "none"
+        name: str | None = _detected(tokenizer, templates[0]) if tool_parser == "auto" else tool_parser
         if name == "mistral" and tokenizer.token_id("[ARGS]") is not None:
             name = "mistral_args"
         self.tool_format = FORMATS.get(name or "none")

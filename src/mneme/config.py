@@ -117,7 +117,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 def _convert_union(options: tuple[Any, ...], value: Any, path: str) -> Any:
     if value is None and type(None) in options:
         return None
-    return _convert(next(option for option in options if option is not type(None)), value, path)
+    kinds = [option for option in options if option is not type(None)]
+    is_list = isinstance(value, list | tuple)
+    return _convert(next((kind for kind in kinds if (get_origin(kind) is tuple) == is_list), kinds[0]), value, path)
 
 
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:

@@ -229,7 +229,7 @@ class _Speaker:
     def _sequence(self, usage: PromptUsage) -> RunningSequence:
         num_prompt = usage.prompt_tokens
         sequence = RunningSequence(
-            request=self.request, ids=self._prompt, num_prompt=num_prompt, max_tokens=1, arrival=0
+            request=self.request, ids=self._prompt, num_prompt=num_prompt, max_tokens=self._limit, arrival=0
         )
         sequence.origins.note(usage.cached_tokens, num_prompt, "recomputed")
         return sequence

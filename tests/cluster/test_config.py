@@ -55,6 +55,10 @@ def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None
         ("model=", "model: must be of type str"),
         ("replicas", "must read key=value"),
         ("served_name=''", "served_name: must not be empty"),
+        ("served_name=[]", "served_name: must not be empty"),
+        ("served_name=[a, '']", "served_name: must not be empty"),
+        ("served_name=[a, 5]", r"served_name\[1\]: must be of type str"),
+        ("engine.generation_config=vllm", "engine.generation_config: must be one of auto, none"),
         ("model=/", "model: '/' has no name of its own"),
         ("engine.dtype=[", "--set 'engine.dtype=.': the value is not valid YAML"),
         ("engine.dtype='", "the value is not valid YAML"),
@@ -86,6 +90,10 @@ def test_what_breaks_a_rule_is_named(assignment: str, message: str) -> None:
         ([{"model": "/m/a", "replicas": 1, "autoscale": {"max": 2}}], "models[0].replicas: must not be given beside"),
         ([{"model": "mneme-tiny"}], "models[0].served_name: two models are called 'mneme-tiny'"),
         ([{"model": "/m/a"}, {"model": "/n/a"}], "models[1].served_name: two models are called 'a'"),
+        (
+            [{"model": "/m/a"}, {"model": "m", "served_name": ["b", "a"]}],
+            "models[1].served_name: two models are called",
+        ),
         ([{"model": "/m/a", "engine": {"session_ttl_s": 5}}], "models[0].engine.session_ttl_s: must be the first"),
         ({"model": "/m/a"}, "models: must be a list"),
     ],
@@ -146,13 +154,13 @@ def test_the_printed_configuration_has_every_key_and_parses_back(capsys: pytest.
 def test_options_of_vllm_are_keys_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--max-model-len", "512", "--served-model-name", "5", "--dtype", "float32", "--api-key", "7"]
     given += ["--max-num-seqs", "8", "--block-size", "16", "--max-num-batched-tokens", "64"]
-    given += ["--kv-cache-memory-bytes", "1000000", "--set", "engine.page_size=64"]
+    given += ["--kv-cache-memory-bytes", "1000000", "--generation-config", "none", "--set", "engine.page_size=64"]
     assert main(["serve", *given, "--print-config"]) == 0
     config = parse(ClusterConfig, yaml.safe_load(capsys.readouterr().out))
     assert (config.model_name, config.http.api_keys) == ("5", ("7",))
     engine = config.engine
     assert (engine.max_context, engine.dtype, engine.max_running, engine.page_size) == (512, "float32", 8, 16)
-    assert (engine.max_batch_tokens, engine.kv_cache_bytes) == (64, 1_000_000)
+    assert (engine.max_batch_tokens, engine.kv_cache_bytes, engine.generation_config) == (64, 1_000_000, "none")
 
 
 def test_a_name_on_the_hub_is_told_how_to_get_it() -> None:
@@ -207,6 +215,16 @@ def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
 def test_the_served_name_hides_the_path() -> None:
     assert load_config(None, ["model=/models/llama-3"]).model_name == "llama-3"
     assert load_config(None, ["served_name=mine"]).model_name == "mine"
+
+
+def test_a_model_may_have_several_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = load_config(None, ["served_name=[mine, claude-haiku, mine]"])
+    assert (config.model_name, config.model_names) == ("mine", ("mine", "claude-haiku"))
+    assert load_config(None, ["model=/models/llama-3"]).model_names == ("llama-3",)
+    assert main(["serve", "m", "--served-model-name", "a", "b", "--served-model-name", "c", "--print-config"]) == 0
+    assert parse(ClusterConfig, yaml.safe_load(capsys.readouterr().out)).model_names == ("a", "b", "c")
+    assert main(["serve", "--served-model-name", "a", str(tmp_path), "--print-config"]) == 2
+    assert "is a directory; the model stands before this option" in capsys.readouterr().err
 
 
 def test_a_relative_directory_has_the_name_that_it_resolves_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ LEVELS = {
     "replicas": (
         "documents forest report truncation",
         "config request",
+        "card",
         "fuse text",
         "sequence",
         "connector",

@@ -266,7 +266,7 @@ def _is_plain(row: SampleRow) -> bool:
     """Return whether a row takes the best token, whatever was said before."""
     params = row.params
     is_edited = params.logit_bias or row.barred_ids or row.mask is not None or row.seen or row.drawn
-    return not (params.temperature or is_edited or params.logprobs is not None)
+    return not (params.weighing.temperature or is_edited or params.logprobs is not None)
 
 
 def _num_scored(part: StepRows) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
+import json
 import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 import mneme
 from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.text.tool_calls import Dialect, whole_calls
 
@@ -37,6 +41,36 @@ def test_text_and_ids_are_completed(llm: LLM) -> None:
     assert by_text.outputs[0].text == llm.tokenizer.decode(by_text.outputs[0].token_ids, skip_special_tokens=True)
     assert by_text.metrics.prompt_tokens == len(ids)
     assert 0 < by_text.metrics.ttft_s <= by_text.metrics.total_s
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> Path:
+    """The embedded model, whose author would have it sampled in one way: the likeliest token, six of them."""
+    directory = Path(shutil.copytree(model_directory("mneme-tiny"), tmp_path / "m"))
+    says = {"do_sample": True, "temperature": 0.6, "top_k": 1, "top_p": 0.95, "max_new_tokens": 6}
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 3, **says}))
+    return directory
+
+
+def test_the_models_own_sampling_holds_where_params_leave_it_out(card: Path) -> None:
+    question = [{"role": "user", "content": "Write something odd"}]
+
+    def texts(llm: LLM, **given: Any) -> list[str]:
+        params = [SamplingParams(**{"max_tokens": None, "ignore_eos": True, **given}, seed=s) for s in range(4)]
+        return [answer.outputs[0].text for answer in llm.chat([question] * 4, params)]
+
+    with LLM(str(card), dtype="float32") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=1, top_p=0.95)
+        assert len(set(texts(llm))) == 1
+        assert len(set(texts(llm, top_k=0, temperature=1.5))) == 4
+        answers = [llm.chat(question, SamplingParams(max_tokens=n, ignore_eos=True)) for n in (None, 9)]
+        assert [len(answer.outputs[0].token_ids) for answer in answers] == [6, 9]
+        prompt = llm.tokenizer.encode("a " * 2044)[:2044]
+        (answer,) = llm.generate([prompt], SamplingParams(max_tokens=None, ignore_eos=True))
+        assert len(answer.outputs[0].token_ids) == llm.engine.max_context - 2044  # the model's wish is no demand
+    with LLM(str(card), dtype="float32", config={"generation_config": "none"}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        assert len(set(texts(llm, max_tokens=12))) == 4
 
 
 @pytest.mark.parametrize("wrap", [lambda form: form, lambda form: [form]], ids=["one", "list"])

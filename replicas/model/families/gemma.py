@@ -38,7 +38,7 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
         local = {"rope_theta": fields.positive("rope_local_base_freq", 10_000.0)}
         by_kind = [{**fields.inner("rope_scaling").raw, "rope_theta": fields.positive("rope_theta", 1e6)}, local]
     full, sliding = (
-        read_rope(Fields({**fields.raw, "rope_parameters": kind}, fields.where), head_dim, max_context, theta)
+        read_rope(fields.with_values(rope_parameters=kind, rope_scaling=None), head_dim, max_context, theta)
         for kind, theta in zip(by_kind, (1e6, 10_000.0), strict=True)
     )
     caps = {

@@ -38,10 +38,19 @@ def test_the_embedded_model_passes(directory: Path) -> None:
         (lambda d: (d / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda d: (d / "tokenizer.json").write_text(""), "tokenizer.json: is not a tokenizer"),
         (lambda d: (d / "tokenizer.json").write_text('{"model": 1}'), "tokenizer.json: is not a tokenizer"),
-        (lambda d: (d / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: cannot be read as JSON"),
-        (lambda d: (d / "tokenizer_config.json").write_bytes(b"\xff"), "tokenizer_config.json: cannot be read as"),
-        (lambda d: (d / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: must be a JSON object"),
-        (lambda d: (d / "model.safetensors").unlink(), "has no \\*.safetensors file"),
+        (lambda d: (d / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: not readable as JSON"),
+        (lambda d: (d / "tokenizer_config.json").write_bytes(b"\xff"), "tokenizer_config.json: not readable as JSON"),
+        (lambda d: (d / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: must hold a JSON object"),
+        (lambda d: (d / "generation_config.json").write_text('{"top_p": 2}'), "generation_config.json: top_p: must be"),
+        (
+            lambda d: (d / "model.safetensors").unlink(),
+            "has neither model.safetensors nor model.safetensors.index.json",
+        ),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "weights in PyTorch's pickles form"),
+        (
+            lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"t": "model-1.safetensors"}}'),
+            "model-1.safetensors: no such file, which model.safetensors.index.json names",
+        ),
         (lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), "model.safetensors: "),
     ],
 )

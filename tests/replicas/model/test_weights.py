@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from mneme.errors import CheckpointError
 from mneme.replicas.engine import load as load_module
 from mneme.replicas.engine.load import choose_dtype
-from mneme.replicas.model.directory import load_model_config
+from mneme.replicas.model.directory import load_model_config, parse_model_config
 from mneme.replicas.model.weights import Upload, load_weights
 from tests.cachetier.played_streams import PlayedStreams
 from tests.replicas.checkpoints import write_checkpoint
@@ -61,6 +61,22 @@ def test_a_sound_checkpoint_loads_and_reports_progress(sound: Path) -> None:
     config = load_model_config(sound)
     load_weights(sound, config, torch.device("cpu"), torch.float32, lambda _what, share: shares.append(share))
     assert shares == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_a_scaling_that_was_added_in_the_old_spelling_counts(sound: Path) -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 128}
+    raw = {**json.loads((sound / "config.json").read_text()), "rope_theta": None}
+    theta, none = {"rope_theta": 5e5}, {"rope_scaling": None}
+    ropes = [
+        parse_model_config({**raw, **said}, "config.json").rope
+        for said in (
+            {**none, "rope_parameters": {**theta, **yarn, "rope_type": "yarn"}},
+            {**theta, "rope_parameters": None, "rope_scaling": {**yarn, "type": "yarn"}},
+            {"rope_parameters": {**theta, "rope_type": "default"}, "rope_scaling": {**yarn, "type": "yarn"}},
+        )
+    ]
+    assert ropes[0] == ropes[1] == ropes[2]
+    assert ropes[0].attention_factor > 1
 
 
 def test_shards_are_read_like_one_file(sound: Path, tmp_path: Path) -> None:
@@ -125,6 +141,9 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "original_max_position_embeddings"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 2.0}}, "original_max_position_embeddings"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "got 'mrope'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "rope_parameters"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"eos_token_id": "x"}, "eos_token_id"),

@@ -28,12 +28,14 @@ def make_engine(
     runner: FakeRunner | None = None,
     durable: DurableSessions | None = None,
     clock: Callable[[], float] | None = None,
+    max_new_tokens: int | None = None,
     **options: Any,
 ) -> Engine:
     config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
     runner = runner or FakeRunner(num_pages, page_size)
     clock = clock or itertools.count().__next__
-    return Engine(runner, tokenizer, config, clock=clock, durable=durable)  # type: ignore[arg-type]
+    more = {"durable": durable, "max_new_tokens": max_new_tokens}
+    return Engine(runner, tokenizer, config, clock=clock, **more)  # type: ignore[arg-type]
 
 
 def make_request(request_id: str, ids: list[int], params: SamplingParams = GREEDY, **more: Any) -> GenerationRequest:
@@ -68,6 +70,22 @@ def test_two_prompts_share_to_the_token() -> None:
     assert usage_of(events, "b") == (1040, 1037)
     assert tokens_of(events, "a") == continuation([*shared, 1, 2, 3], 4, 5)
     assert tokens_of(events, "b") == continuation([*shared, 4, 2, 3], 4, 5)
+
+
+def test_a_limit_of_the_models_holds_for_requests_without_one_as_far_as_there_is_room() -> None:
+    engine = make_engine(num_pages=16, page_size=4, max_new_tokens=6)
+    room = engine.capacity - 4
+    cases: dict[str, tuple[int, int | None, dict[str, Any], int]] = {
+        "plain": (5, None, {}, 6),
+        "own": (5, 9, {}, 9),
+        "resumed": (5, None, {"output_offset": 2}, 4),
+        "at its end": (12, None, {"output_offset": 6}, 1),
+        "full": (room, None, {}, 4),
+    }
+    for name, (num_prompt, max_tokens, more, expected) in cases.items():
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        engine.submit(make_request(name, [1] * num_prompt, params, **more))
+        assert len(tokens_of(run(engine), name)) == expected, name
 
 
 def test_a_prompt_that_is_being_prefilled_is_computed_once() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,43 @@ def test_rendering_equals_that_of_transformers(model_dir: Path) -> None:
     chat = [{"role": "system", "content": " 世 "}, *CHAT, {"role": "assistant", "content": '"<b>"'}, *CHAT]
     expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, thinking=False)
     assert ours.render_chat(chat, template_variables={"thinking": False}) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "default", "of_tools"),
+    [
+        ({"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "T"}, "J", "T"),
+        ({"tokenizer_config.json": "C", "additional_chat_templates/tool_use.jinja": "T"}, "C", "T"),
+        ({"tokenizer_config.json": [("default", "C"), ("tool_use", "U"), ("rag", "R")]}, "C", "U"),
+        ({"tokenizer_config.json": [("default", "C"), ("tool_use", "U")], "chat_template.jinja": "J"}, "J", "J"),
+        ({"chat_template.json": "P"}, "P", "P"),
+        ({"chat_template.json": [("default", "P"), ("tool_use", "U")]}, "P", "U"),
+        ({"chat_template.json": "P", "tokenizer_config.json": "C"}, "C", "C"),
+        ({"tokenizer_config.json": [("rag", "R")]}, "", ""),
+    ],
+)
+def test_templates_are_found_wherever_they_stand(
+    model_dir: Path, tmp_path: Path, files: dict[str, object], default: str, of_tools: str
+) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    for name, given in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(given, list):
+            given = [{"name": named, "template": template} for named, template in given]
+        if path.suffix == ".json":
+            before = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**before, "chat_template": given}))
+        else:
+            path.write_text(str(given))
+    with contextlib.closing(Tokenizer.load(tmp_path)) as tokenizer:
+        assert (tokenizer.chat_template_source, tokenizer.tool_template_source) == (default, of_tools)
+        if default:
+            assert (
+                tokenizer.render_chat(CHAT) == tokenizer.render_chat(CHAT, template_variables={"tools": []}) == default
+            )
+            assert tokenizer.render_chat(CHAT, template_variables={"tools": [{}]}) == of_tools
 
 
 @pytest.mark.parametrize(

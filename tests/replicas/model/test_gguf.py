@@ -1,0 +1,219 @@
+"""GGUF files, written here as llama.cpp's converter writes them, are read as the models that they were made of."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from mneme.errors import CheckpointError
+from mneme.replicas.card import GGUF, shard_paths
+from mneme.replicas.model.directory import load_model_config, model_directory
+from mneme.replicas.model.gguf_file import GgufFile, card_of
+from mneme.replicas.model.weights import load_weights
+from mneme.replicas.text.tokenizer import Tokenizer
+from tests.replicas.checkpoints import make_model
+
+pytestmark = pytest.mark.engine
+
+TINY = model_directory("mneme-tiny")
+QUANTIZED = {"Q8_0": 0.01, "Q4_0": 0.12, "Q4_1": 0.1, "F16": 1e-3, "BF16": 1e-2, "F32": 0.0}  # error beside the largest
+WINDOW = {"attention.sliding_window": 24}
+EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 48}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama-2", {}),
+    "qwen3": ("qwen3", {"attention.key_length": 32}),
+    "qwen3moe": ("qwen3-moe", {"attention.key_length": 32, **EXPERTS}),
+    "gemma3": ("gemma-3", {"attention.key_length": 24, **WINDOW}),
+    "gemma2": ("gemma-2", {"attention.key_length": 24, **WINDOW, "attn_logit_softcapping": 5.0}),
+    "phi3": ("phi-3", {"attention.sliding_window": 40}),
+}
+
+
+def write(
+    path: Path, architecture: str, tensors: dict[str, torch.Tensor], fields: dict[str, Any], kind: str = "F32"
+) -> None:
+    """Write a file with the vocabulary of mneme-tiny; matrices are of a kind, the rest float32."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in fields.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{architecture}.{key}", value)
+    vocabulary = json.loads((TINY / "tokenizer.json").read_text())
+    tokens = sorted(vocabulary["model"]["vocab"], key=vocabulary["model"]["vocab"].get)
+    added = {each["id"]: each["content"] for each in vocabulary["added_tokens"]}
+    tokens = [added.get(i, token) for i, token in enumerate([*tokens, *[""] * (max(added) + 1 - len(tokens))])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i in added else 1 for i in range(len(tokens))])
+    merges = vocabulary["model"]["merges"]
+    writer.add_token_merges([" ".join(each) if isinstance(each, list) else each for each in merges])
+    writer.add_eos_token_id(3)
+    writer.add_bos_token_id(tokens.index("<|bos|>"))
+    writer.add_chat_template((TINY / "chat_template.jinja").read_text())
+    number = getattr(gguf.GGMLQuantizationType, kind)
+    for name, tensor in tensors.items():
+        array = tensor.float().numpy()
+        if kind != "F32" and tensor.ndim > 1:
+            writer.add_tensor(name, gguf.quantize(array, number), raw_dtype=number)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def converted(architecture: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
+    """A random model's tensors and fields as llama.cpp has them, and the model itself."""
+    name, more = KINDS[architecture]
+    model = make_model(name)
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture), config.num_hidden_layers
+    )
+    stored: dict[str, torch.Tensor] = {}
+    for key, tensor in by_expert(model.state_dict()).items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if isinstance(tensor, list):
+            tensor = torch.stack(tensor)
+        if architecture == "llama" and key.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        if architecture.startswith("gemma") and "norm" in key:
+            tensor = tensor + 1
+        found = names.get_name(key, (".weight", ".bias"))
+        assert found is not None, key
+        stored[found] = tensor
+    fields = {
+        "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, **more,
+    }  # fmt: skip
+    return stored, fields, model
+
+
+def by_expert(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Take experts that `transformers` keeps in one tensor, gates before ups, as files name them."""
+    found: dict[str, Any] = {}
+    for key, tensor in state.items():
+        if key.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            stem = key.removesuffix("gate_up_proj")
+            found |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif key.endswith("experts.down_proj"):
+            found[f"{key}.weight"] = tensor
+        else:
+            found[key] = tensor
+    return found
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_file_computes_what_the_model_does_that_it_was_made_of(tmp_path: Path, architecture: str) -> None:
+    tensors, fields, model = converted(architecture)
+    write(tmp_path / "m.gguf", architecture, tensors, fields)
+    file = GgufFile(tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text(json.dumps(file.config()))
+    (tmp_path / GGUF).symlink_to(tmp_path / "m.gguf")
+    config = load_model_config(tmp_path)
+    if architecture == "gemma3":  # files do not say which layers have the window: each sixth has none
+        assert config.windows == (24, 24, 24, 24)
+        return
+    weights = load_weights(tmp_path, config, torch.device("cpu"), torch.float32)
+    ids = torch.arange(0, 300, 7)
+    if architecture not in ("gemma2", "phi3"):
+        assert torch.allclose(weights.embed(ids), model.get_input_embeddings()(ids).detach(), atol=1e-6)
+    x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    for ours, theirs in zip(weights.layers, model.model.layers, strict=True):
+        normed = theirs.input_layernorm(x)
+        assert torch.allclose(ours.attention_norm(x), normed, atol=1e-5)
+        attention = theirs.self_attn
+        if architecture == "phi3":
+            expected = attention.qkv_proj(normed)
+        else:
+            expected = torch.cat([getattr(attention, f"{part}_proj")(normed) for part in "qkv"], -1)
+        assert torch.allclose(ours.attention.qkv(normed), expected, atol=1e-4)
+        mlp = theirs.mlp(normed[None])
+        assert torch.allclose(
+            ours.mlp(normed, torch.float32), (mlp[0] if isinstance(mlp, tuple) else mlp)[0], atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_each_quantization_is_what_the_gguf_package_makes_of_it(tmp_path: Path, kind: str) -> None:
+    tensor = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
+    tensors = {"token_embd.weight": tensor, "blk.0.ffn_up.weight": tensor, "output_norm.weight": tensor[0]}
+    write(tmp_path / "m.gguf", "qwen2", tensors, {"block_count": 1}, kind)
+    found = GgufFile(tmp_path / "m.gguf").array("blk.0.ffn_up.weight")
+    assert np.abs(found - tensor.numpy()).max() <= QUANTIZED[kind] * tensor.abs().max().item() + 1e-9
+    number = getattr(gguf.GGMLQuantizationType, kind)
+    if kind != "F32":
+        assert np.array_equal(found, gguf.dequantize(gguf.quantize(tensor.numpy(), number), number))
+
+
+@pytest.mark.slow
+def test_a_card_has_the_tokenizer_and_the_template(tmp_path: Path) -> None:
+    tensors, fields, _ = converted("llama")
+    write(tmp_path / "m.gguf", "llama", tensors, fields)
+    directory = card_of(tmp_path / "m.gguf", tmp_path / "cards")
+    assert shard_paths(directory) == [directory / GGUF]
+    ours, exact = Tokenizer.load(directory), Tokenizer.load(TINY)
+    talk = [{"role": "user", "content": "Naïve  café\n\n 12 <|im_end|>"}]
+    text = exact.render_chat(talk)
+    assert ours.render_chat(talk) == text
+    assert ours.encode_rendered(text) == exact.encode_rendered(text)
+    assert ours.eos_token_ids == (3,)
+    assert card_of(tmp_path / "m.gguf", tmp_path / "cards") == directory
+    assert model_directory(str(directory)) == directory
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def of_many_fields(content: bytes) -> bytes:
+    return content[:16] + struct.pack("<Q", 2**60) + content[24:]
+
+
+def of_many_tensors(content: bytes) -> bytes:
+    return content[:8] + struct.pack("<Q", 2**60) + content[16:]
+
+
+def of_a_long_key(content: bytes) -> bytes:
+    return content[:24] + struct.pack("<Q", 2**62) + content[32:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut, of_many_fields, of_many_tensors, of_a_long_key, lambda _: b"", lambda _: b"GGUF", lambda c: b"XXXX" + c[4:],
+     lambda c: c[:4] + struct.pack("<I", 9) + c[8:], lambda c: c[:2000] + b"\xff" * (len(c) - 2000)],
+)  # fmt: skip
+def test_a_file_that_lies_is_refused_in_a_moment(tmp_path: Path, damage: Any) -> None:
+    write(tmp_path / "m.gguf", "qwen2", {"token_embd.weight": torch.zeros(8, 32)}, {"block_count": 1})
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(damage((tmp_path / "m.gguf").read_bytes()))
+    with pytest.raises(CheckpointError, match=r"bad\.gguf: "):
+        GgufFile(path).config()
+
+
+def test_a_shape_beyond_the_file_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "qwen2", {"token_embd.weight": torch.zeros(8, 32)}, {"block_count": 1})
+    content = (tmp_path / "m.gguf").read_bytes()
+    place = content.index(b"token_embd.weight") + len("token_embd.weight") + 4
+    (tmp_path / "bad.gguf").write_bytes(content[:place] + struct.pack("<Q", 2**40) + content[place + 8 :])
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight' has shape"):
+        GgufFile(tmp_path / "bad.gguf")
+
+
+def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "mamba", {"token_embd.weight": torch.zeros(8, 32)}, {"block_count": 1})
+    with pytest.raises(CheckpointError, match=r"general\.architecture must be one of gemma2, .* \(got 'mamba'\)"):
+        GgufFile(tmp_path / "m.gguf")
