@@ -15,7 +15,8 @@ import mneme
 from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.text.tool_calls import Dialect, whole_calls
+from mneme.replicas.text.answer_parser import whole_calls
+from mneme.replicas.text.tool_calls import Dialect
 
 pytestmark = pytest.mark.engine
 
