@@ -96,7 +96,6 @@ class AnswerParser:
         ends       texts of tokens that end an answer
         """
         self.num_calls = 0
-        self.has_reasoned = False
         self._tools, self._is_forced, self._ends, self._thought = tools, is_forced, ends, reasoning
         self._format = tool_format or ToolFormat(may_be_bare=True)
         self._has_calls = tool_format is not None
@@ -171,7 +170,6 @@ class AnswerParser:
 
     def _reason(self) -> bool:
         assert self._thought is not None
-        self.has_reasoned = True
         said, mark, rest = self._thought_ends.find(self._text, is_last=self._is_ended)
         self._text = rest if mark in ("", self._thought.closing) else mark + rest
         self._reasoning += self._reasoning_flow.add(said, strips=True)
@@ -435,28 +433,31 @@ class _Flow:
     """Holds the blanks at the end of what is said back, until it goes on."""
 
     def __init__(self) -> None:
-        self._blanks = ""
+        self._blanks: list[str] = []
         self._is_said = self._is_whole = False  # what ends it has come
 
     def add(self, said: str, *, strips: bool = False) -> str:
         """Return what may be told; `strips`: no blanks stand at its beginning."""
-        text = self._blanks + said
+        told = said.rstrip()
+        blanks = said[len(told) :]
+        if not told:
+            self._blanks.append(blanks)
+            return ""
+        told = "".join(self._blanks) + told
         if strips and not self._is_said:
-            text = text.lstrip()
-        told = text.rstrip()
-        self._blanks = text[len(told) :]
-        if told:
-            self._is_said, self._is_whole = True, False
+            told = told.lstrip()
+        self._blanks, self._is_said, self._is_whole = [blanks], True, False
         return told
 
     def end(self, joint: str = "\n") -> None:
         """Part what was said from what is said next: by its own blanks, or by `joint` if it has none."""
-        self._blanks = (self._blanks or joint) if self._is_said else ""
+        blanks = "".join(self._blanks) or joint
+        self._blanks = [blanks] if self._is_said else []
         self._is_whole = True
 
     def rest(self) -> str:
         """Return the blanks at the end, if they belong to what was said."""
-        blanks, self._blanks = self._blanks, ""
+        blanks, self._blanks = "".join(self._blanks), []
         return "" if self._is_whole else blanks
 
 

@@ -172,18 +172,19 @@ def _invoked(opening: str, closing: str, prefix: str = "") -> ToolFormat:
     )
 
 
-def _pythonic(opening: str = "", closing: str = "", **known_by: tuple[str, ...]) -> ToolFormat:
-    """Describe a list of Python's calls with keyword arguments."""
+def _pythonic(opening: str = "", closing: str = "", *, in_template: str = "", in_vocabulary: str = "") -> ToolFormat:
+    """Describe Python's calls with keyword arguments, usually in a list."""
     first, between, last = _LIST
     return ToolFormat(
         openings=(opening,) if opening else (),
         closings=(closing,) if closing else (),
-        may_be_bare=opening != "<function_calls>",
+        may_be_bare=not in_template or not opening,
         separators="[],",
         head=_NAME + r"\(",
         pairs=Pairs(key=r"(?P<key>\w{1,256})\s*=\s*", end=")"),
         grammar=(f"OPEN {first}" if opening else first, between, f"{last} CLOSE" if closing else last),
-        **known_by,
+        in_template=(in_template,) if in_template else (),
+        in_vocabulary=(in_vocabulary,) if in_vocabulary else (),
     )
 
 
@@ -248,9 +249,9 @@ FORMATS: dict[str, ToolFormat] = {
         openings=("<function_call>",), grammar=('OPEN " "', '" " OPEN " "', ""), in_template=("<function_call>",)
     ),
     "jamba": _listed("<tool_calls>", "</tool_calls>"),
-    "olmo3": _pythonic("<function_calls>", "</function_calls>", in_template=("<function_calls>",)),
-    "lfm2": _pythonic("<|tool_call_start|>", "<|tool_call_end|>", in_vocabulary=("<|tool_call_start|>",)),
-    "llama4_pythonic": _pythonic("<|python_start|>", "<|python_end|>", in_vocabulary=("<|python_start|>",)),
+    "olmo3": _pythonic("<function_calls>", "</function_calls>", in_template="<function_calls>"),
+    "lfm2": _pythonic("<|tool_call_start|>", "<|tool_call_end|>", in_vocabulary="<|tool_call_start|>"),
+    "llama4_pythonic": _pythonic("<|python_start|>", "<|python_end|>", in_vocabulary="<|python_start|>"),
     "hermes": _between("<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, Granite 4
     "mistral_args": ToolFormat(  # from tokenizer v11 on
         openings=("[TOOL_CALLS]",),
@@ -268,7 +269,7 @@ FORMATS: dict[str, ToolFormat] = {
         id_chars=9,
         in_template=("[TOOL_CALLS]",),
     ),
-    "pythonic": _pythonic(in_template=("[func_name1(",)),
+    "pythonic": _pythonic(in_template="[func_name1("),
     "llama3_json": ToolFormat(
         openings=("<|python_tag|>",),
         may_be_bare=True,
