@@ -101,7 +101,6 @@ class AnswerParser:
         self._has_calls = tool_format is not None
         openings, closings, separators = self._format.openings, self._format.closings, self._format.separators
         self._head = regex.compile(self._format.head) if self._format.head else None
-        self._starts = f"{self._format.starts}{{" if self._format.starts or self._head is None else ""
         self._call_marks = _Marks((*openings, *closings))
         self._skipped = re.compile(rf"(?:{self._call_marks.pattern}|[\s{re.escape(separators)}])*")
         self._stray = re.compile(rf"[\s{_STRAY}{re.escape(separators)}]*")
@@ -191,8 +190,9 @@ class AnswerParser:
         if not self._has_calls or not self._format.may_be_bare or (self._is_ended and not text):
             self._step = self._say
         elif text:
-            starts = f"{{{self._format.starts}{self._format.separators}"
-            self._step = self._seek if (starts == "{" and not self._starts) or text[0] in starts else self._say
+            separators = self._format.separators
+            is_any = self._head is not None and not separators
+            self._step = self._seek if is_any or text[0] in f"{{{separators}" else self._say
         return bool(text) or self._step == self._say
 
     def _say(self) -> bool:
@@ -224,10 +224,7 @@ class AnswerParser:
                 self._text = "" if self.num_calls else self._text
                 self._refuse(is_cut_off=True)
             return self._is_ended and self._text != ""
-        if self._starts and self._text[0] not in self._starts:
-            self._refuse()
-        else:
-            self._step = self._read_head
+        self._step = self._read_head
         return True
 
     def _read_head(self) -> bool:
@@ -468,6 +465,7 @@ class _Marks:
         self._marks = sorted({mark for mark in marks if mark}, key=len, reverse=True)
         self.pattern = "|".join(map(re.escape, self._marks)) or "(?!)"
         self._search = re.compile(self.pattern).search
+        self._firsts = {mark[0] for mark in self._marks}
         self._num_held = max(map(len, self._marks), default=1) - 1
 
     def begins(self, text: str) -> bool | None:
@@ -489,9 +487,11 @@ class _Marks:
 
     def num_open(self, text: str) -> int:
         """Return how many characters at the end may be a mark with more text."""
-        for size in range(min(self._num_held, len(text)), 0, -1):
-            if any(len(mark) > size and mark.startswith(text[-size:]) for mark in self._marks):
-                return size
+        for start in range(max(len(text) - self._num_held, 0), len(text)):
+            if text[start] in self._firsts:
+                rest = text[start:]
+                if any(len(mark) > len(rest) and mark.startswith(rest) for mark in self._marks):
+                    return len(rest)
         return 0
 
 

@@ -5,13 +5,14 @@ Names are vLLM's where it has one. A format of one's own comes from a file: `wit
 
 from __future__ import annotations
 
-import re
 import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+
+import regex
 
 from mneme.errors import ConfigError, shown
 
@@ -50,7 +51,6 @@ class ToolFormat:
     may_be_bare  an answer that begins as a call is one also without a mark
     separators characters that may stand between calls, besides blanks
     head       expression of a call up to its arguments, with a group `name` and perhaps one `id`; "": calls are objects
-    starts     characters of which a head begins with one; "": any
     pairs      how arguments are written that are no JSON
     grammar    (before the first call, between two or None where there may be one only, behind the last), in Lark's
                notation; OPEN and CLOSE stand for the first marks; each mark in a text is one token, if there is one
@@ -64,7 +64,6 @@ class ToolFormat:
     may_be_bare: bool = False
     separators: str = ""
     head: str = ""
-    starts: str = ""
     pairs: Pairs | None = None
     grammar: tuple[str, str | None, str] = ("", None, "")
     call: str = _ARGUMENTS_CALL
@@ -73,24 +72,23 @@ class ToolFormat:
     in_vocabulary: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` if it cannot be read by: a plug-in's author sees that at the start."""
-        for field, expression, group in (
-            ("head", self.head or OBJECT_HEAD, "name"),
-            ("pairs.key", self.pairs.key if self.pairs is not None else "(?P<key>)", "key"),
-        ):
-            try:
-                found = re.compile(expression).groupindex
-            except re.error as error:
-                raise ConfigError(f"{field}: is no regular expression: {error} (got {shown(expression)})") from None
-            if group not in found:
-                raise ConfigError(f"{field}: needs a group (?P<{group}>...) (got {shown(expression)})")
+        """Raise `ConfigError` if nothing can be read by it: a plug-in's author sees that at the start."""
+        for field in ("openings", "closings", "in_template", "in_vocabulary"):
+            given = getattr(self, field)
+            if not isinstance(given, tuple) or not all(isinstance(each, str) and each for each in given):
+                raise ConfigError(f"{field}: must be a tuple of texts (got {shown(given)})")
         if not self.openings and not self.may_be_bare:
-            raise ConfigError("openings: a format without a mark before its calls needs may_be_bare")
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether a grammar can hold calls as the family writes them; else forced ones are objects."""
-        return self.pairs is None
+            raise ConfigError("openings: there must be one, unless may_be_bare")
+        pairs = self.pairs or Pairs(key="(?P<key>)")
+        if bool(pairs.opening) != bool(pairs.value_end):
+            raise ConfigError("pairs: opening and value_end go together")
+        try:
+            groups = {*regex.compile(self.head or _NAME).groupindex, *regex.compile(pairs.key).groupindex}
+            self.call.format(name="", arguments="")
+        except (regex.error, ValueError, LookupError) as error:
+            raise ConfigError(f"head, pairs.key or call: cannot be read: {error}") from None
+        if not {"name", "key"} <= groups:
+            raise ConfigError("head, pairs.key: need the groups (?P<name>...) and (?P<key>...)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +109,11 @@ class Reasoning:
     recurs: bool = False
     silent: tuple[str, ...] = ()
     in_template: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` if one of its marks is missing."""
+        if not self.opening or not self.closing:
+            raise ConfigError("opening, closing: a text stands at either side of reasoning")
 
 
 def _between(opening: str, closing: str, *in_template: str) -> ToolFormat:
@@ -141,7 +144,6 @@ def _tagged(opening: str, closing: str, *in_template: str) -> ToolFormat:
         openings=(opening,),
         closings=(closing,),
         head=r"<function=\s*" + _NAME + r"\s*>",
-        starts="<",
         pairs=Pairs(
             key=r"<parameter=\s*(?P<key>[^>\n]{1,256}?)\s*>",
             opening="<parameter=",
@@ -160,7 +162,6 @@ def _invoked(opening: str, closing: str, prefix: str = "") -> ToolFormat:
         openings=(opening,),
         closings=(closing,),
         head=rf'<{prefix}invoke\s+name="?' + _NAME + r'"?\s*>',
-        starts="<",
         pairs=Pairs(
             key=rf'<{prefix}parameter\s+name="?(?P<key>[^">\n]{{1,256}})"?(?:\s+string="(?P<kind>true|false)")?\s*>',
             opening=f"<{prefix}parameter",

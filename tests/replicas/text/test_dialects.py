@@ -669,12 +669,14 @@ def test_the_example_of_a_plug_in_works(tmp_path: Path) -> None:
         ("import nowhere", "cannot be loaded: No module named 'nowhere'"),
         (
             f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), head='(')}}",
-            "head",
+            "head, .*cannot be read: missing",
         ),
         (
             f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), head='x')}}",
-            "name",
+            r"need the groups \(\?P<name>",
         ),
+        (f"{IMPORT}FORMATS = {{'a': ToolFormat(openings='<')}}", "openings: must be a tuple of texts"),
+        (f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), call='{{x}}')}}", "call: cannot be read: 'x'"),
         (None, "cannot be loaded"),
     ],
 )
