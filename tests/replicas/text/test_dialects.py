@@ -641,7 +641,7 @@ def test_a_schema_names_the_types_of_a_value() -> None:
     assert Dialect(tokenizer_of(""), "hermes").read_schemas(TOOLS) == {"get_weather": {}, "now": {}}
 
 
-IMPORT = "from mneme.replicas.text.dialects import ToolFormat\n"
+IMPORT = "from mneme.replicas.text.dialects import Reasoning, ToolFormat\n"
 DOCS = Path(__file__).parents[3] / "docs" / "tools.md"
 
 
@@ -666,6 +666,7 @@ def test_the_example_of_a_plug_in_works(tmp_path: Path) -> None:
         ("x = 1", "neither FORMATS nor REASONINGS"),
         ("FORMATS = {'a': 1}", "FORMATS of .* must map names to ToolFormat"),
         ("1 / 0", "cannot be loaded: division by zero"),
+        (f"{IMPORT}REASONINGS = {{'a': Reasoning(opening='<x>', closing='')}}", "opening, closing"),
         ("import nowhere", "cannot be loaded: No module named 'nowhere'"),
         (
             f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), head='(')}}",
