@@ -125,6 +125,7 @@ class AnswerParser:
         self._num_values = 0  # of the call that is being read
         self._value_key: str | None = None
         self._value_types: frozenset[str] = frozenset()
+        self._known_types: dict[int, frozenset[str]] = {}
         self._is_raw_value = self._is_fresh_value = False  # it is told as it comes; nothing of it has come
         self._is_ended = False
         self._content, self._reasoning, self._calls = "", "", list[CallPiece]()
@@ -371,7 +372,7 @@ class AnswerParser:
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         if self._pairs.value_end:
             own = properties.get(self._value_key) if isinstance(properties, Mapping) else None
-            self._value_types = value_types(own, schema)
+            self._value_types = value_types(own, schema, self._known_types)
             self._is_raw_value = key.groupdict().get("kind") == "true" or self._value_types == {"string"}
         if self._is_raw_value:
             self._argue(f'{self._next_key()}"')
@@ -541,17 +542,30 @@ class _Nesting:
         self.num_seen = 0
 
 
-def value_types(schema: object, root: object, depth: int = _MAX_SCHEMA_DEPTH) -> frozenset[str]:
-    """Return JSON's types that a schema names; none: it may be any."""
+def value_types(
+    schema: object, root: object, known: dict[int, frozenset[str]], depth: int = _MAX_SCHEMA_DEPTH
+) -> frozenset[str]:
+    """Return JSON's types that a schema names; none: it may be any.
+
+    known  those of schemas within `root` that were looked at: references may lead to one on very many ways
+    """
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
-    reference = schema.get("$ref")
+    if id(schema) not in known:
+        known[id(schema)] = frozenset()  # where it leads back to itself
+        known[id(schema)] = _named_types(schema, root, known, depth)
+    return known[id(schema)]
+
+
+def _named_types(
+    schema: Mapping[str, Any], root: object, known: dict[int, frozenset[str]], depth: int
+) -> frozenset[str]:
+    reference, given = schema.get("$ref"), schema.get("type")
     if isinstance(reference, str) and reference.startswith("#/"):
         found = root
         for key in reference[2:].split("/"):
             found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return value_types(found, root, depth - 1)
-    given = schema.get("type")
+        return value_types(found, root, known, depth - 1)
     if isinstance(given, str | list):
         return frozenset({given} if isinstance(given, str) else (each for each in given if isinstance(each, str)))
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -559,7 +573,7 @@ def value_types(schema: object, root: object, depth: int = _MAX_SCHEMA_DEPTH) ->
         return frozenset(map(_type, listed))
     for keyword in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(keyword), list) and schema[keyword]:
-            each = [value_types(one, root, depth - 1) for one in schema[keyword]]
+            each = [value_types(one, root, known, depth - 1) for one in schema[keyword]]
             if keyword == "allOf":
                 each = [types for types in each if types]
             return frozenset[str]().union(*each) if all(each) else frozenset()

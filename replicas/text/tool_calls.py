@@ -104,13 +104,13 @@ class Dialect:
         """Return what the parser reads of these schemas."""
         if self.tool_format is None or self.tool_format.pairs is None:
             return {name: {} for name in tools}
-        own = {name: schema.get("properties") for name, schema in tools.items()}
-        return {
-            name: {"properties": {key: {"type": [*value_types(each, tools[name])]} for key, each in found.items()}}
-            if isinstance(found, Mapping)
-            else {}
-            for name, found in own.items()
-        }
+        read: dict[str, Mapping[str, Any]] = {}
+        for name, schema in tools.items():
+            found, known = schema.get("properties"), dict[int, frozenset[str]]()
+            found = found if isinstance(found, Mapping) else {}
+            types = {key: value_types(each, schema, known) for key, each in found.items()}
+            read[name] = {"properties": {key: {"type": [*each]} for key, each in types.items()}}
+        return read
 
     def call_grammar(
         self,

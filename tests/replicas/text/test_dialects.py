@@ -635,13 +635,23 @@ def test_a_schema_names_the_types_of_a_value() -> None:
         ({"$ref": "#/$defs/loop"}, set()),
         ({"$ref": "#/nowhere"}, set()),
     ):
-        assert value_types(schema, root) == types
+        assert value_types(schema, root, {}) == types
     read = Dialect(tokenizer_of(""), "qwen3_coder").read_schemas({"f": TOOLS["get_weather"], "g": {}})
     assert read["f"]["properties"]["at"] == {"type": ["object"]}
     assert Dialect(tokenizer_of(""), "hermes").read_schemas(TOOLS) == {"get_weather": {}, "now": {}}
 
 
 IMPORT = "from mneme.replicas.text.dialects import Reasoning, ToolFormat\n"
+
+
+def test_references_that_meet_again_are_followed_once() -> None:
+    """Each of these definitions stands ten times in the one before it: 10 ** 15 ways lead to the last."""
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"} for _ in range(10)]} for i in range(15)}
+    root = {"$defs": {**defs, "d15": {"type": "integer"}}}
+    assert value_types({"$ref": "#/$defs/d12"}, root, {}) == {"integer"}
+    assert value_types({"$ref": "#/$defs/d0"}, root, {}) == set()  # too deep to say
+
+
 DOCS = Path(__file__).parents[3] / "docs" / "tools.md"
 
 
