@@ -569,10 +569,8 @@ def test_what_a_grammar_lets_through_is_found(name: str, has_tokens: bool) -> No
     written = [] if tool_format is None else [*tool_format.openings, *tool_format.closings, tool_format.call]
     marks = {mark for text in written for mark in MARKS.findall(text)} if has_tokens else ()
     tokenizer = tokenizer_of("", *sorted(marks))
-    dialect, draw = Dialect(tokenizer, name), random.Random(name)
-    reasoning = HARMONY if name == "openai" else None
-    dialect = Dialect(tokenizer, name, reasoning or "none")
-    grammars = Grammars(tokenizer)
+    dialect = Dialect(tokenizer, name, HARMONY if name == "openai" else "none")
+    draw, grammars = random.Random(name), Grammars(tokenizer)
     for is_one in (True, False):
         grammar = dialect.call_grammar(FORCED, is_forced=True, is_one=is_one)
         assert grammar is not None
