@@ -14,8 +14,9 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cluster.keys import ApiKey, KeyList, Keyring, environment_keys
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
-from mneme.replicas.config import EngineConfig, ReasoningParserName, ToolParserName
+from mneme.replicas.config import EngineConfig
 from mneme.replicas.model.directory import EMBEDDED_MODEL
+from mneme.replicas.text.dialects import with_plugin
 from mneme.router.autoscaler import AutoscaleConfig
 from mneme.router.score import RouterConfig
 
@@ -52,8 +53,9 @@ class HttpConfig:
     body_idle_timeout_s: float = 10.0  # between two pieces of it
     client_stall_timeout_s: float = 60.0  # how long a client may leave a stream unread
     affinity_headers: tuple[str, ...] = AFFINITY_HEADERS  # one value, one replica; the first that is given counts
-    tool_call_parser: ToolParserName = "auto"  # how the model writes tool calls; auto: found by its chat template
-    reasoning_parser: ReasoningParserName = "auto"  # auto: <think>, if the template has it
+    tool_call_parser: str = "auto"  # how the model writes tool calls: docs/tools.md; auto: found by its chat template
+    reasoning_parser: str = "auto"  # how it writes reasoning; auto: likewise
+    tool_parser_plugin: str | None = None  # a Python file with formats of one's own for both
     strip_client_lines: bool = True  # x-anthropic-...: lines at the head of a system prompt, in /v1/messages
     shutdown_grace_s: float = 0.5  # how long answers go on when the server stops; then they end with an error
     max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64. On Kubernetes the pods' variable
@@ -69,6 +71,7 @@ class HttpConfig:
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
             raise ConfigError("http.api_keys: each key is ASCII text without spaces around it")
         KeyList(keys=self.keys)  # no two alike
+        with_plugin(self.tool_parser_plugin).check(self.tool_call_parser, self.reasoning_parser)
         if not all(_HEADER_NAME.fullmatch(name) for name in self.affinity_headers):
             raise ConfigError("http.affinity_headers: each is the name of a header, of letters, digits and -")
 

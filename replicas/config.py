@@ -11,8 +11,6 @@ from mneme.errors import ConfigError
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.truncation import Truncation
 
-ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral"]  # text/tool_calls.py
-ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1"]  # those named read alike
 GenerationConfigUse = Literal["auto", "none"]
 MAX_TIMEOUT_S = 86_400.0  # of a request
 MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin

@@ -253,7 +253,7 @@ class History(NamedTuple):
     said                digest of those up to its last answer; empty: there is none
     text                rendered text behind that answer, of which the first `num_closing_chars` close it
     drops_reasoning     the answer's reasoning may be in the log and not in the messages
-    names, ...          how the next answer is read: as `Dialect.parser` takes them, by a `Dialect` of these `parsers`
+    tools, ...          how the next answer is read: as `Dialect.parser` takes them, by a `Dialect` of these `parsers`
     """
 
     prompt: bytes
@@ -261,7 +261,7 @@ class History(NamedTuple):
     text: str
     num_closing_chars: int
     drops_reasoning: bool
-    names: tuple[str, ...]
+    tools: Mapping[str, Mapping[str, Any]]
     is_forced: bool
     is_thinking: bool
     parsers: tuple[Any, Any]

@@ -22,9 +22,9 @@ from mneme.cluster.http.error_response import error_object
 from mneme.cluster.wire.openai import EmbeddingsRequest
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
+from mneme.replicas.text.answer_parser import AnswerParser, CallPiece, merged, whole_calls
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.text.tool_calls import AnswerParser, CallPiece, merged, whole_calls
 
 MAX_DELTAS = 64  # steps that a client may be behind before they are told as one
 DONE = b"data: [DONE]\n\n"

@@ -29,6 +29,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.request import Grammar, History, SamplingDefaults
+from mneme.replicas.text.dialects import with_plugin
 from mneme.replicas.text.grammar import GrammarChecker
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import (
@@ -148,7 +149,8 @@ class ApiState:
 
     def __post_init__(self) -> None:
         self._grammars = GrammarChecker(self.tokenizer)
-        self.dialect = Dialect(self.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
+        parsers = (self.config.tool_call_parser, self.config.reasoning_parser)
+        self.dialect = Dialect(self.tokenizer, *parsers, with_plugin(self.config.tool_parser_plugin))
 
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The request's body, a JSON object; it can be taken once."""
@@ -208,10 +210,9 @@ class ApiState:
             if last is not None and last + 1 < len(said):
                 with contextlib.suppress(InvalidRequest):  # the template cannot go on behind a stand-in
                     known, appended = digests[last], render_appended(render, said[last + 1 :])
-            parsers = (self.config.tool_call_parser, self.config.reasoning_parser)
             if not appended.text:
                 known = b""
-            return History(digests[-1], known, *appended, False, (), False, False, parsers)
+            return History(digests[-1], known, *appended, False, {}, False, False, self.dialect.parsers)
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
 

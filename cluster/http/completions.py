@@ -24,7 +24,8 @@ from mneme.cluster.wire.openai import (
 )
 from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, SamplingParams
-from mneme.replicas.text.tool_calls import AnswerParser, refused_arguments
+from mneme.replicas.text.answer_parser import AnswerParser
+from mneme.replicas.text.tool_calls import refused_arguments
 from mneme.replicas.truncation import Truncation, resolved
 
 _EMBEDDED_AT_ONCE = 256  # texts of one request: chats find room in the queue beside them
@@ -85,7 +86,9 @@ async def run_chat(
         continues=body.continue_final_message,
     )
     _tell_effort(api, request, body, "reasoning.effort" if is_response else "reasoning_effort")
-    names, is_forced = (use.schema_by_name, use.is_forced) if use is not None else ({}, False)
+    tools, is_forced = (use.schema_by_name, use.is_forced) if use is not None else ({}, False)
+    if api.dialect.shows_special_tokens(has_tools=bool(tools)):
+        params = replace(params, skip_special_tokens=False)
     is_thinking = api.dialect.is_thinking(prompt.text or "")
     if is_thinking and params.grammar is not None and params.grammar.after is None:
         # Where no single token ends the reasoning there is none: the grammar holds from the answer's beginning.
@@ -96,7 +99,10 @@ async def run_chat(
         if use is not None or drops_reasoning:
             history = await api.history(body.messages, body.variables)
             history = history._replace(
-                drops_reasoning=drops_reasoning, names=tuple(names), is_forced=is_forced, is_thinking=is_thinking
+                drops_reasoning=drops_reasoning,
+                tools=api.dialect.read_schemas(tools),
+                is_forced=is_forced,
+                is_thinking=is_thinking,
             )
             prompt = prompt._replace(history=history)
     named = fields or FieldNames("messages", body.max_tokens_field)
@@ -109,7 +115,7 @@ async def run_chat(
         [prompt.last(last)],
         [named],
         worded(params),
-        lambda: api.dialect.parser(names, is_forced=is_forced, is_thinking=is_thinking),
+        lambda: api.dialect.parser(tools, is_forced=is_forced, is_thinking=is_thinking),
         () if kept_of is None or body.appends else await kept_of(prompt),
     )
 
@@ -147,15 +153,20 @@ async def _with_tools(api: ApiState, params: SamplingParams, use: ToolUse) -> Sa
         raise InvalidRequest("tools", None, f'{rule}, and tool_choice "required" works with any')
     grammar = None
     try:
-        grammar = dialect.call_grammar(use.schema_by_name, is_forced=use.is_forced, is_one=use.is_one, otherwise=given)
+        grammar = dialect.call_grammar(
+            use.schema_by_name,
+            is_forced=use.is_forced,
+            is_one=use.is_one,
+            otherwise=given,
+            is_strict=use.is_strict,
+        )
         if grammar is not None:
             await api.check_grammar(grammar)
     except InvalidRequest as error:
         if use.is_forced or use.is_strict or given is not None:
             raise _of_tool(error, grammar, use) from None
         grammar = None  # what is said of tools that may be called need not be understood
-    shows_special = dialect.shows_special_tokens
-    return replace(params, grammar=grammar, skip_special_tokens=params.skip_special_tokens and not shows_special)
+    return replace(params, grammar=grammar)
 
 
 def _of_tool(error: InvalidRequest, grammar: Grammar | None, use: ToolUse) -> InvalidRequest:

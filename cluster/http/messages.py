@@ -24,8 +24,8 @@ from mneme.cluster.wire.anthropic import CacheMark, CountRequest, MessagesReques
 from mneme.cluster.wire.openai import ChatRequest, Message, validate
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.request import KeptPrefix, SamplingParams
+from mneme.replicas.text.answer_parser import CallPiece, whole_calls
 from mneme.replicas.text.prompts import num_common
-from mneme.replicas.text.tool_calls import CallPiece, whole_calls
 from mneme.replicas.truncation import Truncation
 
 _BLOCK_TOKENS = 64
@@ -77,7 +77,7 @@ async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> d
 
 
 def _chat(api: ApiState, body: CountRequest) -> ChatRequest:
-    given = body.chat(reasons=api.dialect.reasons, strips=api.config.strip_client_lines)
+    given = body.chat(reasons=api.dialect.reasoning is not None, strips=api.config.strip_client_lines)
     try:
         return validate(ChatRequest, given)
     except InvalidRequest as error:

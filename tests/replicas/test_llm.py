@@ -19,7 +19,8 @@ from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
 from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.text.tool_calls import Dialect, whole_calls
+from mneme.replicas.text.answer_parser import whole_calls
+from mneme.replicas.text.tool_calls import Dialect
 
 pytestmark = pytest.mark.engine
 

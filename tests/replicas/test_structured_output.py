@@ -24,12 +24,12 @@ import torch
 
 from mneme import LLM, Grammar, SamplingParams
 from mneme.errors import InvalidRequest, Overloaded
-from mneme.replicas.config import ToolParserName
 from mneme.replicas.model.draws import SampleRow
 from mneme.replicas.model.sampler import sample
 from mneme.replicas.request import MAX_CHOICES, MAX_GRAMMAR_BYTES, GenerationRequest, TokenEvent
+from mneme.replicas.text.answer_parser import whole_calls
 from mneme.replicas.text.grammar import GrammarChecker, Grammars
-from mneme.replicas.text.tool_calls import Dialect, whole_calls
+from mneme.replicas.text.tool_calls import Dialect
 
 pytestmark = pytest.mark.engine
 
@@ -735,7 +735,7 @@ def test_arguments_are_closed_only_where_one_schema_says_all_of_an_object(
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "none"])
-def test_forced_calls_are_valid_whatever_is_drawn(llm: LLM, family: ToolParserName) -> None:
+def test_forced_calls_are_valid_whatever_is_drawn(llm: LLM, family: str) -> None:
     schema_by_name = {
         "at": POINT | CLOSED,
         "set": _object(kind={"enum": ["a", "b"]}, items={"type": "array", "items": INTEGER}),

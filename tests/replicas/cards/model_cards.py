@@ -5,7 +5,7 @@ and places of special tokens, where chat templates stand, rotary scaling, ends o
 small, vocabularies are trained here, templates are in words of our own (`family_templates.py`).
 """
 
-# ruff: noqa: RUF001 (DeepSeek's marks have a wide bar)
+
 
 from __future__ import annotations
 

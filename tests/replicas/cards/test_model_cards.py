@@ -1,6 +1,6 @@
 """What a checkpoint's files say is what is loaded: ids, templates, tensors, rotary frequencies, ends, how to sample."""
 
-# ruff: noqa: RUF001 (DeepSeek's marks have a wide bar)
+
 
 from __future__ import annotations
 

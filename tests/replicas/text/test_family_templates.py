@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import tokenizers
 
+from mneme.replicas.text.answer_parser import whole_calls
+from mneme.replicas.text.dialects import FORMATS
 from mneme.replicas.text.grammar import Grammars
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.text.tool_calls import FORMATS, Dialect, whole_calls
+from mneme.replicas.text.tool_calls import Dialect
 from tests.replicas.text.family_templates import LLAMA_3, MISTRAL_V3, QWEN_2_5, QWEN_3
 from tests.replicas.tiny_tokenizer import IM_END, byte_level_backend
 
@@ -119,7 +121,7 @@ def test_what_a_template_writes_is_inside_the_grammar_of_forced_calls(family: Fa
 
 def test_qwen_3_writes_reasoning_back_within_a_round_of_calls_alone() -> None:
     tokenizer = tokenizer_of(FAMILIES["qwen-3"])
-    assert Dialect(tokenizer).reasons
+    assert Dialect(tokenizer).reasoning is not None
     thinking = said_with_calls(1, reasoning_content="Hm, Rhine.")
     result = {"role": "tool", "content": "wet", "tool_call_id": "abcdefgh0"}
     within = render(tokenizer, QUESTION, thinking, result)

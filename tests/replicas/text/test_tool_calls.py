@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import tokenizers
 
-from mneme.replicas.config import ToolParserName
 from mneme.replicas.request import Grammar
+from mneme.replicas.text.answer_parser import AnswerParser, CallPiece, Spoken, whole_calls
+from mneme.replicas.text.dialects import FORMATS, REASONINGS
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.text.tool_calls import FORMATS, AnswerParser, CallPiece, Dialect, Spoken, whole_calls
+from mneme.replicas.text.tool_calls import Dialect
 from tests.replicas.tiny_tokenizer import byte_level_backend
 
+TOOLS: dict[str, dict[str, Any]] = {"f": {}, "g": {}}
 F, G = ("f", '{"a": "}{\\"", "b": {"c": 1}}'), ("g", "{}")
 
 
@@ -38,8 +40,8 @@ def _said(parser: AnswerParser, text: str, size: int) -> tuple[str, str, list[tu
     return "".join(each.content for each in spoken), "".join(each.reasoning for each in spoken), told
 
 
-THINKS = {"reasons": True}
-OPEN = {"reasons": True, "is_open": True}
+THINKS = {"reasoning": REASONINGS["qwen3"]}
+OPEN = {**THINKS, "is_open": True}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,20 @@ OPEN = {"reasons": True, "is_open": True}
         ),
         ("hermes", {}, '<tool_call>{"name": "g", "arguments": null}</tool_call>', "", "", [G]),
         ("hermes", {}, _hermes(G) + " done", "done", "", [G]),
+        ("hermes", {}, f"I will. {_hermes(F)} {_hermes(G)}\nDone.", "I will. Done.", "", [F, G]),
+        ("hermes", {}, f"I will.{_hermes(G)}\nDone.", "I will.\nDone.", "", [G]),
+        ("hermes", {}, f"I will.{_hermes(G)}Done.", "I will.Done.", "", [G]),
+        ("hermes", {}, _hermes(G).replace("}\n<", "}} }\n<") + " } done", "} done", "", [G]),
+        ("hermes", {}, _hermes(G).replace("}\n<", "} so\n<") + "\ndone", "so\n\ndone", "", [G]),
+        ("hermes", {}, _hermes(G).replace("}\n<", "\n<") + " done", "done", "", [G]),
+        (
+            "hermes",
+            {},
+            '<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "g"}</tool_call>',
+            "",
+            "",
+            [("g", '{"a": "</tool_call>"}')],
+        ),
         ("hermes", {}, _hermes(G)[:-3], "", "", [G]),
         ("hermes", {}, _hermes(G) + "\n<tool_call>\n{no}\n</tool_call>", "<tool_call>\n{no}\n</tool_call>", "", [G]),
         ("hermes", {}, '<tool_call>\n{"name": "f", "arguments": {"a": 1', "", "", [("f", '{"a": 1')]),
@@ -70,6 +86,8 @@ OPEN = {"reasons": True, "is_open": True}
         ("llama3_json", {}, '{"name": "g", "parameters": {}}', "", "", [G]),
         ("llama3_json", {}, '{"name": "g", "parameters": {}}; {"name": "g", "parameters": {}}', "", "", [G, G]),
         ("llama3_json", {}, '<|python_tag|>{"name": "g", "parameters": {}}', "", "", [G]),
+        ("llama3_json", {}, '{"name": "g", "parameters": {}}} ok', "ok", "", [G]),
+        ("llama3_json", {}, '{"type": "function", "function": {"name": "g", "parameters": {}}}', "", "", [G]),
         ("llama3_json", {}, ' {"name": 2} is JSON', ' {"name": 2} is JSON', "", []),
         ("llama3_json", {}, "   ", "   ", "", []),
         ("mistral", {}, "[TOOL_CALLS] " + _listed("arguments", F, G), "", "", [F, G]),
@@ -82,7 +100,7 @@ def test_what_a_text_says_does_not_depend_on_how_it_comes(
     family: str | None, how: Any, text: str, content: str, reasoning: str, calls: Any
 ) -> None:
     for size in (1, 2, 3, 7, 1000):
-        parser = AnswerParser(FORMATS[family] if family else None, ("f", "g"), **how)
+        parser = AnswerParser(FORMATS[family] if family else None, TOOLS, **how)
         found = _said(parser, text, size)
         assert found == (content, reasoning, calls)
 
@@ -93,9 +111,10 @@ def test_what_a_text_says_does_not_depend_on_how_it_comes(
     ['{"name": "other", "arguments": {}}', '{"name": "f"', "}{", "[[[", '{"name": {"f": 1}}', '"f"', "f[ARGS]", "\\"],
 )
 def test_what_is_no_call_is_content_as_it_was_written(family: str, text: str) -> None:
-    text = f"{FORMATS[family].opening}{text}{FORMATS[family].closing} "
+    opening, closing = (marks[0] if marks else "" for marks in (FORMATS[family].openings, FORMATS[family].closings))
+    text = f"{opening}{text}{closing} "
     for size in (1, 4, 1000):
-        assert _said(AnswerParser(FORMATS[family], ("f",)), text, size) == (text, "", [])
+        assert _said(AnswerParser(FORMATS[family], TOOLS), text, size) == (text, "", [])
 
 
 @pytest.mark.parametrize(
@@ -111,14 +130,14 @@ def test_what_is_no_call_is_content_as_it_was_written(family: str, text: str) ->
 def test_a_forced_answer_has_no_content_wherever_it_is_cut_off(family: str, text: str) -> None:
     for end in range(len(text) + 1):
         for size in (1, 1000):
-            parser = AnswerParser(FORMATS[family], ("f", "g"), is_forced=True)
+            parser = AnswerParser(FORMATS[family], TOOLS, is_forced=True)
             content, _, calls = _said(parser, text[:end], size)
             assert content == ""
-            assert all(name in ("f", "g") for name, _ in calls)
+            assert all(name in TOOLS for name, _ in calls)
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    parser = AnswerParser(FORMATS["hermes"], ("f",))
+    parser = AnswerParser(FORMATS["hermes"], TOOLS)
     assert parser.push('Hm <tool_call>{"name": "f"') == Spoken("Hm")
     (first,) = parser.push(', "arguments": ').calls or parser.push("{").calls[:1]
     assert (first.call, first.name, first.arguments) == (0, "f", "")
@@ -129,7 +148,7 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.push("}</tool_call>", is_last=True) == Spoken()
 
 
-def _dialect(template: str, *added: str, parser: ToolParserName = "auto") -> Dialect:
+def _dialect(template: str, *added: str, parser: str = "auto") -> Dialect:
     backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())  # its own, as tokens are added
     backend.add_tokens(list(added))
     return Dialect(Tokenizer(backend, eos_token_ids=(0,), chat_template=template), parser)
@@ -139,7 +158,7 @@ def _dialect(template: str, *added: str, parser: ToolParserName = "auto") -> Dia
     ("template", "added", "family"),
     [
         ("{{ tools }} <tool_call>", (), "hermes"),
-        ("{{ tools }} <tool_call> <function=", (), None),
+        ("{{ tools }} <tool_call> <function=", (), "qwen3_coder"),
         ("{{ tools }} [TOOL_CALLS]", (), "mistral"),
         ("{{ tools }} [TOOL_CALLS]", ("[ARGS]",), "mistral_args"),
         ("{{ tools }}", ("<|python_tag|>",), "llama3_json"),

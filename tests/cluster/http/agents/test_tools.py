@@ -411,3 +411,49 @@ def test_a_session_with_other_tools_is_another_conversation() -> None:
     log = engine.sessions.get(("", "public:s"))
     assert log is not None
     assert '"now"' in engine.tokenizer.decode(list(log.ids))
+
+
+TAGS = "{# <function= #}" + TEMPLATE
+TAGGED = "Hm.\n<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_values_without_quotes_are_of_their_schemas_types() -> None:
+    for choice in (whole(TAGGED, TAGS), {"message": {"tool_calls": [_joined(streamed(TAGGED, TAGS))]}}):
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "12"}'}
+    assert whole(TAGGED, TAGS)["message"]["content"] == "Hm."
+
+
+def _joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    pieces = [piece["function"] for each in choices for piece in each["delta"].get("tool_calls", [])]
+    arguments = "".join(piece["arguments"] for piece in pieces)
+    return {"function": {"name": pieces[0]["name"], "arguments": arguments}}
+
+
+def test_a_session_knows_values_by_their_types() -> None:
+    engine = FakeEngineClient(tiny_tokenizer(TAGS), TAGGED)
+    body = {"tools": [TOOL], "session": {"id": "s"}}
+    message = _told(engine, **body)
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    before = list(log.ids)
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    _told(engine, **body, messages=[*CHAT["messages"], message, result])  # the template writes the call as JSON
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    assert list(log.ids[: len(before)]) == before
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_channels_are_read_though_their_marks_are_special_tokens(has_tools: bool) -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
+    backend.add_special_tokens(["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>"])
+    template = "{# <|channel|>analysis<|message|> #}" + TEMPLATE
+    call = '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a": "b"}' if has_tools else ""
+    sentence = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{call or '<|channel|>final<|message|>Hi'}"
+    engine = FakeEngineClient(Tokenizer(backend, eos_token_ids=(IM_END,), chat_template=template), sentence)
+    response = post("/v1/chat/completions", {**CHAT, "tools": [OTHER] if has_tools else []}, engine=engine)
+    message = response.json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "Hm."
+    assert message["content"] == (None if has_tools else "Hi")
+    assert [each["function"]["arguments"] for each in message.get("tool_calls", ())] == ['{"a": "b"}'] * has_tools
+    assert engine.requests[0].sampling.skip_special_tokens is False
