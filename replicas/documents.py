@@ -22,6 +22,7 @@ Reason = Literal[
     "off",
     "not_allowed",
     "sooner_in_full",
+    "asked_again",
     "sliding_window",
     "not_shared",
     "too_short",
@@ -129,6 +130,7 @@ class Declined(NamedTuple):
 
 
 OFF = Declined("off", "blend.mode is off")
+ASKED_AGAIN = Declined("asked_again", "asked for again behind the same text: computed exactly, to be found from now on")
 SLIDING_WINDOW = Declined("sliding_window", "the model has sliding windows")
 NOT_SHARED = Declined("not_shared", "engine.prefix_sharing is false")
 TOO_SHORT = Declined("too_short", "shorter than blend.min_tokens")
