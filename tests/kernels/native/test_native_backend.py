@@ -76,7 +76,7 @@ def test_long_contexts_equal_the_reference(dtype: torch.dtype, num_rows: int, op
 def test_without_sharing_a_row_is_the_same_bits_in_every_batch(
     dtype: torch.dtype, num_rows: int, parts: tuple[int, ...]
 ) -> None:
-    """As one row of its sequence, or among at least four there, which are eight query heads: these have two products."""
+    """As one row of its sequence, or among four there and more: from eight query heads on it is another product."""
     scene = long_scene(dtype, num_rows)
     sequences, positions = scene.rows.arrays()
     together = scene.attend(scene.plan(share="never"), backend="native")
