@@ -1,7 +1,7 @@
 """Answers of mneme-tiny in float32 that tests on servers compare between batches: none of them has a near tie.
 
-Attention is summed in an order that depends on the batch (docs/decisions/reproducibility.md), so logits move by rounding.
-Where the two best tokens are further apart than that everywhere, an answer is the same on every processor.
+Attention is summed in an order that depends on the batch (docs/decisions/reproducibility.md), so logits are rounded
+otherwise. Where the two best tokens are further apart than that everywhere, an answer is the same on any processor.
 """
 
 from __future__ import annotations
