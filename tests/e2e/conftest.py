@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.server_process import SERVE, SERVE_LOCAL, ServerProcess, free_port, running, serving
 
 # A pool smaller than what the tests allow memory to grow by: its pages are touched one after the other.
-# In float32 the same tokens come out in any batch but at near ties (tests/replicas/test_near_ties.py), so answers can
+# In float32 the same tokens come out in any batch but at near ties (tests/replicas/engine/test_near_ties.py), so answers can
 # be compared.
 BODY_IDLE_S = 3  # that a test waits for a body that does not come
 WARM_SYSTEM = "You are the librarian of the end-to-end tests"
