@@ -22,6 +22,7 @@ Reason = Literal[
     "off",
     "not_allowed",
     "sooner_in_full",
+    "asked_again",
     "sliding_window",
     "learned_positions",
     "not_shared",
@@ -130,6 +131,7 @@ class Declined(NamedTuple):
 
 
 OFF = Declined("off", "blend.mode is off")
+ASKED_AGAIN = Declined("asked_again", "asked for again behind the same text: computed exactly, to be found from now on")
 SLIDING_WINDOW = Declined("sliding_window", "the model has sliding windows")
 LEARNED_POSITIONS = Declined("learned_positions", "the model has learned positions")
 NOT_SHARED = Declined("not_shared", "engine.prefix_sharing is false")

@@ -44,6 +44,7 @@ from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.fuse.asked import AskedBeginnings
 from mneme.replicas.fuse.blend import make_blend
 from mneme.replicas.fuse.controller import Controller
 from mneme.replicas.fuse.order import best_order
@@ -55,7 +56,7 @@ from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
-from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, turn_name
+from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
 from mneme.replicas.text.grammar import Grammars, without
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Engine:
             on_delete=self._delete_kv,
             journal=None if durable is None else durable.writer,
         )
-        self._blends = Controller(gate, self.costs)
+        self._blends, self._asked = Controller(gate, self.costs), AskedBeginnings()
         self._cannot_blend = None if config.prefix_sharing else NOT_SHARED
         if runner.immovable is not None:
             self._cannot_blend = SLIDING_WINDOW if runner.immovable == "sliding_window" else LEARNED_POSITIONS
@@ -214,7 +215,7 @@ class Engine:
         # Sessions and forest keep the salt: once per tenant.
         request = replace(request, salt=sys.intern(request.salt), taken_s=self.clock())
         if request.documents:
-            request = request.in_order(best_order(request, self.forest))
+            request = request.in_order(best_order(request, self.forest, self._asked))
         try:
             prompt = self.sessions.begin(request)
         except Overloaded as error:  # too many turns of its session
@@ -414,6 +415,7 @@ class Engine:
                 controller=self._blends,
                 num_tokens=len(sequence.context),
                 num_exact=self._num_exact(sequence),
+                num_again=self._num_again(sequence),
             )
             if isinstance(blend, Declined):
                 sequence.declined = blend
@@ -452,6 +454,13 @@ class Engine:
         if sequence.root is not None:
             return sequence.num_history
         return sum(self.forest.resident(sequence.request.salt, sequence.context))
+
+    def _num_again(self, sequence: Sequence) -> int:
+        """Count the tokens that another prompt began with, up to a border of a document; none behind KV of its own."""
+        if sequence.root is not None:
+            return 0
+        request = sequence.request
+        return self._asked.note(request.salt, sequence.context, request.documents, root_turn(request))
 
     def _tidy(self) -> None:
         """Do what goes before each step; no placeholder is anywhere."""

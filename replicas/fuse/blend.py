@@ -27,6 +27,7 @@ import numpy as np
 from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import (
     ALL_ANEW,
+    ASKED_AGAIN,
     EVICTED,
     EXACT,
     OFF,
@@ -75,6 +76,7 @@ class Blend:
     uses: list[tuple[int, int]] = field(default_factory=list, repr=False)  # positions of what its path reuses
     declined: Declined = EVICTED  # why that is nothing
     num_exact: int = 0  # tokens that its path began with
+    num_again: int = 0  # tokens, from the first on, that are computed exactly: they were asked for before
 
     @property
     def selector(self) -> Selector:
@@ -192,6 +194,8 @@ class Blend:
         """Say why a document is computed of which nothing is reused."""
         if span.end - span.start < max(self.options.min_tokens, 1):
             return TOO_SHORT.why
+        if span.end <= self.num_again:
+            return ASKED_AGAIN.why
         if span not in self.spans:
             return TOO_LONG.why
         return "computed for this request, as part of its prefix" if span.end <= self.num_exact else EVICTED.why
@@ -237,12 +241,14 @@ def make_blend(
     controller: Controller,
     num_tokens: int,
     num_exact: int,
+    num_again: int = 0,
 ) -> Blend | Declined:
     """Return how a request's documents are reused in place, or why they are not.
 
     controller  decides where the request leaves it to the engine
     num_tokens  of the prompt, and of what its session had before
     num_exact   of them, those from the first on that are not computed
+    num_again   and those that another prompt began with, which `auto` computes exactly
     """
     options, why, may_raise = request.blend, "the request asks for it", None
     if options.mode == "off":
@@ -251,13 +257,20 @@ def make_blend(
     spans = tuple(span for span in whole if span.end - span.start + len(sink_ids) < capacity)
     if not spans:
         return TOO_LONG if whole else TOO_SHORT
-    if options.mode == "auto":
+    if options.mode != "auto":
+        num_again = 0
+    else:
+        is_exact = num_exact >= spans[-1].end
+        num_exact = max(num_exact, num_again)
+        spans = tuple(span for span in spans if span.end > num_again)
         num_reused = sum(max(span.end - max(span.start, num_exact), 0) for span in spans)
         num_text = max(num_tokens - num_exact - num_reused, 1)
         work = Work(num_exact, num_reused, num_text, num_layers)
         decided = controller.decide(options, work)
         if isinstance(decided, Declined):
             return decided
+        if not spans:
+            return EXACT if is_exact else ASKED_AGAIN
         if options.ratio is None:
             may_raise = partial(controller.raised, work)
         options, why = decided
@@ -270,6 +283,7 @@ def make_blend(
         num_layers=num_layers,
         why=why,
         may_raise=may_raise,
+        num_again=num_again,
     )
     if blend.settled_selector == "all":
         return ALL_ANEW

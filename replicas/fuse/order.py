@@ -6,15 +6,17 @@ What ContextPilot (MLSys'26) calls context alignment: nothing of the KV is appro
 from __future__ import annotations
 
 from mneme.replicas.forest.forest import PrefixForest, follow
+from mneme.replicas.fuse.asked import AskedBeginnings
 from mneme.replicas.request import GenerationRequest
 
 _MAX_PLACES = 64  # that are tried: each compares all documents that are left
 
 
-def best_order(request: GenerationRequest, forest: PrefixForest) -> list[int]:
+def best_order(request: GenerationRequest, forest: PrefixForest, asked: AskedBeginnings) -> list[int]:
     """Return the order of a request's documents by their indices: as given, unless it leaves that to the server.
 
-    Place by place it takes the document that the forest follows furthest, as long as it follows all before it. Only
+    Place by place it takes the document that the forest follows furthest, as long as it follows all before it. Behind
+    these it takes what was asked for there: that may have been reused in place, and is computed exactly now. Only
     documents of one message change places. The rest, and what is equally far, stays in the order that was given.
     """
     spans, ids = request.documents, request.prompt_token_ids
@@ -24,6 +26,7 @@ def best_order(request: GenerationRequest, forest: PrefixForest) -> list[int]:
         return order
     known = list(ids[: spans[0].start])
     page, position = follow(root, root.start, known, salt)
+    num_known = 0  # documents that the forest follows, as they stand in `order`
     for place in range(min(len(order), _MAX_PLACES)):
         if position < len(known):
             break
@@ -36,8 +39,12 @@ def best_order(request: GenerationRequest, forest: PrefixForest) -> list[int]:
             found = follow(page, position, known, salt)
             if found[1] > best[1]:
                 best = *found, candidate
+        if best[1] == position:
+            break
+        num_known += 1
         order.insert(place, order.pop(best[2]))
         span, end = spans[order[place]], spans[place + 1].start if place + 1 < len(spans) else len(ids)
         known[position:] = (*ids[span.start : span.end], *ids[spans[place].end : end])
         page, position = follow(best[0], best[1], known, salt)
+    asked.go_on(salt, ids, spans, order, num_known, max_places=_MAX_PLACES)
     return order

@@ -9,7 +9,8 @@ import pytest
 from tests.e2e.server_process import SERVE, SERVE_LOCAL, ServerProcess, free_port, running, serving
 
 # A pool smaller than what the tests allow memory to grow by: its pages are touched one after the other.
-# In float32 the same tokens come out whatever the batch, so answers can be compared.
+# In float32 the same tokens come out in any batch but at near ties, which the answers that are compared do not have
+# (tests/replicas/engine/test_near_ties.py).
 BODY_IDLE_S = 3  # that a test waits for a body that does not come
 WARM_SYSTEM = "You are the librarian of the end-to-end tests"
 SETTINGS = (

@@ -130,6 +130,20 @@ def test_documents_in_another_order_are_found_or_reused_in_place(each_server: st
     assert blended[1]["blend"]["reused"] > blended[1]["blend"]["recomputed"] > 0
 
 
+def test_equal_requests_over_documents_find_as_much_as_without_reuse(each_server: str) -> None:
+    cached: dict[str, list[int]] = {}
+    for mode in ("auto", "off"):
+        parts = [{"type": "document", "text": f"A {what} stood on the hill. " * 20} for what in ("tree", "dog")]
+        content = [*parts, {"type": "text", "text": "What stood on the hill?"}]
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
+        body |= {"blend": {"mode": mode}, "cache_salt": mode}
+        for _ in range(4):
+            answer = httpx.post(f"{each_server}/v1/chat/completions", json=body, timeout=240).raise_for_status()
+            usage = answer.json()["usage"]
+            cached.setdefault(mode, []).append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached["auto"][2:] == cached["off"][2:] == [usage["prompt_tokens"] - 1] * 2
+
+
 def test_a_history_that_is_sent_again_under_a_hint_finds_its_kv(each_client: OpenAI) -> None:
     messages, hint = ask(f"{PROMPT} {time.monotonic_ns()}"), {"prompt_cache_key": f"hint-{time.monotonic_ns()}"}
     known = 0

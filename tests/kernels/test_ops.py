@@ -114,6 +114,8 @@ def test_a_row_is_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         one = slice(row, row + 1)
         assert torch.equal(ops.rms_norm(x, weight, EPS)[one], ops.rms_norm(x[one], weight, EPS))
         assert torch.equal(ops.gated(x, "silu")[one], ops.gated(x[one], "silu"))
+        added = [ops.add_rms_norm(rows.clone(), rows, weight, EPS)[1] for rows in (x, x[one])]
+        assert torch.equal(added[0][one], added[1])
 
 
 @pytest.mark.usefixtures("backend")

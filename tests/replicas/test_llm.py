@@ -448,6 +448,21 @@ def test_documents_are_reused_behind_other_text(llm: LLM) -> None:
     assert not any(each.exact for each in exact.metrics.blend.documents)  # what is behind a blend is nobody's
 
 
+def test_equal_requests_over_documents_find_as_much_as_without_reuse(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "How many doors has the red house?"}]
+    cached, modes = {}, {}
+    for mode in ("auto", "off"):
+        documents = [f"The {color} house of {mode} has two doors. " * 20 for color in ("red", "blue")]
+        told = [
+            llm.chat(messages, GREEDY, documents=documents, blend={"mode": mode, "order": order}).metrics
+            for order in ("given", "given", "given", "any")
+        ]
+        cached[mode] = [each.prompt_tokens - each.cached_tokens for each in told]
+        modes[mode] = [each.blend.mode for each in told if each.blend is not None]
+    assert cached["auto"][2:] == cached["off"][2:] == [1, 1]  # all but the token that the answer is drawn from
+    assert modes == {"auto": ["selective", "off", "off", "off"], "off": ["off"] * 4}
+
+
 def test_documents_are_found_in_another_order_and_change_nothing_else(llm: LLM) -> None:
     documents = [f"Fact {i}: the {color} house has {i + 2} doors." for i, color in enumerate(("red", "blue", "green"))]
     messages = [{"role": "user", "content": "How many doors has the blue house?"}]

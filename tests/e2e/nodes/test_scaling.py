@@ -19,9 +19,9 @@ from tests.e2e.nodes.served import MODEL, Load, Served, running
 pytestmark = MARKS
 
 PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
-PROMPTS = [f"{number}. {PROMPT}" for number in range(8)]
+PROMPTS = [f"{number}. {PROMPT}" for number in (0, 1, 2, 4, 5, 6, 7, 8)]  # no near tie: test_near_ties.py
 LONG, SHORT = 800, 8  # tokens; seconds of work for so many streams
-ENGINE = {"dtype": "float32", "num_pages": 512, "page_size": 32}  # the same tokens whatever the batch
+ENGINE = {"dtype": "float32", "num_pages": 512, "page_size": 32}  # the same tokens in any batch, but for near ties
 FROM_TIER = f'vllm:external_prefix_cache_hits_total{{model_name="{MODEL}"}}'
 
 

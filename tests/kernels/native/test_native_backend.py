@@ -71,6 +71,27 @@ def test_long_contexts_equal_the_reference(dtype: torch.dtype, num_rows: int, op
 
 
 @each_build
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "parts"), [(1, (1, 2)), (40, (4, 17, 36, 40, 77))])
+def test_without_sharing_a_row_is_the_same_bits_in_every_batch(
+    dtype: torch.dtype, num_rows: int, parts: tuple[int, ...]
+) -> None:
+    """As one row of its sequence, or among four there and more: from eight query heads on it is another product."""
+    scene = long_scene(dtype, num_rows)
+    sequences, positions = scene.rows.arrays()
+    together = scene.attend(scene.plan(share="never"), backend="native")
+    for size in parts:
+        for begin in range(0, len(sequences) - size + 1, size):
+            part = slice(begin, begin + size)
+            if min(np.unique(sequences[part], return_counts=True)[1]) < min(num_rows, 4):
+                continue
+            plan = scene.plan(rows=QueryRows(sequences[part], positions[part]), share="never")
+            alone = scene.attend(plan, scene.q[part], backend="native")
+            assert torch.equal(alone[0], together[0][part])
+            assert torch.equal(alone[1], together[1][part])
+
+
+@each_build
 @pytest.mark.parametrize("num_rows", [1, 40])
 @pytest.mark.parametrize("head_dim", [64, 8])
 def test_scores_far_apart_neither_overflow_nor_vanish(num_rows: int, head_dim: int) -> None:

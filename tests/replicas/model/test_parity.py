@@ -106,7 +106,7 @@ def test_float32_logits_and_tokens(checkpoint: tuple[Path, Any], scenario: str) 
     engine = make_engine(directory, torch.float32, **options)
     output = check(model, engine, ids_by_request, FLOAT32_TOLERANCE, FLOAT32_TOLERANCE)
     for name, ids in ids_by_request.items():
-        assert output[name] == generated(model, ids)
+        check_generated(model, ids, output[name])
 
 
 def test_float32_after_a_prefix_hit(checkpoint: tuple[Path, Any]) -> None:
@@ -117,11 +117,18 @@ def test_float32_after_a_prefix_hit(checkpoint: tuple[Path, Any]) -> None:
     ids_by_request = {"again": ids, "branch": [*ids[:40], 1, 2, 3]}
     output = check(model, engine, ids_by_request, FLOAT32_TOLERANCE, FLOAT32_TOLERANCE)
     assert engine.num_tokens["cached"] == 52 + 40
-    assert output["branch"] == generated(model, ids_by_request["branch"])
+    check_generated(model, ids_by_request["branch"], output["branch"])
+
+
+def check_generated(model: Any, ids: list[int], tokens: list[int]) -> None:
+    """The tokens are those of `transformers`' own greedy `generate`, up to a near tie, where either may win."""
+    best, second = teacher_forced(model, ids, tokens).topk(2).values.unbind(1)
+    is_near = (best - second <= FLOAT32_TOLERANCE).tolist()
+    end = [*is_near, True].index(True)
+    assert tokens[:end] == generated(model, ids)[:end]
 
 
 def generated(model: Any, ids: list[int]) -> list[int]:
-    """The greedy tokens of `transformers`' own `generate`."""
     out = model.generate(
         torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
         max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
@@ -57,6 +57,7 @@ class Played:
 
     def step(self) -> list[StepRows]:
         batch = self.scheduler.schedule()
+        assert all(part.sequence.path is not None for part in batch), "one who has rows was suspended for another's"
         took_s = self.costs.step_s([(part.num_rows, part.end - part.num_rows) for part in batch])
         self.steps.append((took_s, batch))
         self.now_s += took_s
@@ -202,6 +203,34 @@ def test_any_traffic_ends_and_its_steps_keep_to_their_time(
             break
         assert step < 10_000, "some request never ends"
     assert len(played.first_s) == len(requests)
+
+
+@settings(max_examples=examples(40, at_length=400))
+@given(
+    num_pages=st.integers(20, 40),
+    stream=st.tuples(st.integers(1, 4), st.integers(40, 60)),
+    long_share=st.floats(0.5, 0.8),
+    short=st.lists(st.tuples(st.integers(1, 4), st.integers(40, 60)), min_size=1, max_size=6),
+)
+@example(num_pages=38, stream=(1, 55), long_share=0.7287, short=[(1, 44), (3, 50), (3, 55)])
+def test_out_of_pages_nobody_is_suspended_in_the_step_in_which_it_has_rows(
+    num_pages: int, stream: tuple[int, int], long_share: float, short: list[tuple[int, int]]
+) -> None:
+    """A long prompt is computed bit by bit beside a stream, and short ones that come later go before it. Their decodes
+    have rows when the long one finds no page, though they are the latest arrivals.
+
+    long_share     of the pool
+    stream, short  tokens of each prompt and its answer
+    """
+    played, num_slots = Played(num_pages=num_pages, max_step_s=0.003), num_pages * PAGE
+    played.submit("stream", stream[0], max_tokens=stream[1])
+    played.step()
+    sequences = [played.submit("long", int(long_share * num_slots))]
+    sequences += [played.submit(f"r{i}", num, max_tokens=answer) for i, (num, answer) in enumerate(short)]
+    for _ in range(3000):
+        if played.scheduler.has_work:
+            assert played.step()
+    assert all(sequence.num_output == sequence.max_tokens for sequence in sequences)
 
 
 @given(st.floats(0, 10), st.integers(0, 10**6), st.sampled_from([0.0, 1e-9, 1e-6]))
