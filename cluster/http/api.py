@@ -235,7 +235,7 @@ async def _root(service: Service, request: Request) -> Response:
         "models": [api.model.id for api in service.apis],
         "max_model_len": model.max_context,
         "needs_key": service.needs_key,
-        "replicas": len(replicas),
+        "replicas": sum(api.client.num_ready() for api in service.apis),
         "device": next((each.get("device") for each in replicas), None),
         "dtype": next((each.get("dtype") for each in replicas), None),
         "kv_capacity_tokens": total("kv_tokens"),

@@ -764,7 +764,7 @@ class Requests(TypedDict):
 
 
 class Service(TypedDict):
-    """Says what runs here: sums over the replicas that answered; tokens since their start."""
+    """Says what runs here: sums over the replicas that are there; tokens since their start."""
 
     service: Literal["mneme"]
     version: str
@@ -846,7 +846,9 @@ def service_page(service: Service, url: str) -> str:
     shown = {
         "model": ", ".join(service["models"]),
         "context": f"{service['max_model_len']:,} tokens",
-        "replicas": f"{service['replicas']} on {service['device']}, {service['dtype']}",
+        "replicas": f"{service['replicas']} on {service['device']}, {service['dtype']}"
+        if service["device"]
+        else f"{service['replicas']}, not heard of yet",
         "KV on the device": f"{service['kv_capacity_tokens']:,} tokens, {service['kv_usage']:.0%} in use",
         "requests": "{running} running, {waiting} waiting".format(**service["requests"]),
         "prompt tokens": f"{service['prompt_tokens']:,}, {cached_share(service):.0%} of them found, not computed",

@@ -53,7 +53,7 @@ NUM_HOT = 8  # shared beginnings of prompts that a new replica has before it get
 MAX_HOMES = 50_000  # sessions whose last replica an ingress remembers
 _PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
 _OF_SESSIONS = {command.name for command in (get_session, delete_session, fork_session)}
-STATS_TIMEOUT_S = 0.5
+STATS_TIMEOUT_S, FIRST_STATS_S = 0.5, 5.0  # of a replica whose figures are known, and of one that has said none yet
 _STOP_POLL_S = 0.05
 STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
 
@@ -194,7 +194,8 @@ class RayEngineClient:
         self._epochs: dict[str, str] = {}
         self._routes = Bounded[str, tuple[str, Route]](MAX_ROUTES)  # by request id, with its salt
         self._report_tasks: dict[str, asyncio.Task[None]] = {}
-        self._stats: tuple[float, dict[str, dict[str, Any]]] | None = None
+        self._asked_s = -inf
+        self._said: dict[str, tuple[float, dict[str, Any]]] = {}  # each replica's last figures, and when it was asked
         self._stats_lock = asyncio.Lock()
 
     def set_replicas(self, replica_ids: Collection[str], *, waits: bool = True) -> None:
@@ -287,11 +288,13 @@ class RayEngineClient:
         """See `EngineClient.stats`."""
         clock = asyncio.get_running_loop().time
         async with self._stats_lock:
-            if self._stats is None or clock() - self._stats[0] > STATS_MAX_AGE_S:
-                started_at, asked = clock(), [r for r, link in self._links.items() if link.is_open]
+            if clock() - self._asked_s > STATS_MAX_AGE_S:
+                asked_s, asked = clock(), [r for r, link in self._links.items() if link.is_open]
                 answers = zip(asked, await asyncio.gather(*map(self._ask, asked)), strict=True)
-                self._stats = started_at, {replica_id: each for replica_id, each in answers if each is not None}
-            return self._stats[1]
+                said = {r: self._said.get(r) if each is None else (asked_s, each) for r, each in answers}
+                self._said = {replica_id: each for replica_id, each in said.items() if each is not None}
+                self._asked_s = asked_s
+            return {r: {**each, "age_s": self._asked_s - said_s} for r, (said_s, each) in self._said.items()}
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
         """See `EngineClient.query`; replicas whose stream is broken are asked too, as they may still hold sessions."""
@@ -570,8 +573,9 @@ class RayEngineClient:
 
     async def _ask(self, replica_id: str) -> dict[str, Any] | None:
         try:
-            return await asyncio.wait_for(self._calls.call(replica_id, "stats"), STATS_TIMEOUT_S)
-        except Exception as error:  # a replica that does not answer is left out
+            timeout_s = STATS_TIMEOUT_S if replica_id in self._said else FIRST_STATS_S
+            return await asyncio.wait_for(self._calls.call(replica_id, "stats"), timeout_s)
+        except Exception as error:  # what it said last stands
             logger.warning("replica_id=%s stats failed: %s", replica_id, type(error).__name__)
             return None
 

@@ -24,7 +24,10 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> dict[str, dict[str, Any]]:
-        """`EngineLoop.stats()` by replica id, at most 1 s old; replicas that do not answer in time are left out."""
+        """`EngineLoop.stats()` by replica id, at most 1 s old, or what a replica that is late said last.
+
+        "age_s" says how old; 0: it has just answered. One that cannot be reached any more is left out.
+        """
         ...
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class DirectCalls:
         self.num_opened = 0  # streams so far
         self.hang_submits = False
         self.hang_queries = False
+        self.late: set[str] = set()  # replicas that do not answer `stats`
         self.hide_from_stats = False
         self._servers: dict[str, ReplicaServer] = {}
         self._deaths: dict[str, asyncio.Event] = {}
@@ -86,7 +87,8 @@ class DirectCalls:
             raise WrongReplica(replica_id)
         if method == "submit_many":
             self.submit_batches.append(len(arguments["requests"]))
-        if (method == "submit_many" and self.hang_submits) or (method == "query" and self.hang_queries):
+        hangs = {"submit_many": self.hang_submits, "query": self.hang_queries, "stats": replica_id in self.late}
+        if hangs.get(method):
             await asyncio.Event().wait()
         if method == "submit_many":
             await asyncio.sleep(0.005)  # a call takes time, so that others pile up behind it

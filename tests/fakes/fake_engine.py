@@ -42,7 +42,7 @@ class FakeEngineLoop:
         self._context: dict[str, list[int]] = {}
         self._subscribers: dict[str, tuple[Deliver, int]] = {}
         self._seen: set[tuple[int, ...]] = set()
-        self._num_finished = 0
+        self._num_finished = self._num_generated = 0
         self._is_stopped = False
         self.sessions: dict[SessionKey, float] = {}
         self.durable: set[SessionKey] = set()  # sessions that have a log on disk
@@ -97,7 +97,7 @@ class FakeEngineLoop:
             return {
                 "pages": {"free": 1000 - in_use, "cached": 0, "in_use": in_use, "pinned": 0, "total": 1000},
                 "requests": {"running": in_use, "waiting": 0},
-                "tokens": {},
+                "tokens": {"generated": self._num_generated},
                 "load": {"backlog_s": 0.0, "step_s": self._step_s, "prefill_token_s": 0.0},
                 "finished": self._num_finished,
                 "epoch": self.epoch,
@@ -165,6 +165,7 @@ class FakeEngineLoop:
         num_prompt = len(request.prompt_token_ids)
         token = next_token(context)
         context.append(token)
+        self._num_generated += 1
         usage = None
         if len(context) == num_prompt + 1:
             usage = PromptUsage(num_prompt, num_prompt - 1 if request.prompt_token_ids in self._seen else 0)
