@@ -140,7 +140,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     ]
     for answer, each in ((_answer_of_model, of_model), (_answer, of_all)):
         for route in each:
-            app.router.add_route(route.path, partial(answer, service, route), methods=[route.method])
+            with_slash = () if "{" in route.path else (f"{route.path.rstrip('/')}/",)  # a name may end with one
+            for path in {route.path, *with_slash}:
+                app.router.add_route(path, partial(answer, service, route), methods=[route.method])
     routes = [*of_model, *of_all]
     service.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
     app.state.openapi = docs.openapi(routes)

@@ -53,6 +53,7 @@ class MetricsPage:
         self.known_paths: frozenset[str] = frozenset()  # labels of answers; the rest is "other"
 
     def count_response(self, path: str, status: int) -> None:
+        path = path.rstrip("/") or "/"
         label = path if path in self.known_paths else "other"
         self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
 

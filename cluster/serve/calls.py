@@ -22,7 +22,15 @@ class StreamDraining(NamedTuple):
     replica_id: str
 
 
-StreamItem = StreamOpened | StreamDraining | tuple[StepMessage, ...]
+class StreamStalled(NamedTuple):
+    """The engine's step takes longer than it may: no more requests, until a stream opens anew."""
+
+    replica_id: str
+
+
+# Of messages there are none where an item only says that the replica is alive, as it does every `ALIVE_S` at least.
+StreamItem = StreamOpened | StreamDraining | StreamStalled | tuple[StepMessage, ...]
+ALIVE_S = 1.0
 
 
 class WrongReplica(MnemeError):

@@ -540,8 +540,10 @@ class RayEngineClient:
         if link.is_open:
             self._ask_for_report(link.replica_id)
 
-    def _reported(self, replica_id: str, report: ReplicaReport) -> None:
-        if not self.chooser.take_report(replica_id, report):
+    def _reported(self, replica_id: str, report: ReplicaReport | None) -> None:
+        if report is None:
+            self.chooser.note_silence(replica_id)
+        if report is None or not self.chooser.take_report(replica_id, report):
             self._ask_for_report(replica_id)
 
     def _ask_for_report(self, replica_id: str) -> None:

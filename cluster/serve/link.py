@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mneme.cluster.serve.calls import ReplicaCalls, StreamDraining, StreamOpened
+from mneme.cluster.serve.calls import ReplicaCalls, StreamDraining, StreamOpened, StreamStalled
 from mneme.errors import MnemeError
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
@@ -24,6 +24,8 @@ from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessag
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0  # a submit that takes longer is answered by losing the link
+HEARD_S = 8.0  # a stream of which nothing has come for so long is lost: its process, or the way to it, is stuck
+REPORTS_LOST_S = 5.0  # how long the last report stands; an idle replica makes one every 2 s
 SILENCE_S = 10.0  # running requests and no message for this long: ask `stats` whether they still run
 PROBE_TIMEOUT_S = 5.0
 _NUM_WARM_UP, _WARM_UP_S = 8, 5.0  # requests, and the time that all of them have
@@ -54,12 +56,13 @@ class ReplicaLink:
         *,
         subscriber: str,
         on_change: Callable[[ReplicaLink], None],
-        on_report: Callable[[str, ReplicaReport], None] = lambda _id, _report: None,
+        on_report: Callable[[str, ReplicaReport | None], None] = lambda _id, _report: None,
         warm_up: GenerationRequest | None = None,
         hot_prefixes: Callable[[], Sequence[tuple[str, Sequence[int]]]] = tuple,
     ) -> None:
         """`warm_up`: runs some times before the link is open, under ids of its own.
 
+        on_report      is given None while none comes
         hot_prefixes  (salt, tokens) that the replica then takes from the cache tier, or computes, before it is open too
         """
         self.replica_id = replica_id
@@ -77,10 +80,11 @@ class ReplicaLink:
         self._sinks: dict[str, Sink] = {}  # request id -> who wants its events
         self._submits: list[tuple[GenerationRequest, asyncio.Future[MnemeError | None]]] = []
         self._submitting: set[str] = set()  # on their way: an abort must not overtake its submit
+        self._unanswered: list[asyncio.Future[MnemeError | None]] = []  # theirs
         self._aborts: dict[str, None] = {}  # an ordered set: to be sent, or on their way
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()  # cancelled, and not yet through
-        self._last_message_at = 0.0
+        self._last_message_at = self._reported_at = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
 
     @property
@@ -159,17 +163,31 @@ class ReplicaLink:
                 reason = "the stream ended"
             except Exception as error:  # whatever a transport raises, the answer is the same: open again
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                is_late = isinstance(error, TimeoutError)
+            else:
+                is_late = False
             pause_s = REOPEN_MIN_S if self.is_open else min(2 * pause_s, REOPEN_MAX_S)
-            self._lose(reason)
+            self._lose(reason, is_late=is_late)
             await asyncio.sleep(pause_s)
 
     async def _read_stream(self) -> None:
         stream = self._calls.events(self.replica_id, self._subscriber)
         try:
-            async for item in stream:
+            while True:
+                try:
+                    async with asyncio.timeout(None if self.epoch is None else HEARD_S):
+                        item = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise TimeoutError(f"nothing heard for {HEARD_S:g} s") from None
+                now_s = asyncio.get_running_loop().time()
+                if isinstance(item, StreamStalled):
+                    raise TimeoutError("its engine's step takes too long")
                 if isinstance(item, StreamOpened | StreamDraining) or any(message.events for message in item):
-                    self._last_message_at = asyncio.get_running_loop().time()
+                    self._last_message_at = now_s
                 if isinstance(item, StreamOpened):
+                    self._reported_at = now_s
                     self._opened(item)
                 elif isinstance(item, StreamDraining):
                     self._draining.set()
@@ -177,6 +195,9 @@ class ReplicaLink:
                 else:
                     for message in item:
                         self._dispatch(message)
+                    if now_s - self._reported_at > REPORTS_LOST_S:
+                        self._reported_at = now_s  # it is asked once in so long
+                        self._on_report(self.replica_id, None)
         finally:
             with contextlib.suppress(Exception):  # it must not take the place of a cancellation
                 await stream.aclose()
@@ -227,6 +248,7 @@ class ReplicaLink:
             raise _StreamFault(f"seq {message.seq} where {self._next_seq} was due")
         self._next_seq = message.seq + 1
         if message.report is not None:
+            self._reported_at = asyncio.get_running_loop().time()
             self._on_report(self.replica_id, message.report)
         for event in message.events:
             sink = self._sinks.get(event.request_id)
@@ -241,7 +263,7 @@ class ReplicaLink:
         was_open, self.epoch, self._was_lost = self.is_open, None, not is_late
         lost = LinkLost(f"replica {self.replica_id}: {reason}")
         submits, self._submits = self._submits, []
-        for _, answer in submits:
+        for answer in (*(answer for _, answer in submits), *self._unanswered):
             _answer(answer, lost)
         sinks, self._sinks = dict.fromkeys(self._sinks.values()), {}  # in order: a session's turns keep theirs
         for sink in sinks:
@@ -261,6 +283,7 @@ class ReplicaLink:
             subscriber = self._subscriber
             requests = [replace(request, subscriber=subscriber) for request, _ in batch]
             self._submitting = {request.request_id for request in requests}
+            self._unanswered = [answer for _, answer in batch]
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     refusals = await self._calls.call(
@@ -279,7 +302,7 @@ class ReplicaLink:
                 self._restart_stream(subscriber, is_late=isinstance(error, TimeoutError))
                 return
             finally:
-                self._submitting = set()
+                self._submitting, self._unanswered = set(), []
             for (request, answer), refusal in zip(batch, refusals, strict=True):
                 if refusal is not None:
                     self._sinks.pop(request.request_id, None)

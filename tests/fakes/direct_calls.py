@@ -27,6 +27,7 @@ class DirectCalls:
         self.hang_submits = False
         self.hang_queries = False
         self.late: set[str] = set()  # replicas that do not answer `stats`
+        self.frozen: set[str] = set()  # whose streams say nothing, as those of a stopped process
         self.hide_from_stats = False
         self._servers: dict[str, ReplicaServer] = {}
         self._deaths: dict[str, asyncio.Event] = {}
@@ -69,6 +70,8 @@ class DirectCalls:
                 await asyncio.wait({item, died}, return_when=asyncio.FIRST_COMPLETED)
                 if died.done():
                     raise ReplicaDied(replica_id)
+                while replica_id in self.frozen:
+                    await asyncio.sleep(0.005)
                 yield self._maybe_dropped(replica_id, item.result())
         finally:
             died.cancel()
@@ -102,7 +105,7 @@ class DirectCalls:
         return death
 
     def _maybe_dropped(self, replica_id: str, item: StreamItem) -> StreamItem:
-        if isinstance(item, StreamOpened | StreamDraining) or replica_id not in self._drop_next:
+        if not item or isinstance(item, StreamOpened | StreamDraining) or replica_id not in self._drop_next:
             return item
         self._drop_next.discard(replica_id)
         messages: tuple[StepMessage, ...] = item[1:]

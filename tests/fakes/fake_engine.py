@@ -44,6 +44,7 @@ class FakeEngineLoop:
         self._seen: set[tuple[int, ...]] = set()
         self._num_finished = self._num_generated = 0
         self._is_stopped = False
+        self.is_stalled = False
         self.sessions: dict[SessionKey, float] = {}
         self.durable: set[SessionKey] = set()  # sessions that have a log on disk
         self.queries: list[Query] = []
