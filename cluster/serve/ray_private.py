@@ -26,7 +26,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
-from mneme.cluster.serve.calls import CALLS, StreamItem
+from mneme.cluster.serve.calls import Call, StreamItem, WrongReplica
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class HandleCalls:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         by_grpc = handle.options(_by_reference=False)
         self._events = by_grpc.options(method_name="events", stream=True)
-        self._methods = {name: by_grpc.options(method_name=name) for name in CALLS}
+        self._call = by_grpc.options(method_name="call")
 
     async def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         """See `ReplicaCalls`; closing the generator cancels the call at the replica."""
@@ -80,21 +80,24 @@ class HandleCalls:
 
     async def wake(self) -> None:
         """See `ReplicaCalls`: Serve's autoscaler sees a call that waits."""
-        await _outside_requests(self._methods["stats"], replica_id="")
+        await _outside_requests(self._call, method="stats", replica_id="")
 
-    async def call(self, replica_id: str, method: str, **arguments: Any) -> Any:
+    async def call(self, replica_id: str, method: Call, **arguments: Any) -> Any:
         """See `ReplicaCalls`."""
-        return await _outside_requests(self._methods[method], replica_id=replica_id, **arguments)
+        answer = await _outside_requests(self._call, method=method, replica_id=replica_id, **arguments)
+        if isinstance(answer, WrongReplica):
+            raise answer
+        return answer
 
 
-def _outside_requests(method: DeploymentHandle[Any], **arguments: Any) -> Any:
+def _outside_requests(called: DeploymentHandle[Any], /, **arguments: Any) -> Any:
     """Call a method as if no HTTP request were being served.
 
     Serve gives all calls made while serving one request the same internal id, and its router keeps pending
     calls by that id: of two calls at once, each pinned elsewhere, one goes astray and the other is never
     answered.
     """
-    return contextvars.Context().run(method.remote, **arguments)
+    return contextvars.Context().run(called.remote, **arguments)
 
 
 @contextlib.contextmanager

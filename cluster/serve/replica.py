@@ -23,6 +23,7 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
 from mneme.cluster.serve.calls import (
     ALIVE_S,
+    Call,
     StreamDraining,
     StreamItem,
     StreamOpened,
@@ -122,6 +123,16 @@ class ReplicaServer:
         finally:
             self._subscribers.pop(subscriber, None)
             self._engine.unsubscribe(subscriber)
+
+    async def call(self, *, method: Call, replica_id: str, **arguments: Any) -> Any:
+        """Answer one of the calls; that it was meant for another replica is returned.
+
+        That is normal while replicas come and go, and Serve logs what is raised as an error, with its traceback.
+        """
+        try:
+            return await getattr(self, method)(replica_id=replica_id, **arguments)
+        except WrongReplica as error:
+            return error
 
     async def submit_many(
         self, *, replica_id: str, subscriber: str, requests: Sequence[GenerationRequest]
