@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
 from mneme.cluster.http.error_response import MESSAGES
+from mneme.cluster.serve.engine_client import State
 from mneme.cluster.wire.openai import Body
 from mneme.replicas.request import Source
 from mneme.version import __version__
@@ -28,6 +29,7 @@ _PARAMETERS = {
     "model": "the one that it belongs to; unless given, the first that knows it",
     "after": "the id of the item to go on behind",
     "limit": "items at most, from 1 to 100; 20 unless given",
+    "verbose": "with each model and its replicas: what every phase of their start took",
     "order": "asc: oldest first; desc, unless given: newest first",
 }
 _HINT = "a hint: requests with the same value run on one replica"
@@ -735,13 +737,36 @@ class KvStats(TypedDict):
     tenant: dict[str, Any] | None
 
 
+class StartPhase(TypedDict):
+    seconds: float
+    bytes: int
+
+
+class ReplicaStart(TypedDict):
+    replica: str
+    age_s: float  # of its figures
+    start: dict[str, StartPhase]
+
+
+class ModelHealth(TypedDict):
+    model: str
+    state: State
+    reason: str
+    replicas: list[ReplicaStart]
+
+
 class Status(TypedDict):
-    status: Literal["ok"]
+    status: Literal["ok", "failed"]
+    state: State  # of the worst model
+    reason: NotRequired[str]
+    models: NotRequired[list[ModelHealth]]  # if it is to be verbose
 
 
 class Ready(TypedDict):
     ready: bool
     replicas: int
+    state: State
+    reason: NotRequired[str]
 
 
 class Version(TypedDict):

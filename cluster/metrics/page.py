@@ -30,7 +30,7 @@ from mneme.cluster.metrics.families import (
     summed,
 )
 from mneme.cluster.metrics.latency import Latencies
-from mneme.cluster.serve.engine_client import EngineClient, ask_tier
+from mneme.cluster.serve.engine_client import STATES, EngineClient, ask_tier
 from mneme.errors import MnemeError
 from mneme.replicas.engine.commands import kv_stats
 from mneme.version import __version__, revision
@@ -69,7 +69,14 @@ class MetricsPage:
         ]
         nodes = await self._cache_nodes() if engines else []
         wanted = await self._num_wanted()
-        return generate_latest(_Found([*self._metrics(stats, wanted), *cache_metrics(nodes, engines)]))
+        found = await asyncio.gather(*(client.condition() for client in self._clients.values()))
+        states: dict[Labels, float] = {
+            (("model_name", model), ("state", state)): state == each.state
+            for model, each in zip(self._clients, found, strict=True)
+            for state in STATES
+        }
+        state = metric("mneme_state", "1 for the state that a model is in.", states)
+        return generate_latest(_Found([state, *self._metrics(stats, wanted), *cache_metrics(nodes, engines)]))
 
     async def _num_wanted(self) -> int | None:
         """Ask in threads how many replicas there should be; None if that takes long, or is not known of a model."""

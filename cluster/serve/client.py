@@ -20,7 +20,7 @@ from typing import Any
 
 from mneme.cluster.config import SETTLE_S
 from mneme.cluster.serve.calls import ReplicaCalls
-from mneme.cluster.serve.engine_client import newest
+from mneme.cluster.serve.engine_client import STALLED, Condition, newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.primitives import Bounded
@@ -168,10 +168,12 @@ class RayEngineClient:
         warm_up: GenerationRequest | None = None,
         num_wanted: Callable[[], int | None] = lambda: None,
         starts_from_zero: bool = False,
+        read_condition: Callable[[], Condition] = lambda: Condition("loading"),
     ) -> None:
         """Runs `warm_up` on every replica before requests; `num_wanted` says how many there should be.
 
-        `starts_from_zero`: where there is none, one comes if it is asked for.
+        `starts_from_zero`: where there is none, one comes if it is asked for. `read_condition` may take a while: it
+        says what becomes of replicas of which none can be asked.
 
         `has_session_logs`: replicas find in durable logs what one that does not answer knew of a session.
         """
@@ -182,6 +184,7 @@ class RayEngineClient:
         self._warm_up = warm_up
         self.num_wanted = num_wanted
         self._starts_from_zero, self._was_ready = starts_from_zero, False
+        self._read_condition, self._condition = read_condition, (-inf, Condition("loading"))
         self._waking: asyncio.Task[None] | None = None
         self._num_waiting = 0  # requests and queries, for a replica
         self._links: dict[str, ReplicaLink] = {}
@@ -338,6 +341,23 @@ class RayEngineClient:
     def num_ready(self) -> int:
         """See `EngineClient.num_ready`: a stream is open, and Ray breaks it when its replica dies."""
         return sum(link.is_open for link in self._links.values())
+
+    async def condition(self) -> Condition:
+        """See `EngineClient.condition`; what Serve says is at most as old as `stats`."""
+        if self.num_ready():
+            return Condition("ready")
+        if any(link.is_late for link in self._links.values()):
+            return Condition("stalled", STALLED)
+        async with self._stats_lock:
+            if time.monotonic() - self._condition[0] > STATS_MAX_AGE_S:
+                try:
+                    async with asyncio.timeout(FIRST_STATS_S):
+                        found = await asyncio.to_thread(self._read_condition)
+                except Exception as error:
+                    logger.warning("the condition of replicas is not known: %s", type(error).__name__)
+                    found = Condition("failed", "Ray Serve does not answer")
+                self._condition = time.monotonic(), found
+        return self._condition[1]
 
     async def _place(self, choices: Sequence[PlacedChoice], *, is_resumed: bool) -> Placement:
         """Submit to the best replica, then to the others; raises what the last one answered."""

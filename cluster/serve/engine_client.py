@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query, get_session
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
+
+State = Literal["ready", "loading", "idle", "stalled", "failed"]
+STATES: tuple[State, ...] = get_args(State)  # the later ones are worse; idle: none is wanted until somebody asks
+
+
+STALLED = "the engine's step takes too long"
+
+
+class Condition(NamedTuple):
+    """Whether a model's replicas can be asked, or else why not."""
+
+    state: State
+    reason: str = ""
 
 
 class EngineClient(Protocol):
@@ -63,6 +76,10 @@ class EngineClient(Protocol):
 
     def num_ready(self) -> int:
         """Replicas that requests may go to."""
+        ...
+
+    async def condition(self) -> Condition:
+        """Whether there is a replica that requests may go to, or what becomes of them."""
         ...
 
     def num_wanted(self) -> int | None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from mneme.cluster.serve.calls import ReplicaCalls, StreamDraining, StreamOpened, StreamStalled
+from mneme.cluster.serve.engine_client import STALLED
 from mneme.errors import MnemeError
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
@@ -76,6 +77,7 @@ class ReplicaLink:
         self._hot_prefixes = hot_prefixes
         self._draining = asyncio.Event()  # the replica stops; from then on calls do not reach it
         self._was_lost = False
+        self.is_late = False  # it was open, and does not answer in time
         self._next_seq = 0  # an engine counts each subscriber's messages from 0
         self._sinks: dict[str, Sink] = {}  # request id -> who wants its events
         self._submits: list[tuple[GenerationRequest, asyncio.Future[MnemeError | None]]] = []
@@ -183,7 +185,7 @@ class ReplicaLink:
                     raise TimeoutError(f"nothing heard for {HEARD_S:g} s") from None
                 now_s = asyncio.get_running_loop().time()
                 if isinstance(item, StreamStalled):
-                    raise TimeoutError("its engine's step takes too long")
+                    raise TimeoutError(STALLED)
                 if isinstance(item, StreamOpened | StreamDraining) or any(message.events for message in item):
                     self._last_message_at = now_s
                 if isinstance(item, StreamOpened):
@@ -203,7 +205,7 @@ class ReplicaLink:
                 await stream.aclose()
 
     def _opened(self, opened: StreamOpened) -> None:
-        self.epoch, self._next_seq, self._was_lost = opened.epoch, 0, False
+        self.epoch, self._next_seq, self._was_lost, self.is_late = opened.epoch, 0, False, False
         logger.info("replica_id=%s epoch=%s stream open", self.replica_id, opened.epoch)
         if self._warm_up is None:
             self._on_change(self)
@@ -261,6 +263,7 @@ class ReplicaLink:
     def _lose(self, reason: str, *, is_late: bool = False) -> None:
         """Tell every generation on this link; idempotent."""
         was_open, self.epoch, self._was_lost = self.is_open, None, not is_late
+        self.is_late = is_late
         lost = LinkLost(f"replica {self.replica_id}: {reason}")
         submits, self._submits = self._submits, []
         for answer in (*(answer for _, answer in submits), *self._unanswered):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.serve.calls import StreamDraining, StreamOpened, StreamStalled, WrongReplica
+from mneme.cluster.serve.engine_client import STALLED, Condition
 from mneme.cluster.serve.gpu_health import GpuHealth
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
@@ -125,6 +126,12 @@ class LocalEngineClient:
     def num_ready(self) -> int:
         """See `EngineClient.num_ready`."""
         return int(self._is_open.is_set() and not self._engine.is_stalled)
+
+    async def condition(self) -> Condition:
+        """See `EngineClient.condition`."""
+        if self.num_ready():
+            return Condition("ready")
+        return Condition("stalled", STALLED) if self._is_open.is_set() else Condition("failed", _STOPPING)
 
     def num_wanted(self) -> int | None:
         """See `EngineClient.num_wanted`."""

@@ -14,8 +14,10 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray._private import services
 from ray._private.node import Node
@@ -27,6 +29,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from mneme.cluster.serve.calls import Call, StreamItem, WrongReplica
+from mneme.cluster.serve.engine_client import Condition
+from mneme.cluster.serve.start_failure import StartNote, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +227,7 @@ def _in_order(found: set[Any], running: Iterable[Any], order: Sequence[str]) -> 
 
 def report_progress(replica_id: str, stage: str, fraction: float) -> None:
     """Note how far a replica has loaded, where the process that started the cluster can read it."""
-    note = json.dumps({"stage": stage, "fraction": fraction}).encode()
+    note = json.dumps(StartNote(stage, fraction, os.getpid())).encode()
     internal_kv._internal_kv_put(replica_id.encode(), note, overwrite=True, namespace=_PROGRESS_NAMESPACE)
 
 
@@ -239,12 +243,28 @@ def read_wanted(deployment: str) -> int | None:
     return None if raw is None else int(raw)
 
 
-def read_progress() -> dict[str, tuple[str, float]]:
-    """The latest note of every replica: (stage, fraction done)."""
-    notes = {}
+def read_progress() -> dict[str, StartNote]:
+    """The latest note of every replica."""
+    notes: dict[str, StartNote] = {}
     for key in internal_kv._internal_kv_list(b"", namespace=_PROGRESS_NAMESPACE):
         raw = internal_kv._internal_kv_get(key, namespace=_PROGRESS_NAMESPACE)
         if raw is not None:
-            note = json.loads(raw)
-            notes[key.decode()] = (note["stage"], float(note["fraction"]))
+            notes[key.decode()] = StartNote(*json.loads(raw))
     return notes
+
+
+def logs_directory() -> Path:
+    """Where Ray's processes on this node write their logs."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
+def read_condition(application: str, deployment: str) -> Condition:
+    """Say what becomes of a deployment of which no replica can be asked; from any thread."""
+    overview = serve.status().applications[application].deployments[deployment]
+    reason = reason_of([overview.message], read_progress(), logs_directory()) or ""
+    if overview.status == "DEPLOY_FAILED":
+        return Condition("failed", reason)
+    if read_wanted(deployment) == 0:
+        return Condition("idle")
+    is_coming = any(overview.replica_states.get(state) for state in ("STARTING", "UPDATING", "RECOVERING", "RUNNING"))
+    return Condition("loading" if is_coming or not overview.replica_states else "failed", reason)

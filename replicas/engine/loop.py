@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from mneme.replicas.engine.commands import COMMANDS, KvTier, Query, kv_tier_of, 
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
-from mneme.replicas.engine.stats import beside_steps
+from mneme.replicas.engine.stats import beside_steps, rss_bytes
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.journal import Recalled, take_over
 from mneme.replicas.sessions.sessions import SessionKey, session_key
@@ -179,7 +178,7 @@ class EngineLoop:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as of the last step, or one 50 ms before; of what goes on beside steps, as of now."""
-        return {**self._stats, **beside_steps(self.engine, self._stats), "rss_bytes": _rss_bytes()}
+        return {**self._stats, **beside_steps(self.engine, self._stats), "rss_bytes": rss_bytes()}
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Return or raise what `question` does on the engine's thread; `ReplicaUnavailable` if that ended or hangs."""
@@ -380,12 +379,3 @@ class _Process:
 
 
 _process = _Process()
-
-
-def _rss_bytes() -> int:
-    """Resident memory of this process; 0 where /proc is not there."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

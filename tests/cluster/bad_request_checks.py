@@ -22,6 +22,7 @@ CANARY: dict[str, Any] = {
     "seed": 1,
 }
 PAGES_SETTLE_S = 30.0
+STATES = ("free", "cached", "in_use", "pinned", "total")
 
 
 class BadRequestChecker:
@@ -80,7 +81,7 @@ class BadRequestChecker:
 
     def pages(self) -> dict[str, int]:
         found = totals_of(self._http.get("/metrics").text)
-        return {name: int(count) for name, count in found.items() if name.startswith("mneme_pages{")}
+        return {state: int(found[f'mneme_pages{{state="{state}"}}']) for state in STATES}
 
     def _ask_canary(self) -> Any:
         response = self._http.post("/v1/chat/completions", json={**CANARY, "model": self.target.model})

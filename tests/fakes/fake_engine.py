@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import uuid
@@ -181,6 +183,12 @@ class FakeEngineLoop:
 def load_fake_engine(
     model: str, config: object, *, on_progress: Callable[[str, float], None], **options: object
 ) -> FakeEngineLoop:
-    """In the place of `load_engine_loop`."""
+    """In the place of `load_engine_loop`; `MNEME_FAKE_FAULT` says what goes wrong."""
+    fault = os.environ.get("MNEME_FAKE_FAULT")
+    on_progress("weights", 0.4)
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "crashed":
+        os.abort()
     on_progress("weights", 1.0)
     return FakeEngineLoop()

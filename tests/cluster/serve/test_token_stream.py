@@ -15,6 +15,7 @@ from mneme.cluster.serve import client as ray_engine_client
 from mneme.cluster.serve import link as replica_link
 from mneme.cluster.serve.calls import WrongReplica
 from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve.engine_client import Condition
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.report import ReplicaReport
@@ -674,3 +675,41 @@ def test_a_snapshot_that_cannot_be_taken_is_not_asked_for_at_once_again(monkeypa
 
     monkeypatch.setattr(DirectCalls, "call", answer)
     run(scenario, replicas=("a",))
+
+
+def test_the_condition_of_replicas_is_theirs_and_else_what_serve_says_at_most_once_a_moment() -> None:
+    asked: list[Condition | Exception] = [
+        Condition("failed", "why"),
+        RuntimeError("no controller"),
+        Condition("loading"),
+    ]
+    num_asked = 0
+
+    def read() -> Condition:
+        nonlocal num_asked
+        num_asked += 1
+        answer = asked[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def main() -> None:
+        calls = DirectCalls()
+        client = RayEngineClient(calls, name="ingress", router=RouterConfig(), read_condition=read)
+        answers = await asyncio.gather(*(client.condition() for _ in range(5)))
+        assert (answers, num_asked) == ([Condition("failed", "why")] * 5, 1)
+        del asked[0]
+        await asyncio.sleep(ray_engine_client.STATS_MAX_AGE_S)
+        assert (await client.condition()).state == "failed"
+        calls.add("a")
+        client.set_replicas(("a",))
+        await all_open(client)
+        assert await client.condition() == Condition("ready")
+        calls._servers["a"]._engine.is_stalled = True  # type: ignore[misc]
+        await until(lambda: not client.num_ready())
+        assert (await client.condition()).state == "stalled"
+        assert num_asked == 2
+        await client.close()
+        calls.stop_all()
+
+    asyncio.run(main())
