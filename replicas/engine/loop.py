@@ -31,10 +31,10 @@ from mneme.replicas.sessions.sessions import SessionKey, session_key
 
 logger = logging.getLogger(__name__)
 
-# By how much the thread may exceed thrice what its longest step is predicted to take, before no request is sent here
-# until it is through; and before it counts as hung, and the replica is to be replaced. A step in which kernels are
-# compiled takes seconds.
-STALLED_S, HUNG_S = 8.0, 60.0
+# How long a step may take until no more requests are sent here, and until it counts as hung and the replica is to be
+# replaced: one in which kernels are compiled takes seconds. Where the longest is predicted to take more than the last,
+# as of a large model on a CPU, both are longer in proportion.
+STALLED_S, HUNG_S, _LONGEST_S = 8.0, 60.0, 2.0
 _ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thread still lives
 _COPYING_S = 0.01  # how often an idle engine looks whether its last copies are done, and more may follow
 _END_S = 1.0  # what its thread has left to do then
@@ -110,12 +110,12 @@ class EngineLoop:
 
     @property
     def late_s(self) -> float:
-        """By how much the thread's step, or what else it does, takes longer than it may; from any thread."""
+        """How long the thread is at its step, or what else it does, to be compared with the limits; from any thread."""
         since_s, costs = self._busy_since_s, self.engine.costs
         if since_s is None:
             return 0.0
         longest_s = 0.0 if costs is None else costs.prefill_s(costs.step_rows, self.engine.max_context)
-        return max(time.perf_counter() - since_s - 3 * longest_s, 0.0)
+        return (time.perf_counter() - since_s) / max(1.0, longest_s / _LONGEST_S)
 
     @property
     def is_stalled(self) -> bool:
