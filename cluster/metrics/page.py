@@ -106,7 +106,7 @@ class MetricsPage:
             for model, replicas in stats.items()
             for name, each in replicas.items()
         ]
-        build = {(("version", __version__), ("revision", revision())): 1.0}
+        build: dict[Labels, float] = {(("version", __version__), ("revision", revision())): 1.0}
         yield metric("mneme_build_info", "The version that runs, and the commit that it was built from.", build)
         num_ready = [client.num_ready() for client in self._clients.values()]
         yield metric("mneme_ready", "Whether every model has a replica.", {(): all(num_ready)})
