@@ -1,9 +1,8 @@
 """The ingress's end of one replica: one token stream, one submit in flight, one abort in flight.
 
-A link that breaks in any way (error, end, gap in `seq`, another epoch, silence that `stats` does not explain)
-is *lost*: every generation on it is told, and the link opens again as a new subscriber. The replica aborts
-what an old subscriber had running, so nothing runs twice; who was told resubmits with the tokens it already
-has.
+A link that breaks in any way (error, end, gap in `seq`, another epoch, silence, an engine that is stalled) is *lost*:
+every generation on it is told, and the link opens again as a new subscriber. The replica aborts what an old subscriber
+had running, so nothing runs twice; who was told resubmits with the tokens it already has.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 10.0  # a submit that takes longer is answered by losing the link
 HEARD_S = 8.0  # a stream of which nothing has come for so long is lost: its process, or the way to it, is stuck
 REPORTS_LOST_S = 5.0  # how long the last report stands; an idle replica makes one every 2 s
-SILENCE_S = 10.0  # running requests and no message for this long: ask `stats` whether they still run
-PROBE_TIMEOUT_S = 5.0
 _NUM_WARM_UP, _WARM_UP_S = 8, 5.0  # requests, and the time that all of them have
 _HOT_S, _ONE_TOKEN = 10.0, SamplingParams(max_tokens=1, temperature=0, seed=0)
 REOPEN_MIN_S, REOPEN_MAX_S = 0.05, 1.0
@@ -86,8 +83,7 @@ class ReplicaLink:
         self._aborts: dict[str, None] = {}  # an ordered set: to be sent, or on their way
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()  # cancelled, and not yet through
-        self._last_message_at = self._reported_at = 0.0
-        self._watchdog: asyncio.TimerHandle | None = None
+        self._reported_at = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -146,7 +142,6 @@ class ReplicaLink:
             self._sinks[request.request_id] = sink
             self._submits.append((request, answer))
         self._spawn("submit", self._pump_submits())
-        self._arm_watchdog()
         return list(await asyncio.gather(*answers))
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -186,8 +181,6 @@ class ReplicaLink:
                 now_s = asyncio.get_running_loop().time()
                 if isinstance(item, StreamStalled):
                     raise TimeoutError(STALLED)
-                if isinstance(item, StreamOpened | StreamDraining) or any(message.events for message in item):
-                    self._last_message_at = now_s
                 if isinstance(item, StreamOpened):
                     self._reported_at = now_s
                     self._opened(item)
@@ -272,9 +265,6 @@ class ReplicaLink:
         for sink in sinks:
             sink.put_nowait(lost)
         self._aborts.clear()  # the replica aborts everything of a subscriber that is gone
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
         if was_open:
             logger.warning("replica_id=%s requests=%d stream lost: %s", self.replica_id, len(sinks), reason)
             self._on_change(self)
@@ -341,29 +331,6 @@ class ReplicaLink:
         stream.add_done_callback(self._ending.discard)
         self._lose("a call failed", is_late=is_late)
         self._spawn("stream", self._keep_open())
-
-    def _arm_watchdog(self) -> None:
-        if self._watchdog is None and self._sinks:
-            self._watchdog = asyncio.get_running_loop().call_later(SILENCE_S, self._watch)
-
-    def _watch(self) -> None:
-        self._watchdog = None
-        silent_s = asyncio.get_running_loop().time() - self._last_message_at
-        if self._sinks and silent_s >= SILENCE_S:
-            self._spawn("probe", self._probe(self._subscriber, list(self._sinks)))
-        self._arm_watchdog()
-
-    async def _probe(self, subscriber: str, request_ids: list[str]) -> None:
-        """Silence with running requests: lose the link unless the replica still knows each of them."""
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                stats = await self._calls.call(self.replica_id, "stats")
-            missing = [r for r in request_ids if r in self._sinks and r not in stats["in_flight"]]
-        except Exception as error:
-            logger.warning("replica_id=%s probe failed: %s", self.replica_id, type(error).__name__)
-            missing = request_ids
-        if missing:
-            self._restart_stream(subscriber)
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` unless a task of that name runs (it sees the new work itself); keeps the task alive."""

@@ -265,6 +265,27 @@ def test_a_stream_of_which_nothing_comes_is_lost_and_opened_again(monkeypatch: p
     run(scenario)
 
 
+def test_an_answer_whose_only_message_is_lost_is_missed_at_the_next_report() -> None:
+    """Which every replica makes, an idle one too; they are numbered with the answers."""
+
+    async def scenario(cluster: Cluster) -> None:
+        client = cluster.ingresses[0]
+        client.set_replicas({"a"})
+        await cluster.ask([1, 2, 3])
+        asked = GenerationRequest(
+            request_id="lost.0",
+            prompt_token_ids=(4, 5, 6),
+            sampling=SamplingParams(temperature=0, max_tokens=1, seed=0),
+        )
+        cluster.calls.drop_next_message("a")
+        opened = cluster.calls.num_opened
+        events = [event async for event in client.generate([asked])]
+        assert [event.finish_reason for event in events] == ["length"]
+        assert cluster.calls.num_opened > opened
+
+    run(scenario)
+
+
 def test_an_engine_that_is_stalled_reports_no_load_to_the_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(cluster: Cluster) -> None:
         server = replica.EngineReplica.__new__(replica.EngineReplica)
