@@ -78,6 +78,9 @@ def _engines(index: int, config: ClusterConfig, placement: EnginePlacement, load
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=config.drain_grace_s + _END_S,
         graceful_shutdown_wait_loop_s=0.1,
+        # Three checks in vain, and it is replaced: an engine that hangs fails the third after `HUNG_S`.
+        health_check_period_s=10.0,
+        health_check_timeout_s=30.0,
         # Where a replica reserves nothing there is room for its successor beside it; else the old one goes first.
         max_surge_percent=0 if placement.gpus_per_replica or config.cpus_per_replica else _SURGE_PERCENT,
         request_router_config=RequestRouterConfig(request_router_class="mneme.router.serve_router.MnemeRequestRouter"),

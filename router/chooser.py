@@ -7,7 +7,8 @@ of these that can be:
     session  a session that is answering keeps its replica, whatever it costs: only there do its turns wait for each
              other. Every ingress knows its own turns alone
     score    the lowest price (`score.prices`) within the bound on load; of equal ones the first in rendezvous order
-    ring     every replica has been silent for long while it had work: the home of the session or hint
+    ring     every replica has been silent for long, while it had work or should have reported: the home of the session
+             or hint
     p2c      as that, without either: of two, by hash, the one with fewer requests
 
 Where `router.policy` names a rule (`_numbers_by_rule`), that stands in the place of the last three, as "policy".
@@ -60,6 +61,7 @@ from mneme.router.token_hashes import block_hashes
 logger = logging.getLogger(__name__)
 
 SILENT_S = 5.0  # a replica with work that has said nothing for so long: a step takes very long, or its reports are lost
+_MANY = 1e6  # requests: more than any replica has
 _TRANSIT_S = 0.02  # a report that comes may have been written before what was admitted since then
 _RESEND_S, _NUM_RESENT = SENT_S / 2, 256  # blocks with each choice or report: 50 us
 _MAX_LATE = 256  # reports that wait for a snapshot
@@ -81,7 +83,8 @@ _REPORTED_S = 4  # when it reported last; NaN: it has not
 _SAID_QUEUE_S, _SAID_RUNNING, _SAID_CONTEXT = 5, 6, 7  # what it said
 _OVERHEAD_S = 8  # that first tokens took beyond what was predicted of them, in the median
 _NODE = 9  # its number; 0: it has not said where it is
-_FIGURES = 10
+_SILENT = 10  # 1: its reports are lost
+_FIGURES = 11
 
 
 class _Load:
@@ -89,7 +92,7 @@ class _Load:
 
     def __init__(self) -> None:
         # A row of the table, once it is there.
-        self.row = np.array([0.0] * _REPORTED_S + [math.nan] + [0.0] * (_NODE - _REPORTED_S) + [*UNKNOWN])
+        self.row = np.array([0.0] * _REPORTED_S + [math.nan] + [0.0] * (_FIGURES - _REPORTED_S - 1) + [*UNKNOWN])
         self.fresh: dict[Reservation, None] = {}
         self._late_s = deque[float](maxlen=_NUM_LATE)
         self.order = _ReportOrder()
@@ -128,6 +131,7 @@ class _Load:
             queue_s = max(report.queued_tokens, 0) * float(token_s(row[_FIGURES:]))
         said = queue_s, max(report.running + report.waiting, 0), max(report.context_tokens, 0)
         row[_REPORTED_S : _SAID_CONTEXT + 1] = now_s, *said
+        row[_SILENT] = 0
 
     def _know(self, reservation: Reservation) -> None:
         del self.fresh[reservation]
@@ -346,6 +350,14 @@ class ReplicaChooser:
                 load.order.epoch = None  # what it said is lost
         return load.order.is_whole
 
+    def note_silence(self, replica_id: str) -> None:
+        """Its reports are lost: until it makes one again it is not taken for idle, whatever it said last."""
+        load = self._loads.get(replica_id)
+        if load is not None:
+            load.row[_SILENT] = 1
+            if math.isnan(load.row[_REPORTED_S]):
+                load.row[_REPORTED_S] = self.clock() - SILENT_S
+
     def running(self, replica_id: str) -> int:
         """Requests reserved on this replica."""
         load = self._loads.get(replica_id)
@@ -398,7 +410,7 @@ class ReplicaChooser:
         is_away = np.ones(len(replica_ids), bool) if shared else np.zeros(len(replica_ids), bool)
         is_away[preferences.argmax()] = False
         running, age_s = table[:, _RUNNING], np.maximum(now_s - table[:, _REPORTED_S], 0)  # NaN stays
-        is_silent = (age_s > SILENT_S) & (running > 0)
+        is_silent = (age_s > SILENT_S) & ((running > 0) | (table[:, _SILENT] > 0))
         is_eligible = running + 1 <= load_bound(int(running.sum()), len(replica_ids), self.config)
         priced: Prices | None = None
         try:
@@ -419,7 +431,8 @@ class ReplicaChooser:
         if answering in replica_ids:
             reason, chosen = "session", replica_ids.index(answering)
         elif self.config.policy != MINE:
-            numbers = _numbers_by_rule(self.config.policy, np.fmax(running, table[:, _SAID_RUNNING]), self.rng)
+            requests = np.fmax(running, table[:, _SAID_RUNNING]) + is_silent * _MANY
+            numbers = _numbers_by_rule(self.config.policy, requests, self.rng)
             reason, chosen = "policy", _first_of_least(numbers, preferences)
         elif priced is not None and not is_silent.all():
             reason, chosen = "score", _first_of_least(np.where(is_eligible, priced.total, np.inf), preferences)

@@ -9,7 +9,7 @@ runs it on the engine client and sends its text.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from mneme.cluster.http.guard import Guard
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
+from mneme.cluster.serve.engine_client import STATES, Condition
 from mneme.cluster.wire.anthropic import CountRequest, MessagesRequest
 from mneme.cluster.wire.openai import (
     IGNORED_HEADER,
@@ -50,6 +51,7 @@ from mneme.replicas.text.parts import prompt_parts
 from mneme.version import __version__
 
 _RESPONSE = "/v1/responses/{response_id}"
+_BAD = ("stalled", "failed")
 
 
 def build_api(
@@ -131,7 +133,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         Route("DELETE", "/v1/kv", kv.drop, docs.Dropped, kv.DropRequest),
         Route("GET", "/v1/kv/stats", kv.stats, docs.KvStats, is_admins=True),
         Route("GET", "/v1/kv/pins", kv.list_pins, docs.PinList),
-        Route("GET", "/health", _health, docs.Status),
+        Route("GET", "/health", _health, docs.Status, query=("verbose",)),
         Route("GET", "/ready", _ready, docs.Ready),
         Route("GET", "/metrics", _metrics, None, others={"text/plain": str}),
         Route("GET", "/version", _version, docs.Version),
@@ -141,7 +143,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     ]
     for answer, each in ((_answer_of_model, of_model), (_answer, of_all)):
         for route in each:
-            app.router.add_route(route.path, partial(answer, service, route), methods=[route.method])
+            with_slash = () if "{" in route.path else (f"{route.path.rstrip('/')}/",)  # a name may end with one
+            for path in {route.path, *with_slash}:
+                app.router.add_route(path, partial(answer, service, route), methods=[route.method])
     routes = [*of_model, *of_all]
     service.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
     app.state.openapi = docs.openapi(routes, needs_model=len(service.apis) > 1)
@@ -192,17 +196,39 @@ async def _get_model(service: Service, request: Request) -> dict[str, Any]:
     return _model_object(model, name if name in model.names else model.id)
 
 
-async def _health(service: Service, request: Request) -> dict[str, Any]:
-    """This process answers."""
-    return {"status": "ok"}
+async def _health(service: Service, request: Request) -> Response:
+    """Say how the worst model is; status 503 if it has no replica and none that loads: they failed, or stall."""
+    conditions = await service.conditions()
+    is_ok = all(each.state not in _BAD for each in conditions.values())
+    about: dict[str, Any] = {"status": "ok" if is_ok else "failed", **_worst(conditions)}
+    if "verbose" in request.query_params:
+        about["models"] = [
+            {"model": api.model.id, **conditions[api.model.id]._asdict(), "replicas": await _replicas(api)}
+            for api in service.apis
+        ]
+    return JSONResponse(about, 200 if is_ok else 503)
+
+
+async def _replicas(api: ApiState) -> list[dict[str, Any]]:
+    return [
+        {"replica": name, "age_s": each.get("age_s", 0.0), "start": each.get("start", {})}
+        for name, each in (await api.client.stats()).items()
+    ]
 
 
 async def _ready(service: Service, request: Request) -> Response:
-    """Return how many replicas requests may go to; status 503 if a model has none."""
+    """Return how many replicas requests may go to; status 503 if a model has none, with the state that it is in."""
     each = [api.client.num_ready() for api in service.apis]
     num_ready = sum(each) if all(each) else 0
-    headers = {} if num_ready else {"retry-after": "1"}
-    return JSONResponse({"ready": num_ready > 0, "replicas": num_ready}, 200 if num_ready else 503, headers)
+    if num_ready:
+        return JSONResponse({"ready": True, "replicas": num_ready, "state": "ready"})
+    about = {"ready": False, "replicas": 0, **_worst(await service.conditions())}
+    return JSONResponse(about, 503, {"retry-after": "1"})
+
+
+def _worst(conditions: Mapping[str, Condition]) -> dict[str, str]:
+    worst = max(conditions.values(), key=lambda each: STATES.index(each.state))
+    return {"state": worst.state} | ({"reason": worst.reason} if worst.reason else {})
 
 
 async def _metrics(service: Service, request: Request) -> Response:
@@ -241,7 +267,7 @@ async def _root(service: Service, request: Request) -> Response:
         "models": [api.model.id for api in service.apis],
         "max_model_len": model.max_context,
         "needs_key": service.needs_key,
-        "replicas": len(replicas),
+        "replicas": sum(api.client.num_ready() for api in service.apis),
         "device": next((each.get("device") for each in replicas), None),
         "dtype": next((each.get("dtype") for each in replicas), None),
         "kv_capacity_tokens": total("kv_tokens"),

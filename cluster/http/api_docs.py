@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
 from mneme.cluster.http.error_response import MESSAGES
+from mneme.cluster.serve.engine_client import State
 from mneme.cluster.wire.openai import Body
 from mneme.replicas.request import Source
 from mneme.version import __version__
@@ -28,6 +29,7 @@ _PARAMETERS = {
     "model": "the one that it belongs to; unless given, the first that knows it",
     "after": "the id of the item to go on behind",
     "limit": "items at most, from 1 to 100; 20 unless given",
+    "verbose": "with each model and its replicas: what every phase of their start took",
     "order": "asc: oldest first; desc, unless given: newest first",
 }
 _HINT = "a hint: requests with the same value run on one replica"
@@ -748,13 +750,36 @@ class KvStats(TypedDict):
     tenant: dict[str, Any] | None
 
 
+class StartPhase(TypedDict):
+    seconds: float
+    bytes: int
+
+
+class ReplicaStart(TypedDict):
+    replica: str
+    age_s: float  # of its figures
+    start: dict[str, StartPhase]
+
+
+class ModelHealth(TypedDict):
+    model: str
+    state: State
+    reason: str
+    replicas: list[ReplicaStart]
+
+
 class Status(TypedDict):
-    status: Literal["ok"]
+    status: Literal["ok", "failed"]
+    state: State  # of the worst model
+    reason: NotRequired[str]
+    models: NotRequired[list[ModelHealth]]  # if it is to be verbose
 
 
 class Ready(TypedDict):
     ready: bool
     replicas: int
+    state: State
+    reason: NotRequired[str]
 
 
 class Version(TypedDict):
@@ -777,7 +802,7 @@ class Requests(TypedDict):
 
 
 class Service(TypedDict):
-    """Says what runs here: sums over the replicas that answered; tokens since their start."""
+    """Says what runs here: sums over the replicas that are there; tokens since their start."""
 
     service: Literal["mneme"]
     version: str
@@ -862,7 +887,9 @@ def service_page(service: Service, url: str) -> str:
     shown = {
         "model": ", ".join(service["models"]),
         "context": f"{service['max_model_len']:,} tokens",
-        "replicas": f"{service['replicas']} on {service['device']}, {service['dtype']}",
+        "replicas": f"{service['replicas']} on {service['device']}, {service['dtype']}"
+        if service["device"]
+        else f"{service['replicas']}, not heard of yet",
         "KV on the device": f"{service['kv_capacity_tokens']:,} tokens, {service['kv_usage']:.0%} in use",
         "requests": "{running} running, {waiting} waiting".format(**service["requests"]),
         "prompt tokens": f"{service['prompt_tokens']:,}, {cached_share(service):.0%} of them found, not computed",

@@ -20,7 +20,7 @@ from mneme.cluster.config import ClusterConfig, HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
 from mneme.cluster.metrics.latency import Clock, ModelLatencies
 from mneme.cluster.metrics.page import MetricsPage
-from mneme.cluster.serve.engine_client import EngineClient
+from mneme.cluster.serve.engine_client import Condition, EngineClient
 from mneme.cluster.wire.openai import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
 from mneme.primitives import Bounded
@@ -324,6 +324,11 @@ class Service:
         """Figures of all models' replicas, as `EngineClient.stats` has them."""
         each = await asyncio.gather(*(api.client.stats() for api in self.apis))
         return {replica_id: figures for stats in each for replica_id, figures in stats.items()}
+
+    async def conditions(self) -> dict[str, Condition]:
+        """Of each model."""
+        found = await asyncio.gather(*(api.client.condition() for api in self.apis))
+        return {api.model.id: each for api, each in zip(self.apis, found, strict=True)}
 
     async def first(self, name: str | None, ask: Callable[[ApiState], Awaitable[T]]) -> T:
         """Ask the named model, or without a name one after the other, until one knows what is asked for.

@@ -94,7 +94,7 @@ class Guard:
         known = {"request_id": response.request_id, "body": body, "arrived_s": arrived_s}
         known["answer_headers"] = response.headers
         state = scope.setdefault("state", {})
-        is_open = scope["path"] in OPEN_PATHS
+        is_open = (scope["path"].rstrip("/") or "/") in OPEN_PATHS
         if is_open:
             state.update(known, tenant=PUBLIC, is_admin=False, meter=None)
         else:

@@ -50,16 +50,19 @@ def metric(name: str, description: str, samples: Mapping[Labels, float]) -> Metr
 
 
 def summed(
-    families: Iterable[Family], reports: Sequence[Mapping[str, Any]], labels: Labels = (), *, by: str | None = None
+    families: Iterable[Family], reports: Sequence[Mapping[str, Any]], labels: Labels = (), *, by: Sequence[str] = ()
 ) -> Iterator[Metric]:
     """Sums over reports, with `labels` on each sample.
 
-    by  sums over reports with equal values there, which is a label too: no counter falls where a report is missing
+    by  sums over reports with equal values there, which are labels too: no counter falls where a report is missing.
+        Nor where one is old, as another ingress may have said more already: that one says gauges alone
     """
     for name, description, samples in families:
         sums = defaultdict[Labels, float](float, {} if by else {(*labels, *case): 0.0 for case, _ in samples})
         for report in reports:
-            own = labels if by is None else (*labels, (by, str(report[by])))
+            if name.endswith("_total") and report.get("age_s"):
+                continue
+            own = (*labels, *((label, str(report[label])) for label in by))
             for case, path in samples:
                 sums[(*own, *case)] += number_at(report, path)
         yield metric(name, description, sums)
@@ -170,9 +173,12 @@ ENGINES = (
     family("mneme_shared_segments", "Segments that two or more sequences read at once.", "shared_segments"),
     family("mneme_cuda_graph_replays_total", "Steps that were replayed.", "graphs.replays"),
     family("mneme_cuda_graph_failures_total", "Captures that failed.", "graphs.failed"),
-    family("mneme_cuda_graphs_off", "Replicas that capture no more steps.", "graphs.off"),
+    family("mneme_cuda_graphs_off", "Whether it captures no more steps.", "graphs.off"),
+    family("mneme_resident_memory_bytes", "Resident memory of the replica's process.", "rss_bytes"),
+    family("mneme_report_age_seconds", "How old its figures are; 0: it has just said them.", "age_s"),
 )
-# The names under which dashboards, autoscalers and load tools know the same figures of vLLM, with label `model_name`.
+# The names under which dashboards, autoscalers and load tools know the same figures of vLLM, with its labels
+# `model_name` and `engine`, a replica.
 VLLM = (
     family("vllm:num_requests_running", "Requests that run.", "requests.running"),
     family("vllm:num_requests_waiting", "Requests that wait.", "requests.waiting"),
@@ -204,6 +210,10 @@ VLLM = (
         "Those that came from the host, a disk or another node.",
         "tokens.host tokens.disk tokens.peer",
     ),
+)
+STARTS = (  # by label `replica`; a phase's labels are the engine's
+    ("mneme_start_seconds", "What each phase of a replica's start took.", "seconds"),
+    ("mneme_start_bytes", "Memory that each phase took: the device's, on a CPU the process's.", "bytes"),
 )
 GPUS = (  # by label `gpu`
     family("mneme_gpu_memory_bytes", "Memory of GPUs.", "memory.{state}", state=("used", "total")),

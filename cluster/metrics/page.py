@@ -1,5 +1,7 @@
-"""The page at /metrics: all replicas' statistics summed up, and the answers and latencies of this ingress.
+"""The page at /metrics: what each replica says, and the answers and latencies of this ingress.
 
+Every replica has series of its own, which whoever reads them adds up. A sum made here would fall when a replica is
+late, stops or is replaced, and Prometheus takes each fall of a counter for a restart from 0.
 Of several ingresses a scrape through the proxy meets one: what an ingress counts by itself has its `ingress` label.
 """
 
@@ -20,6 +22,7 @@ from mneme.cluster.metrics.families import (
     ENGINES,
     GPUS,
     ROUTING,
+    STARTS,
     VLLM,
     Labels,
     metric,
@@ -27,9 +30,10 @@ from mneme.cluster.metrics.families import (
     summed,
 )
 from mneme.cluster.metrics.latency import Latencies
-from mneme.cluster.serve.engine_client import EngineClient, ask_tier
+from mneme.cluster.serve.engine_client import STATES, EngineClient, ask_tier
 from mneme.errors import MnemeError
 from mneme.replicas.engine.commands import kv_stats
+from mneme.version import __version__, revision
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class MetricsPage:
         self.known_paths: frozenset[str] = frozenset()  # labels of answers; the rest is "other"
 
     def count_response(self, path: str, status: int) -> None:
+        path = path.rstrip("/") or "/"
         label = path if path in self.known_paths else "other"
         self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
 
@@ -56,11 +61,22 @@ class MetricsPage:
         """Write the page in Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
         answers = await asyncio.gather(*(client.stats() for client in self._clients.values()))
         stats = dict(zip(self._clients, answers, strict=True))
-        figures = (each.get("cache") for replicas in answers for each in replicas.values())
-        engines = [each for each in figures if isinstance(each, dict)]
+        engines = [
+            {**each["cache"], "replica": name, "age_s": each.get("age_s", 0)}
+            for replicas in answers
+            for name, each in replicas.items()
+            if isinstance(each.get("cache"), dict)
+        ]
         nodes = await self._cache_nodes() if engines else []
         wanted = await self._num_wanted()
-        return generate_latest(_Found([*self._metrics(stats, wanted), *cache_metrics(nodes, engines)]))
+        found = await asyncio.gather(*(client.condition() for client in self._clients.values()))
+        states: dict[Labels, float] = {
+            (("model_name", model), ("state", state)): state == each.state
+            for model, each in zip(self._clients, found, strict=True)
+            for state in STATES
+        }
+        state = metric("mneme_state", "1 for the state that a model is in.", states)
+        return generate_latest(_Found([state, *self._metrics(stats, wanted), *cache_metrics(nodes, engines)]))
 
     async def _num_wanted(self) -> int | None:
         """Ask in threads how many replicas there should be; None if that takes long, or is not known of a model."""
@@ -85,48 +101,55 @@ class MetricsPage:
 
     def _metrics(self, stats: Mapping[str, Mapping[str, Mapping[str, Any]]], wanted: int | None) -> Iterator[Metric]:
         """`stats`: of each model's replicas."""
-        by_replica = {name: each for replicas in stats.values() for name, each in replicas.items()}
-        engines = list(by_replica.values())
-        is_ready = all(client.num_ready() for client in self._clients.values())
-        yield metric("mneme_ready", "Whether every model has a replica.", {(): is_ready})
-        replicas: dict[Labels, float] = {(("state", "ready"),): len(engines)}
+        engines = [
+            {**each, "replica": name, "engine": name, "model_name": model}
+            for model, replicas in stats.items()
+            for name, each in replicas.items()
+        ]
+        build: dict[Labels, float] = {(("version", __version__), ("revision", revision())): 1.0}
+        yield metric("mneme_build_info", "The version that runs, and the commit that it was built from.", build)
+        num_ready = [client.num_ready() for client in self._clients.values()]
+        yield metric("mneme_ready", "Whether every model has a replica.", {(): all(num_ready)})
+        replicas: dict[Labels, float] = {(("state", "ready"),): sum(num_ready)}
         replicas |= {} if wanted is None else {(("state", "wanted"),): wanted}
-        yield metric("mneme_replicas", "Replicas that answered, and those that there should be.", replicas)
-        yield from summed(ENGINES, engines)
-        rss: dict[Labels, float] = {
-            (("replica", name),): number_at(s, ("rss_bytes",)) for name, s in by_replica.items()
-        }
-        yield metric("mneme_resident_memory_bytes", "Resident memory per replica.", rss)
+        yield metric("mneme_replicas", "Replicas that requests may go to, and those that there should be.", replicas)
+        yield from summed(ENGINES, engines, by=("replica",))
+        for name, description, unit in STARTS:
+            took: dict[Labels, float] = {
+                (("replica", each["replica"]), ("phase", phase)): number_at(figures, (unit,))
+                for each in engines
+                for phase, figures in each.get("start", {}).items()
+            }
+            yield metric(name, description, took)
         yield metric("mneme_http_responses_total", "Answers of this ingress.", self._responses)
-        gpus = {gpu["gpu"]: gpu for gpu in (each.get("gpu") for each in engines) if gpu}  # replicas may share one
-        yield from summed(GPUS if gpus else (), list(gpus.values()), by="gpu")
+        said = [{**each["gpu"], "age_s": each.get("age_s", 0)} for each in engines if each.get("gpu")]
+        gpus = {gpu["gpu"]: gpu for gpu in said}  # replicas may share one
+        yield from summed(GPUS if gpus else (), list(gpus.values()), by=("gpu",))
         unhealthy: dict[Labels, float] = {(("gpu", name),): gpu["problem"] is not None for name, gpu in gpus.items()}
         yield metric("mneme_gpu_unhealthy", "Whether a GPU cannot be trusted any more.", unhealthy)
         yield from summed(ROUTING, [client.routing() for client in self._clients.values()], self._labels)
-        reports = [{**each, "model_name": model} for model, replicas in stats.items() for each in replicas.values()]
-        yield from summed(VLLM, [*({"model_name": model} for model in stats), *reports], by="model_name")
+        yield from summed(VLLM, engines, by=("model_name", "engine"))
         usage: dict[Labels, float] = {
-            (("model_name", model),): _kv_usage(list(replicas.values())) for model, replicas in stats.items()
+            (("model_name", each["model_name"]), ("engine", each["engine"])): _kv_usage(each) for each in engines
         }
         yield metric("vllm:kv_cache_usage_perc", "Share of pages in use; 1 is all.", usage)
         yield from self.latencies.collect()
 
 
-def _kv_usage(engines: Sequence[Mapping[str, Any]]) -> float:
-    num_pages = sum(number_at(each, ("pages", "total")) for each in engines)
-    return sum(number_at(each, ("pages", "in_use")) for each in engines) / max(num_pages, 1)
+def _kv_usage(engine: Mapping[str, Any]) -> float:
+    return number_at(engine, ("pages", "in_use")) / max(number_at(engine, ("pages", "total")), 1)
 
 
 def cache_metrics(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-    """`nodes`: what `CacheAdmin.stats` says; `engines`: what each engine's statistics have under "cache"."""
+    """`nodes`: what `CacheAdmin.stats` says; `engines`: what each engine's statistics have under "cache", and whose."""
     if not nodes and not engines:
         return
     yield metric("mneme_cache_nodes", "Nodes of the cache tier that answered.", {(): len(nodes)})
     num_without = sum(bool(node.get("disk_problem")) for node in nodes)
     text = "Nodes that go without the disk they should have; /v1/kv/stats says why."
     yield metric("mneme_cache_nodes_without_disk", text, {(): num_without})
-    yield from summed(CACHE_NODES if nodes else (), nodes, by="node")
-    yield from summed(CACHE_ENGINES, engines)
+    yield from summed(CACHE_NODES if nodes else (), nodes, by=("node",))
+    yield from summed(CACHE_ENGINES, engines, by=("replica",))
     written = sum(number_at(node, ("disk", "written_bytes")) for node in nodes)
     lasting = written - sum(number_at(node, ("disk", "superseded_bytes")) for node in nodes)
     if lasting > 0:

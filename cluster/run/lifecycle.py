@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
 import signal
 import socket
@@ -33,6 +32,7 @@ from mneme.cluster.config import SETTLE_S, ClusterConfig
 from mneme.cluster.run import environment
 from mneme.cluster.run.janitor import Janitor
 from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_models
+from mneme.cluster.serve.start_failure import reason_of
 from mneme.errors import CheckpointError, MnemeError
 from mneme.replicas.card import read_json, sampling_defaults, shard_paths
 from mneme.replicas.model.directory import load_model_config, model_directory
@@ -50,7 +50,6 @@ _CONNECT_S, _LOOPBACK = 5.0, "127.0.0.1"
 _LEAVE_S = 3.0  # for the word that an application is to go
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_RAISED = re.compile(r"^(?:[\w.]*\.)?(\w*(?:Error|Exception|Unavailable|Interrupt)): (.+)$")
 
 Placements = Sequence[EnginePlacement]  # of each model
 BuildApplication = Callable[[Placements], object]
@@ -365,7 +364,8 @@ def _reading_progress(on_progress: Progress) -> Iterator[None]:
         while not done.wait(0.2):
             notes = read_progress().values()
             if notes:
-                on_progress(*min(notes, key=lambda note: note[1]))
+                slowest = min(notes, key=lambda note: note.fraction)
+                on_progress(slowest.stage, slowest.fraction)
 
     thread = threading.Thread(target=read, name="progress", daemon=True)
     thread.start()
@@ -404,21 +404,14 @@ def _num_ready(url: str) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """The line of Serve's long report that says why a replica did not start."""
+    """Say why a replica did not start, in one line."""
     from ray import serve
+
+    from mneme.cluster.serve.ray_private import logs_directory, read_progress
 
     applications = serve.status().applications.values()
     messages = [deployment.message for each in applications for deployment in each.deployments.values()]
-    return next(filter(None, map(raised_in, messages)), _first_line(error))
-
-
-def raised_in(message: str) -> str | None:
-    """The last `SomeError: text` line of a traceback."""
-    for line in reversed(message.splitlines()):
-        match = _RAISED.match(line.strip())
-        if match is not None and match[1] != "RuntimeError":
-            return f"{match[1]}: {match[2]}"
-    return None
+    return reason_of(messages, read_progress(), logs_directory()) or _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

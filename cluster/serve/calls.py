@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from mneme.errors import MnemeError
 from mneme.replicas.request import StepMessage
@@ -22,14 +22,22 @@ class StreamDraining(NamedTuple):
     replica_id: str
 
 
-StreamItem = StreamOpened | StreamDraining | tuple[StepMessage, ...]
+class StreamStalled(NamedTuple):
+    """The engine's step takes longer than it may: no more requests, until a stream opens anew."""
+
+    replica_id: str
+
+
+# Of messages there are none where an item only says that the replica is alive, as it does every `ALIVE_S` at least.
+StreamItem = StreamOpened | StreamDraining | StreamStalled | tuple[StepMessage, ...]
+ALIVE_S = 1.0
 
 
 class WrongReplica(MnemeError):
     """The call was pinned to a replica that is gone, or its subscriber has no stream here (any more)."""
 
 
-CALLS = ("submit_many", "abort", "stats", "query")
+Call = Literal["submit_many", "abort", "stats", "query"]
 
 
 class ReplicaCalls(Protocol):
@@ -40,9 +48,9 @@ class ReplicaCalls(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Ask for a replica where there is none; raises once one has come, as this call was meant for nobody."""
+        """Ask for a replica where there is none; returns, or raises, once one has come: this call is for nobody."""
         ...
 
-    async def call(self, replica_id: str, method: str, **arguments: Any) -> Any:
-        """One of `CALLS`."""
+    async def call(self, replica_id: str, method: Call, **arguments: Any) -> Any:
+        """Ask it."""
         ...

@@ -20,7 +20,7 @@ from typing import Any
 
 from mneme.cluster.config import SETTLE_S
 from mneme.cluster.serve.calls import ReplicaCalls
-from mneme.cluster.serve.engine_client import newest
+from mneme.cluster.serve.engine_client import STALLED, Condition, newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.primitives import Bounded
@@ -53,7 +53,7 @@ NUM_HOT = 8  # shared beginnings of prompts that a new replica has before it get
 MAX_HOMES = 50_000  # sessions whose last replica an ingress remembers
 _PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
 _OF_SESSIONS = {command.name for command in (get_session, delete_session, fork_session)}
-STATS_TIMEOUT_S = 0.5
+STATS_TIMEOUT_S, FIRST_STATS_S = 0.5, 5.0  # of a replica whose figures are known, and of one that has said none yet
 _STOP_POLL_S = 0.05
 STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
 
@@ -168,10 +168,12 @@ class RayEngineClient:
         warm_up: GenerationRequest | None = None,
         num_wanted: Callable[[], int | None] = lambda: None,
         starts_from_zero: bool = False,
+        read_condition: Callable[[], Condition] = lambda: Condition("loading"),
     ) -> None:
         """Runs `warm_up` on every replica before requests; `num_wanted` says how many there should be.
 
-        `starts_from_zero`: where there is none, one comes if it is asked for.
+        `starts_from_zero`: where there is none, one comes if it is asked for. `read_condition` may take a while: it
+        says what becomes of replicas of which none can be asked.
 
         `has_session_logs`: replicas find in durable logs what one that does not answer knew of a session.
         """
@@ -182,6 +184,7 @@ class RayEngineClient:
         self._warm_up = warm_up
         self.num_wanted = num_wanted
         self._starts_from_zero, self._was_ready = starts_from_zero, False
+        self._read_condition, self._condition = read_condition, (-inf, Condition("loading"))
         self._waking: asyncio.Task[None] | None = None
         self._num_waiting = 0  # requests and queries, for a replica
         self._links: dict[str, ReplicaLink] = {}
@@ -194,7 +197,8 @@ class RayEngineClient:
         self._epochs: dict[str, str] = {}
         self._routes = Bounded[str, tuple[str, Route]](MAX_ROUTES)  # by request id, with its salt
         self._report_tasks: dict[str, asyncio.Task[None]] = {}
-        self._stats: tuple[float, dict[str, dict[str, Any]]] | None = None
+        self._asked_s = -inf
+        self._said: dict[str, tuple[float, dict[str, Any]]] = {}  # each replica's last figures, and when it was asked
         self._stats_lock = asyncio.Lock()
 
     def set_replicas(self, replica_ids: Collection[str], *, waits: bool = True) -> None:
@@ -287,11 +291,13 @@ class RayEngineClient:
         """See `EngineClient.stats`."""
         clock = asyncio.get_running_loop().time
         async with self._stats_lock:
-            if self._stats is None or clock() - self._stats[0] > STATS_MAX_AGE_S:
-                started_at, asked = clock(), [r for r, link in self._links.items() if link.is_open]
+            if clock() - self._asked_s > STATS_MAX_AGE_S:
+                asked_s, asked = clock(), [r for r, link in self._links.items() if link.is_open]
                 answers = zip(asked, await asyncio.gather(*map(self._ask, asked)), strict=True)
-                self._stats = started_at, {replica_id: each for replica_id, each in answers if each is not None}
-            return self._stats[1]
+                said = {r: self._said.get(r) if each is None else (asked_s, each) for r, each in answers}
+                self._said = {replica_id: each for replica_id, each in said.items() if each is not None}
+                self._asked_s = asked_s
+            return {r: {**each, "age_s": self._asked_s - said_s} for r, (said_s, each) in self._said.items()}
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
         """See `EngineClient.query`; replicas whose stream is broken are asked too, as they may still hold sessions."""
@@ -335,6 +341,23 @@ class RayEngineClient:
     def num_ready(self) -> int:
         """See `EngineClient.num_ready`: a stream is open, and Ray breaks it when its replica dies."""
         return sum(link.is_open for link in self._links.values())
+
+    async def condition(self) -> Condition:
+        """See `EngineClient.condition`; what Serve says is at most as old as `stats`."""
+        if self.num_ready():
+            return Condition("ready")
+        if any(link.is_late for link in self._links.values()):
+            return Condition("stalled", STALLED)
+        async with self._stats_lock:
+            if time.monotonic() - self._condition[0] > STATS_MAX_AGE_S:
+                try:
+                    async with asyncio.timeout(FIRST_STATS_S):
+                        found = await asyncio.to_thread(self._read_condition)
+                except Exception as error:
+                    logger.warning("the condition of replicas is not known: %s", type(error).__name__)
+                    found = Condition("failed", "Ray Serve does not answer")
+                self._condition = time.monotonic(), found
+        return self._condition[1]
 
     async def _place(self, choices: Sequence[PlacedChoice], *, is_resumed: bool) -> Placement:
         """Submit to the best replica, then to the others; raises what the last one answered."""
@@ -537,8 +560,10 @@ class RayEngineClient:
         if link.is_open:
             self._ask_for_report(link.replica_id)
 
-    def _reported(self, replica_id: str, report: ReplicaReport) -> None:
-        if not self.chooser.take_report(replica_id, report):
+    def _reported(self, replica_id: str, report: ReplicaReport | None) -> None:
+        if report is None:
+            self.chooser.note_silence(replica_id)
+        if report is None or not self.chooser.take_report(replica_id, report):
             self._ask_for_report(replica_id)
 
     def _ask_for_report(self, replica_id: str) -> None:
@@ -570,8 +595,9 @@ class RayEngineClient:
 
     async def _ask(self, replica_id: str) -> dict[str, Any] | None:
         try:
-            return await asyncio.wait_for(self._calls.call(replica_id, "stats"), STATS_TIMEOUT_S)
-        except Exception as error:  # a replica that does not answer is left out
+            timeout_s = STATS_TIMEOUT_S if replica_id in self._said else FIRST_STATS_S
+            return await asyncio.wait_for(self._calls.call(replica_id, "stats"), timeout_s)
+        except Exception as error:  # what it said last stands
             logger.warning("replica_id=%s stats failed: %s", replica_id, type(error).__name__)
             return None
 

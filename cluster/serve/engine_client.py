@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query, get_session
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
+
+State = Literal["ready", "loading", "idle", "stalled", "failed"]
+STATES: tuple[State, ...] = get_args(State)  # the later ones are worse; idle: none is wanted until somebody asks
+
+
+STALLED = "the engine's step takes too long"
+
+
+class Condition(NamedTuple):
+    """Whether a model's replicas can be asked, or else why not."""
+
+    state: State
+    reason: str = ""
 
 
 class EngineClient(Protocol):
@@ -24,7 +37,10 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> dict[str, dict[str, Any]]:
-        """`EngineLoop.stats()` by replica id, at most 1 s old; replicas that do not answer in time are left out."""
+        """`EngineLoop.stats()` by replica id, at most 1 s old, or what a replica that is late said last.
+
+        "age_s" says how old; 0: it has just answered. One that cannot be reached any more is left out.
+        """
         ...
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
@@ -60,6 +76,10 @@ class EngineClient(Protocol):
 
     def num_ready(self) -> int:
         """Replicas that requests may go to."""
+        ...
+
+    async def condition(self) -> Condition:
+        """Whether there is a replica that requests may go to, or what becomes of them."""
         ...
 
     def num_wanted(self) -> int | None:

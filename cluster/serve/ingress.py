@@ -19,7 +19,9 @@ from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.serve.ray_private import (
     HandleCalls,
     keep_to_loopback,
+    own_application,
     own_replica_id,
+    read_condition,
     read_wanted,
     start_router,
 )
@@ -72,6 +74,7 @@ def _client(config: ClusterConfig, engines: DeploymentHandle[Any]) -> RayEngineC
         router=config.router,
         warm_up=_WARM_UP,
         num_wanted=partial(read_wanted, deployment),
+        read_condition=partial(read_condition, own_application(), deployment),
         starts_from_zero=config.autoscale is not None and not config.autoscale.min,
         has_session_logs=config.cache.enabled and config.cache.disk is not None,
     )

@@ -1,9 +1,8 @@
 """The ingress's end of one replica: one token stream, one submit in flight, one abort in flight.
 
-A link that breaks in any way (error, end, gap in `seq`, another epoch, silence that `stats` does not explain)
-is *lost*: every generation on it is told, and the link opens again as a new subscriber. The replica aborts
-what an old subscriber had running, so nothing runs twice; who was told resubmits with the tokens it already
-has.
+A link that breaks in any way (error, end, gap in `seq`, another epoch, silence, an engine that is stalled) is *lost*:
+every generation on it is told, and the link opens again as a new subscriber. The replica aborts what an old subscriber
+had running, so nothing runs twice; who was told resubmits with the tokens it already has.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mneme.cluster.serve.calls import ReplicaCalls, StreamDraining, StreamOpened
+from mneme.cluster.serve.calls import ReplicaCalls, StreamDraining, StreamOpened, StreamStalled
+from mneme.cluster.serve.engine_client import STALLED
 from mneme.errors import MnemeError
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
@@ -24,8 +24,8 @@ from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessag
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0  # a submit that takes longer is answered by losing the link
-SILENCE_S = 10.0  # running requests and no message for this long: ask `stats` whether they still run
-PROBE_TIMEOUT_S = 5.0
+HEARD_S = 8.0  # a stream of which nothing has come for so long is lost: its process, or the way to it, is stuck
+REPORTS_LOST_S = 5.0  # how long the last report stands; an idle replica makes one every 2 s
 _NUM_WARM_UP, _WARM_UP_S = 8, 5.0  # requests, and the time that all of them have
 _HOT_S, _ONE_TOKEN = 10.0, SamplingParams(max_tokens=1, temperature=0, seed=0)
 REOPEN_MIN_S, REOPEN_MAX_S = 0.05, 1.0
@@ -54,12 +54,13 @@ class ReplicaLink:
         *,
         subscriber: str,
         on_change: Callable[[ReplicaLink], None],
-        on_report: Callable[[str, ReplicaReport], None] = lambda _id, _report: None,
+        on_report: Callable[[str, ReplicaReport | None], None] = lambda _id, _report: None,
         warm_up: GenerationRequest | None = None,
         hot_prefixes: Callable[[], Sequence[tuple[str, Sequence[int]]]] = tuple,
     ) -> None:
         """`warm_up`: runs some times before the link is open, under ids of its own.
 
+        on_report      is given None while none comes
         hot_prefixes  (salt, tokens) that the replica then takes from the cache tier, or computes, before it is open too
         """
         self.replica_id = replica_id
@@ -73,15 +74,16 @@ class ReplicaLink:
         self._hot_prefixes = hot_prefixes
         self._draining = asyncio.Event()  # the replica stops; from then on calls do not reach it
         self._was_lost = False
+        self.is_late = False  # it was open, and does not answer in time
         self._next_seq = 0  # an engine counts each subscriber's messages from 0
         self._sinks: dict[str, Sink] = {}  # request id -> who wants its events
         self._submits: list[tuple[GenerationRequest, asyncio.Future[MnemeError | None]]] = []
         self._submitting: set[str] = set()  # on their way: an abort must not overtake its submit
+        self._unanswered: list[asyncio.Future[MnemeError | None]] = []  # theirs
         self._aborts: dict[str, None] = {}  # an ordered set: to be sent, or on their way
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()  # cancelled, and not yet through
-        self._last_message_at = 0.0
-        self._watchdog: asyncio.TimerHandle | None = None
+        self._reported_at = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -140,7 +142,6 @@ class ReplicaLink:
             self._sinks[request.request_id] = sink
             self._submits.append((request, answer))
         self._spawn("submit", self._pump_submits())
-        self._arm_watchdog()
         return list(await asyncio.gather(*answers))
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -159,17 +160,29 @@ class ReplicaLink:
                 reason = "the stream ended"
             except Exception as error:  # whatever a transport raises, the answer is the same: open again
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                is_late = isinstance(error, TimeoutError)
+            else:
+                is_late = False
             pause_s = REOPEN_MIN_S if self.is_open else min(2 * pause_s, REOPEN_MAX_S)
-            self._lose(reason)
+            self._lose(reason, is_late=is_late)
             await asyncio.sleep(pause_s)
 
     async def _read_stream(self) -> None:
         stream = self._calls.events(self.replica_id, self._subscriber)
         try:
-            async for item in stream:
-                if isinstance(item, StreamOpened | StreamDraining) or any(message.events for message in item):
-                    self._last_message_at = asyncio.get_running_loop().time()
+            while True:
+                try:
+                    async with asyncio.timeout(None if self.epoch is None else HEARD_S):
+                        item = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise TimeoutError(f"nothing heard for {HEARD_S:g} s") from None
+                now_s = asyncio.get_running_loop().time()
+                if isinstance(item, StreamStalled):
+                    raise TimeoutError(STALLED)
                 if isinstance(item, StreamOpened):
+                    self._reported_at = now_s
                     self._opened(item)
                 elif isinstance(item, StreamDraining):
                     self._draining.set()
@@ -177,12 +190,15 @@ class ReplicaLink:
                 else:
                     for message in item:
                         self._dispatch(message)
+                    if now_s - self._reported_at > REPORTS_LOST_S:
+                        self._reported_at = now_s  # it is asked once in so long
+                        self._on_report(self.replica_id, None)
         finally:
             with contextlib.suppress(Exception):  # it must not take the place of a cancellation
                 await stream.aclose()
 
     def _opened(self, opened: StreamOpened) -> None:
-        self.epoch, self._next_seq, self._was_lost = opened.epoch, 0, False
+        self.epoch, self._next_seq, self._was_lost, self.is_late = opened.epoch, 0, False, False
         logger.info("replica_id=%s epoch=%s stream open", self.replica_id, opened.epoch)
         if self._warm_up is None:
             self._on_change(self)
@@ -227,6 +243,7 @@ class ReplicaLink:
             raise _StreamFault(f"seq {message.seq} where {self._next_seq} was due")
         self._next_seq = message.seq + 1
         if message.report is not None:
+            self._reported_at = asyncio.get_running_loop().time()
             self._on_report(self.replica_id, message.report)
         for event in message.events:
             sink = self._sinks.get(event.request_id)
@@ -239,17 +256,15 @@ class ReplicaLink:
     def _lose(self, reason: str, *, is_late: bool = False) -> None:
         """Tell every generation on this link; idempotent."""
         was_open, self.epoch, self._was_lost = self.is_open, None, not is_late
+        self.is_late = is_late
         lost = LinkLost(f"replica {self.replica_id}: {reason}")
         submits, self._submits = self._submits, []
-        for _, answer in submits:
+        for answer in (*(answer for _, answer in submits), *self._unanswered):
             _answer(answer, lost)
         sinks, self._sinks = dict.fromkeys(self._sinks.values()), {}  # in order: a session's turns keep theirs
         for sink in sinks:
             sink.put_nowait(lost)
         self._aborts.clear()  # the replica aborts everything of a subscriber that is gone
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
         if was_open:
             logger.warning("replica_id=%s requests=%d stream lost: %s", self.replica_id, len(sinks), reason)
             self._on_change(self)
@@ -261,6 +276,7 @@ class ReplicaLink:
             subscriber = self._subscriber
             requests = [replace(request, subscriber=subscriber) for request, _ in batch]
             self._submitting = {request.request_id for request in requests}
+            self._unanswered = [answer for _, answer in batch]
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     refusals = await self._calls.call(
@@ -279,7 +295,7 @@ class ReplicaLink:
                 self._restart_stream(subscriber, is_late=isinstance(error, TimeoutError))
                 return
             finally:
-                self._submitting = set()
+                self._submitting, self._unanswered = set(), []
             for (request, answer), refusal in zip(batch, refusals, strict=True):
                 if refusal is not None:
                     self._sinks.pop(request.request_id, None)
@@ -315,29 +331,6 @@ class ReplicaLink:
         stream.add_done_callback(self._ending.discard)
         self._lose("a call failed", is_late=is_late)
         self._spawn("stream", self._keep_open())
-
-    def _arm_watchdog(self) -> None:
-        if self._watchdog is None and self._sinks:
-            self._watchdog = asyncio.get_running_loop().call_later(SILENCE_S, self._watch)
-
-    def _watch(self) -> None:
-        self._watchdog = None
-        silent_s = asyncio.get_running_loop().time() - self._last_message_at
-        if self._sinks and silent_s >= SILENCE_S:
-            self._spawn("probe", self._probe(self._subscriber, list(self._sinks)))
-        self._arm_watchdog()
-
-    async def _probe(self, subscriber: str, request_ids: list[str]) -> None:
-        """Silence with running requests: lose the link unless the replica still knows each of them."""
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                stats = await self._calls.call(self.replica_id, "stats")
-            missing = [r for r in request_ids if r in self._sinks and r not in stats["in_flight"]]
-        except Exception as error:
-            logger.warning("replica_id=%s probe failed: %s", self.replica_id, type(error).__name__)
-            missing = request_ids
-        if missing:
-            self._restart_stream(subscriber)
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` unless a task of that name runs (it sees the new work itself); keeps the task alive."""

@@ -1,7 +1,7 @@
 """`EngineClient` over the one engine of this process: no router, no Ray, and no second life for a request.
 
 Calls wait for the engine as long as it takes: a step in which kernels are compiled may last longer than any time limit
-between processes would allow. Only an engine whose thread has ended, or a GPU that has, ends what waits.
+between processes would allow. Only an engine whose thread has ended or hangs, or a GPU that has, ends what waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mneme.cluster.serve.calls import StreamDraining, StreamOpened, WrongReplica
+from mneme.cluster.serve.calls import StreamDraining, StreamOpened, StreamStalled, WrongReplica
+from mneme.cluster.serve.engine_client import STALLED, Condition
 from mneme.cluster.serve.gpu_health import GpuHealth
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
@@ -124,7 +125,13 @@ class LocalEngineClient:
 
     def num_ready(self) -> int:
         """See `EngineClient.num_ready`."""
-        return int(self._is_open.is_set())
+        return int(self._is_open.is_set() and not self._engine.is_stalled)
+
+    async def condition(self) -> Condition:
+        """See `EngineClient.condition`."""
+        if self.num_ready():
+            return Condition("ready")
+        return Condition("stalled", STALLED) if self._is_open.is_set() else Condition("failed", _STOPPING)
 
     def num_wanted(self) -> int | None:
         """See `EngineClient.num_wanted`."""
@@ -162,7 +169,7 @@ class LocalEngineClient:
                     self._is_open.set()
                 elif isinstance(item, StreamDraining):
                     self._is_open.clear()
-                else:
+                elif not isinstance(item, StreamStalled):  # requests wait until it goes on, or hangs
                     for event in (event for message in item for event in message.events):
                         if event.request_id in self._sinks:  # else it was aborted
                             ended = _stopped(event.request_id) if event.finish_reason == "abort" else event

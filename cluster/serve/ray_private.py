@@ -14,8 +14,10 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray._private import services
 from ray._private.node import Node
@@ -26,7 +28,9 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
-from mneme.cluster.serve.calls import CALLS, StreamItem
+from mneme.cluster.serve.calls import Call, StreamItem, WrongReplica
+from mneme.cluster.serve.engine_client import Condition
+from mneme.cluster.serve.start_failure import StartNote, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +71,7 @@ class HandleCalls:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         by_grpc = handle.options(_by_reference=False)
         self._events = by_grpc.options(method_name="events", stream=True)
-        self._methods = {name: by_grpc.options(method_name=name) for name in CALLS}
+        self._call = by_grpc.options(method_name="call")
 
     async def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         """See `ReplicaCalls`; closing the generator cancels the call at the replica."""
@@ -80,21 +84,24 @@ class HandleCalls:
 
     async def wake(self) -> None:
         """See `ReplicaCalls`: Serve's autoscaler sees a call that waits."""
-        await _outside_requests(self._methods["stats"], replica_id="")
+        await _outside_requests(self._call, method="stats", replica_id="")
 
-    async def call(self, replica_id: str, method: str, **arguments: Any) -> Any:
+    async def call(self, replica_id: str, method: Call, **arguments: Any) -> Any:
         """See `ReplicaCalls`."""
-        return await _outside_requests(self._methods[method], replica_id=replica_id, **arguments)
+        answer = await _outside_requests(self._call, method=method, replica_id=replica_id, **arguments)
+        if isinstance(answer, WrongReplica):
+            raise answer
+        return answer
 
 
-def _outside_requests(method: DeploymentHandle[Any], **arguments: Any) -> Any:
+def _outside_requests(called: DeploymentHandle[Any], /, **arguments: Any) -> Any:
     """Call a method as if no HTTP request were being served.
 
     Serve gives all calls made while serving one request the same internal id, and its router keeps pending
     calls by that id: of two calls at once, each pinned elsewhere, one goes astray and the other is never
     answered.
     """
-    return contextvars.Context().run(method.remote, **arguments)
+    return contextvars.Context().run(called.remote, **arguments)
 
 
 @contextlib.contextmanager
@@ -220,7 +227,7 @@ def _in_order(found: set[Any], running: Iterable[Any], order: Sequence[str]) -> 
 
 def report_progress(replica_id: str, stage: str, fraction: float) -> None:
     """Note how far a replica has loaded, where the process that started the cluster can read it."""
-    note = json.dumps({"stage": stage, "fraction": fraction}).encode()
+    note = json.dumps(StartNote(stage, fraction, os.getpid())).encode()
     internal_kv._internal_kv_put(replica_id.encode(), note, overwrite=True, namespace=_PROGRESS_NAMESPACE)
 
 
@@ -236,12 +243,28 @@ def read_wanted(deployment: str) -> int | None:
     return None if raw is None else int(raw)
 
 
-def read_progress() -> dict[str, tuple[str, float]]:
-    """The latest note of every replica: (stage, fraction done)."""
-    notes = {}
+def read_progress() -> dict[str, StartNote]:
+    """The latest note of every replica."""
+    notes: dict[str, StartNote] = {}
     for key in internal_kv._internal_kv_list(b"", namespace=_PROGRESS_NAMESPACE):
         raw = internal_kv._internal_kv_get(key, namespace=_PROGRESS_NAMESPACE)
         if raw is not None:
-            note = json.loads(raw)
-            notes[key.decode()] = (note["stage"], float(note["fraction"]))
+            notes[key.decode()] = StartNote(*json.loads(raw))
     return notes
+
+
+def logs_directory() -> Path:
+    """Where Ray's processes on this node write their logs."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
+def read_condition(application: str, deployment: str) -> Condition:
+    """Say what becomes of a deployment of which no replica can be asked; from any thread."""
+    overview = serve.status().applications[application].deployments[deployment]
+    reason = reason_of([overview.message], read_progress(), logs_directory()) or ""
+    if overview.status == "DEPLOY_FAILED":
+        return Condition("failed", reason)
+    if read_wanted(deployment) == 0:
+        return Condition("idle")
+    is_coming = any(overview.replica_states.get(state) for state in ("STARTING", "UPDATING", "RECOVERING", "RUNNING"))
+    return Condition("loading" if is_coming or not overview.replica_states else "failed", reason)

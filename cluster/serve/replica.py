@@ -15,13 +15,21 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
-from mneme.cluster.serve.calls import StreamDraining, StreamItem, StreamOpened, WrongReplica
+from mneme.cluster.serve.calls import (
+    ALIVE_S,
+    Call,
+    StreamDraining,
+    StreamItem,
+    StreamOpened,
+    StreamStalled,
+    WrongReplica,
+)
 from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.gpus import EnginePlacement, count_machine_gpus
 from mneme.config import parse
@@ -58,18 +66,19 @@ class _StreamBuffer:
         self._is_draining, self._is_over = True, is_over
         self._has_news.set()
 
-    async def items(self, replica_id: str) -> AsyncGenerator[StreamItem, None]:
-        """Yield what there is, until the replica has stopped."""
+    async def items(self, replica_id: str, is_stalled: Callable[[], bool]) -> AsyncGenerator[StreamItem, None]:
+        """Yield what there is, or that there is nothing, until the replica has stopped."""
         has_said = False
         while not self._is_over or self._messages:
-            await self._has_news.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_S):
+                    await self._has_news.wait()
             self._has_news.clear()
             if self._is_draining and not has_said:
                 has_said = True
                 yield StreamDraining(replica_id)
             messages, self._messages = tuple(self._messages), []
-            if messages:
-                yield messages
+            yield StreamStalled(replica_id) if not messages and is_stalled() else messages
 
     def _put(self, message: StepMessage) -> None:
         self._messages.append(message)
@@ -93,8 +102,14 @@ class ReplicaServer:
         self._num_kv_queries = 0
 
     async def events(self, *, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
-        """The token stream of one subscriber; when it ends, in whatever way, its requests are aborted."""
-        self._check(replica_id)
+        """The token stream of one subscriber; when it ends, in whatever way, its requests are aborted.
+
+        It opens once the engine is not stalled, and ends at once if it was meant for another replica.
+        """
+        if replica_id != self._replica_id:
+            return
+        while self._engine.is_stalled:
+            await asyncio.sleep(ALIVE_S)
         buffer = _StreamBuffer()
         self._engine.subscribe(subscriber, buffer.deliver)
         self._subscribers[subscriber] = buffer
@@ -102,12 +117,22 @@ class ReplicaServer:
             buffer.drain(is_over=self._draining.done())
         try:
             yield StreamOpened(self._replica_id, self._engine.epoch)
-            async with aclosing(buffer.items(self._replica_id)) as items:
+            async with aclosing(buffer.items(self._replica_id, lambda: self._engine.is_stalled)) as items:
                 async for item in items:
                     yield item
         finally:
             self._subscribers.pop(subscriber, None)
             self._engine.unsubscribe(subscriber)
+
+    async def call(self, *, method: Call, replica_id: str, **arguments: Any) -> Any:
+        """Answer one of the calls; that it was meant for another replica is returned.
+
+        That is normal while replicas come and go, and Serve logs what is raised as an error, with its traceback.
+        """
+        try:
+            return await getattr(self, method)(replica_id=replica_id, **arguments)
+        except WrongReplica as error:
+            return error
 
     async def submit_many(
         self, *, replica_id: str, subscriber: str, requests: Sequence[GenerationRequest]
@@ -239,8 +264,8 @@ class EngineReplica(ReplicaServer):
         report_progress(replica_id, "ready", 1.0)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Report to `AutoscalingPolicy`; Serve calls it every second."""
-        return asdict(self._meter.read(self._engine.stats()))
+        """Report to `AutoscalingPolicy`; Serve calls it every second. Of a stalled engine there is nothing new."""
+        return {} if self._engine.is_stalled else asdict(self._meter.read(self._engine.stats()))
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):

@@ -28,7 +28,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -111,6 +111,7 @@ class Engine:
         gate: Gate = NO_REPORT,
         recovers: bool = True,
         on_close: Callable[[], None] | None = None,
+        start_phases: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Make an engine.
 
@@ -121,7 +122,9 @@ class Engine:
         durable    the logs of sessions
         gate       says what of documents may be reused in place where a request leaves that to the engine
         recovers   whether a step for which the device has no memory is computed again; else it raises
+        start_phases  seconds and bytes of each phase of loading it, as `StartReport` has them
         """
+        self.start_phases = start_phases or {}
         self.runner, self.connector, self.durable = runner, connector, durable
         self.costs = costs if costs is not None or connector is None else connector.costs
         self._on_close, self._recovers = on_close, recovers

@@ -39,6 +39,7 @@ from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.pins import warm_before_traffic
+from mneme.replicas.engine.stats import StartReport, rss_bytes
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.fuse.report import measured_on, read_gate
 from mneme.replicas.model.config import DecoderConfig
@@ -95,15 +96,20 @@ def load_engine(
     sessions; None: there is none, and steps are not bounded by time, as for batches, which nobody waits beside.
     Raises `CheckpointError` or `ConfigError`.
     """
-    report = on_progress or _silent
     model_dir = model_directory(model)
     model_config = load_model_config(model_dir)
     defaults = sampling_defaults(model_dir, config.generation_config)
+    device = choose_device(config.device)
+    start = StartReport(rss_bytes if device.type == "cpu" else lambda: torch.cuda.memory_reserved(device))
+
+    def report(stage: str, share: float, num_bytes: int | None = None) -> None:
+        start.note(stage, num_bytes)
+        (on_progress or _silent)(stage, share)
+
     tokenizer = tokenizer or Tokenizer.load(model_dir)
     report("tokenizer", 1.0)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    device = choose_device(config.device)
     if device.type == "cpu":
         compiled_kernels()  # the first time takes as long as a compiler does
         report("CPU kernels", 1.0)
@@ -131,6 +137,7 @@ def load_engine(
         runner = Runner(
             decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline
         )
+    report("pools", 1.0, num_pages * _page_bytes(config, model_config, dtype))  # memory that is touched later
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
     with _fitting("engine.max_batch_tokens: a step of so many does not", device):
@@ -140,11 +147,12 @@ def load_engine(
     if cache is not None:  # costs are of steps as they will be served, with graphs
         file = _costs_file(runner, config, cache, model_config, dtype)
         if cache.enabled and config.prefix_sharing:
-            connector = open_cache_tier(runner, config, cache, file, model_dir, model_config, dtype, open_store)
+            connector = open_cache_tier(runner, config, cache, file, model_dir, model_config, dtype, report, open_store)
             weights_name = connector.fingerprint.weights
             durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
             report("cache tier", 1.0)
         costs = _costs(runner, config, cache, file) if connector is None else connector.costs
+        report("calibration", 1.0)
         keep_costs = partial(file.write, costs)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     gate = read_gate(
@@ -158,12 +166,13 @@ def load_engine(
     engine = Engine(
         runner, tokenizer, config,
         eos_token_ids=eos_token_ids, max_new_tokens=defaults.get("max_tokens"), connector=connector, costs=costs,
-        durable=durable, gate=gate, on_close=keep_costs,
+        durable=durable, gate=gate, on_close=keep_costs, start_phases=start.phases,
     )  # fmt: skip
     check_default_truncation(config, engine.max_context, immovable=model_config.immovable)
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
+    logger.info("loaded %s in %s", model_dir, start)
     return engine
 
 
@@ -377,6 +386,7 @@ def open_cache_tier(
     model_dir: Path,
     model: DecoderConfig,
     dtype: torch.dtype,
+    report: Progress,
     open_store: OpenStore | None = None,
 ) -> KvConnector:
     """Open the tier that `open_store` gives, or one of this process alone; the runner moves chunks from then on.
@@ -387,11 +397,13 @@ def open_cache_tier(
         model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=_kept_folder() / "weights.json"
     )
     store = ProcessChunkStore(cache) if open_store is None else open_store(cache, fingerprint)
+    report("cache tier", 1.0)
     try:  # the store has made the folder
         costs = _costs(runner, engine, cache, file, None if cache.disk is None else Path(cache.disk.folder))
     except BaseException:
         store.close()
         raise
+    report("calibration", 1.0)
     return connect(runner, store, fingerprint, costs, cache)
 
 

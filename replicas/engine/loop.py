@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import threading
 import time
@@ -24,14 +23,18 @@ from mneme.primitives import Workers
 from mneme.replicas.engine.commands import COMMANDS, KvTier, Query, kv_tier_of, settle_saves
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
-from mneme.replicas.engine.reporter import REPORT_S, Reporter
-from mneme.replicas.engine.stats import beside_steps
+from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
+from mneme.replicas.engine.stats import beside_steps, rss_bytes
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.journal import Recalled, take_over
 from mneme.replicas.sessions.sessions import SessionKey, session_key
 
 logger = logging.getLogger(__name__)
 
+# How long a step may take until no more requests are sent here, and until it counts as hung and the replica is to be
+# replaced: one in which kernels are compiled takes seconds. Where the longest is predicted to take more than the last,
+# as of a large model on a CPU, both are longer in proportion.
+STALLED_S, HUNG_S, _LONGEST_S = 8.0, 60.0, 2.0
 _ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thread still lives
 _COPYING_S = 0.01  # how often an idle engine looks whether its last copies are done, and more may follow
 _END_S = 1.0  # what its thread has left to do then
@@ -71,6 +74,7 @@ class EngineLoop:
         self._thread = thread or Workers("engine", 1)
         self._is_running, self._has_ended = False, threading.Event()
         self._step_s = 0.0  # duration of the last step
+        self._busy_since_s: float | None = None  # None: the thread waits for something to do
         self._stats: dict[str, Any] = {}
         self._stats_due_s = 0.0
 
@@ -85,8 +89,8 @@ class EngineLoop:
         with self._condition:
             self._stopping = True
             self._condition.notify()
-        if self._is_running:
-            self._has_ended.wait()
+        while self._is_running and not self._has_ended.wait(_ALIVE_CHECK_S) and self.late_s < HUNG_S:
+            pass
         self._thread.close(_END_S)
 
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
@@ -101,8 +105,22 @@ class EngineLoop:
             return [error for _ in requests]
 
     def check_health(self) -> None:
-        """Return once the engine's thread has answered; raises `ReplicaUnavailable` if it has ended."""
+        """Return once the engine's thread has answered; raises `ReplicaUnavailable` if it has ended, or hangs."""
         self._ask(lambda: None)
+
+    @property
+    def late_s(self) -> float:
+        """How long the thread is at its step, or what else it does, to be compared with the limits; from any thread."""
+        since_s, costs = self._busy_since_s, self.engine.costs
+        if since_s is None:
+            return 0.0
+        longest_s = 0.0 if costs is None else costs.prefill_s(costs.step_rows, self.engine.max_context)
+        return (time.perf_counter() - since_s) / max(1.0, longest_s / _LONGEST_S)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Return whether the thread takes so long that nothing should be sent here, or has ended."""
+        return self._has_ended.is_set() or self.late_s > STALLED_S
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; unknown ids are ignored."""
@@ -160,10 +178,10 @@ class EngineLoop:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as of the last step, or one 50 ms before; of what goes on beside steps, as of now."""
-        return {**self._stats, **beside_steps(self.engine, self._stats), "rss_bytes": _rss_bytes()}
+        return {**self._stats, **beside_steps(self.engine, self._stats), "rss_bytes": rss_bytes()}
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Return or raise what `question` does on the engine's thread; `ReplicaUnavailable` if that has ended."""
+        """Return or raise what `question` does on the engine's thread; `ReplicaUnavailable` if that ended or hangs."""
         future: Future[T] = Future()
 
         def answer() -> None:
@@ -177,7 +195,8 @@ class EngineLoop:
             try:
                 return future.result(timeout=_ALIVE_CHECK_S)
             except TimeoutError:  # a long step, or a thread that has ended
-                continue
+                if self.late_s > HUNG_S:
+                    raise ReplicaUnavailable("the engine hangs: its step does not end") from None
         raise ReplicaUnavailable("this replica is stopping")
 
     def _post(self, command: Callable[[], None]) -> bool:
@@ -228,11 +247,14 @@ class EngineLoop:
             return BLOCKED_S
         if self._subscribers and self.reporter.is_waiting:
             return REPORT_S
-        return _COPYING_S if self.engine.forest.wants_copies or self._withheld else _IDLE_S
+        if self.engine.forest.wants_copies or self._withheld:
+            return _COPYING_S
+        return IDLE_REPORT_S if self._subscribers else _IDLE_S
 
     def _run_inbox(self) -> bool:
         """Wait for something to do, run the commands; False when the loop is to end."""
         with self._condition:
+            self._busy_since_s = None
             while not (self._inbox or self._stopping or self._can_step):
                 if not self._condition.wait(self._pause_s):
                     self.engine.sessions.expire()
@@ -240,6 +262,7 @@ class EngineLoop:
                     self._report()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping
+            self._busy_since_s = time.perf_counter()
         self.engine.pins.expire()
         for command in commands:
             try:
@@ -356,12 +379,3 @@ class _Process:
 
 
 _process = _Process()
-
-
-def _rss_bytes() -> int:
-    """Resident memory of this process; 0 where /proc is not there."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

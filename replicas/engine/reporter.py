@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mneme.replicas.engine.engine import Engine
 
 REPORT_S = 0.05  # reports are at least so far apart
-_ALIVE_S = 1.0  # and at most, while there is work
+_ALIVE_S, IDLE_REPORT_S = 1.0, 2.0  # and at most, while there is work, and while there is none
 _NEW_COST = 1.05  # costs are told again when one of them has changed by this factor
 _NEW_SHARE = 0.1  # or the share of what disks have of what the tier finds, by so much
 
@@ -48,7 +48,7 @@ class Reporter:
             return None
         self._due_s = now_s + REPORT_S
         load = self._load()
-        has_news = self._has_news(load) or (any(load[1:3]) and now_s - self._sent_s >= _ALIVE_S)
+        has_news = self._has_news(load) or now_s - self._sent_s >= (_ALIVE_S if any(load[1:3]) else IDLE_REPORT_S)
         if not has_news and not self._changed:
             return None
         cost = self._cost(is_all=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +13,29 @@ if TYPE_CHECKING:
     from mneme.replicas.engine.engine import Engine
     from mneme.replicas.forest.forest import PrefixForest
     from mneme.replicas.forest.page_pool import PagePool
+
+
+class StartReport:
+    """Measures the phases of an engine's start by what its progress says of them."""
+
+    def __init__(self, used_bytes: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        """`used_bytes`: of the memory that phases take."""
+        self.phases: dict[str, dict[str, float]] = {}  # seconds and bytes, in order
+        self._used_bytes, self._clock = used_bytes, clock
+        self._before = clock(), used_bytes()
+
+    def note(self, stage: str, num_bytes: int | None = None) -> None:
+        """What was done since the last note was of this stage; `num_bytes`: of it, where used memory does not tell."""
+        now = self._clock(), self._used_bytes()
+        phase = self.phases.setdefault(stage.removeprefix("loading "), {"seconds": 0.0, "bytes": 0})
+        phase["seconds"] += now[0] - self._before[0]
+        phase["bytes"] += now[1] - self._before[1] if num_bytes is None else num_bytes
+        self._before = now
+
+    def __str__(self) -> str:
+        took = [(name, each["seconds"], each["bytes"] / 2**20) for name, each in self.phases.items()]
+        parts = ", ".join(f"{name} {seconds:.2f} s {mib:.0f} MiB" for name, seconds, mib in took)
+        return f"{sum(seconds for _, seconds, _ in took):.1f} s: {parts}"
 
 
 def engine_stats(engine: Engine) -> dict[str, Any]:
@@ -43,6 +68,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "kv_tokens": runner.num_pages * runner.page_size,
         "device": runner.device,
         "dtype": runner.dtype,
+        "start": engine.start_phases,
     }
     if engine.connector is not None:
         stats["cache"] = {**engine.connector.stats(), "retracted": scheduler.num_retracted}
@@ -88,6 +114,15 @@ def backlog_s(costs: CostModel, num_tokens: int, num_running: int, context_token
     num_steps = math.ceil(num_tokens / costs.step_rows)
     _, per_sequence, per_token = costs.terms_of("decode")
     return costs.prefill_s(num_tokens, 0) + num_steps * (per_sequence * num_running + per_token * context_tokens)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process; 0 where /proc is not there."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _page_counts(forest: PrefixForest) -> dict[str, int]:

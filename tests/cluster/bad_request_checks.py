@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.cluster.bad_requests import BadRequest, RawRequest, Target
+from tests.cluster.metric_samples import totals_of
 
 CANARY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Say something."}],
@@ -21,7 +22,7 @@ CANARY: dict[str, Any] = {
     "seed": 1,
 }
 PAGES_SETTLE_S = 30.0
-_PAGES = re.compile(r'^mneme_pages\{state="(\w+)"\} (\S+)$', re.MULTILINE)
+STATES = ("free", "cached", "in_use", "pinned", "total")
 
 
 class BadRequestChecker:
@@ -79,8 +80,8 @@ class BadRequestChecker:
         assert pages["free"] + pages["cached"] + pages["in_use"] == pages["total"], pages
 
     def pages(self) -> dict[str, int]:
-        found = _PAGES.findall(self._http.get("/metrics").text)
-        return {state: int(float(count)) for state, count in found}
+        found = totals_of(self._http.get("/metrics").text)
+        return {state: int(found[f'mneme_pages{{state="{state}"}}']) for state in STATES}
 
     def _ask_canary(self) -> Any:
         response = self._http.post("/v1/chat/completions", json={**CANARY, "model": self.target.model})

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mneme.cluster.serve.engine_client import Condition
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
@@ -42,6 +43,8 @@ class FakeEngineClient:
     end_after: int | None = None  # steps until the events just end
     gate: asyncio.Semaphore | None = None  # each step takes one
     ready: bool = True
+    unready: Condition = field(default_factory=lambda: Condition("loading"))
+    start: dict[str, dict[str, float]] = field(default_factory=dict)
     wanted: int | None = None  # replicas
     names: tuple[str, str] = ("a", "b")
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -180,6 +183,7 @@ class FakeEngineClient:
             "device": "cpu",
             "dtype": "float32",
             "of_a_later_version": {"x": [1]},
+            "start": self.start,
         }
         return dict.fromkeys(self.names, metrics)
 
@@ -188,6 +192,9 @@ class FakeEngineClient:
 
     def routing(self) -> dict[str, Any]:
         return {"decisions": {"score": 4, "session": 2}, "accuracy": {"count": 6, "missing_tokens": 64}}
+
+    async def condition(self) -> Condition:
+        return Condition("ready") if self.ready else self.unready
 
     def num_wanted(self) -> int | None:
         return self.wanted

@@ -13,7 +13,7 @@ import yaml
 import mneme
 from mneme.cluster.cli.main import main
 from mneme.cluster.config import ClusterConfig, load_config
-from mneme.cluster.run.lifecycle import raised_in
+from mneme.cluster.serve.start_failure import raised_in
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
 from mneme.replicas.model.directory import model_directory

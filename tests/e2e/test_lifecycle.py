@@ -96,6 +96,22 @@ def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
         assert "CheckpointError" in process.lines[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"), [("killed", "its log does not say why"), ("crashed", "Fatal Python error: Aborted")]
+)
+def test_a_replica_that_dies_while_it_starts_says_what_it_can(fault: str, words: str) -> None:
+    process = ServerProcess(fake_server(), MNEME_FAKE_FAULT=fault)
+    try:
+        assert process.process.wait(120) == 2
+        process.await_nothing_left()
+        begin = "mneme serve: a replica died while it started, behind weights (40%): "
+        (line,) = [line for line in process.lines if line.startswith(begin)]  # Ray says that it died, too
+        assert words in line
+    finally:
+        process.discard()
+
+
 def test_ctrl_c_ends_streams_with_an_error_and_leaves_nothing_behind(small_process: ServerProcess) -> None:
     """The last test that has this server."""
     url = f"{small_process.await_ready()}/v1/chat/completions"

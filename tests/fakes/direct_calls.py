@@ -26,7 +26,8 @@ class DirectCalls:
         self.num_opened = 0  # streams so far
         self.hang_submits = False
         self.hang_queries = False
-        self.hide_from_stats = False
+        self.late: set[str] = set()  # replicas that do not answer `stats`
+        self.frozen: set[str] = set()  # whose streams say nothing, as those of a stopped process
         self._servers: dict[str, ReplicaServer] = {}
         self._deaths: dict[str, asyncio.Event] = {}
         self._drop_next: set[str] = set()
@@ -68,6 +69,8 @@ class DirectCalls:
                 await asyncio.wait({item, died}, return_when=asyncio.FIRST_COMPLETED)
                 if died.done():
                     raise ReplicaDied(replica_id)
+                while replica_id in self.frozen:
+                    await asyncio.sleep(0.005)
                 yield self._maybe_dropped(replica_id, item.result())
         finally:
             died.cancel()
@@ -86,12 +89,12 @@ class DirectCalls:
             raise WrongReplica(replica_id)
         if method == "submit_many":
             self.submit_batches.append(len(arguments["requests"]))
-        if (method == "submit_many" and self.hang_submits) or (method == "query" and self.hang_queries):
+        hangs = {"submit_many": self.hang_submits, "query": self.hang_queries, "stats": replica_id in self.late}
+        if hangs.get(method):
             await asyncio.Event().wait()
         if method == "submit_many":
             await asyncio.sleep(0.005)  # a call takes time, so that others pile up behind it
-        answer = await getattr(self._servers[replica_id], method)(replica_id=replica_id, **arguments)
-        return {**answer, "in_flight": {}} if method == "stats" and self.hide_from_stats else answer
+        return await getattr(self._servers[replica_id], method)(replica_id=replica_id, **arguments)
 
     def _alive(self, replica_id: str) -> asyncio.Event:
         death = self._deaths[replica_id]
@@ -100,7 +103,7 @@ class DirectCalls:
         return death
 
     def _maybe_dropped(self, replica_id: str, item: StreamItem) -> StreamItem:
-        if isinstance(item, StreamOpened | StreamDraining) or replica_id not in self._drop_next:
+        if not item or isinstance(item, StreamOpened | StreamDraining) or replica_id not in self._drop_next:
             return item
         self._drop_next.discard(replica_id)
         messages: tuple[StepMessage, ...] = item[1:]

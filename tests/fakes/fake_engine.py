@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import uuid
@@ -42,8 +44,9 @@ class FakeEngineLoop:
         self._context: dict[str, list[int]] = {}
         self._subscribers: dict[str, tuple[Deliver, int]] = {}
         self._seen: set[tuple[int, ...]] = set()
-        self._num_finished = 0
+        self._num_finished = self._num_generated = 0
         self._is_stopped = False
+        self.is_stalled = False
         self.sessions: dict[SessionKey, float] = {}
         self.durable: set[SessionKey] = set()  # sessions that have a log on disk
         self.queries: list[Query] = []
@@ -97,7 +100,7 @@ class FakeEngineLoop:
             return {
                 "pages": {"free": 1000 - in_use, "cached": 0, "in_use": in_use, "pinned": 0, "total": 1000},
                 "requests": {"running": in_use, "waiting": 0},
-                "tokens": {},
+                "tokens": {"generated": self._num_generated},
                 "load": {"backlog_s": 0.0, "step_s": self._step_s, "prefill_token_s": 0.0},
                 "finished": self._num_finished,
                 "epoch": self.epoch,
@@ -165,6 +168,7 @@ class FakeEngineLoop:
         num_prompt = len(request.prompt_token_ids)
         token = next_token(context)
         context.append(token)
+        self._num_generated += 1
         usage = None
         if len(context) == num_prompt + 1:
             usage = PromptUsage(num_prompt, num_prompt - 1 if request.prompt_token_ids in self._seen else 0)
@@ -179,6 +183,12 @@ class FakeEngineLoop:
 def load_fake_engine(
     model: str, config: object, *, on_progress: Callable[[str, float], None], **options: object
 ) -> FakeEngineLoop:
-    """In the place of `load_engine_loop`."""
+    """In the place of `load_engine_loop`; `MNEME_FAKE_FAULT` says what goes wrong."""
+    fault = os.environ.get("MNEME_FAKE_FAULT")
+    on_progress("weights", 0.4)
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "crashed":
+        os.abort()
     on_progress("weights", 1.0)
     return FakeEngineLoop()

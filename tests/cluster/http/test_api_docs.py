@@ -161,7 +161,8 @@ def test_every_route_is_described() -> None:
             assert f"{method.upper()} {path}" in page
     described = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
     routes = [route for route in cast(FastAPI, api().app).routes if isinstance(route, Route)]
-    offered = {(method, route.path.replace(":path", "")) for route in routes for method in route.methods or ()}
+    methods = [(route.path.replace(":path", "").rstrip("/") or "/", route.methods or ()) for route in routes]
+    offered = {(method, path) for path, of_path in methods for method in of_path}
     assert described == {(method, path) for method, path in offered if method != "HEAD"}
     named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert named == {*document["components"]["schemas"]}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
+from mneme.cluster.serve.engine_client import STATES, Condition, State
+from mneme.version import __version__, revision
 from tests.cluster.api_fixtures import CHAT, MODEL, RENDERED, TOKENIZER, get, post
 from tests.cluster.fake_engine_client import FakeEngineClient
-from tests.cluster.metric_samples import samples_of
+from tests.cluster.metric_samples import samples_of, totals_of
 
 
 def test_models() -> None:
@@ -40,7 +43,7 @@ def test_probes_and_metrics() -> None:
     assert (unready.status_code, unready.headers["retry-after"]) == (503, "1")
     page = get("/metrics", engine=engine)
     assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
-    found = samples_of(page.text)
+    found = totals_of(page.text)
     for name, value in (
         ('mneme_pages{state="free"}', 2000),
         ('mneme_pages{state="in_use"}', 0),
@@ -62,9 +65,55 @@ def test_probes_and_metrics() -> None:
         ("mneme_cuda_graph_replays_total", 80),
         ("mneme_cuda_graph_failures_total", 2),
         ("mneme_cuda_graphs_off", 6),
-        ('mneme_resident_memory_bytes{replica="a"}', 1048576),
+        ("mneme_resident_memory_bytes", 2 << 20),
+        (f'mneme_build_info{{revision="{revision()}",version="{__version__}"}}', 1),
     ):
         assert found[name] == value, name
+
+
+@pytest.mark.parametrize(
+    ("condition", "health"),
+    [("loading", 200), ("idle", 200), ("stalled", 503), ("failed", 503)],
+)
+def test_probes_tell_loading_from_dead(condition: State, health: int) -> None:
+    """A load balancer sends nothing to either; who restarts what is dead lets one load that loads."""
+    reason = "CheckpointError: model.safetensors: is cut off" if condition == "failed" else ""
+    engine = FakeEngineClient(TOKENIZER, ready=False, unready=Condition(condition, reason))
+    said = {"state": condition, **({"reason": reason} if reason else {})}
+    answer = get("/health", engine=engine)
+    assert (answer.status_code, answer.json()) == (health, {"status": "ok" if health == 200 else "failed", **said})
+    unready = get("/ready", engine=engine)
+    assert (unready.status_code, unready.headers["retry-after"]) == (503, "1")
+    assert unready.json() == {"ready": False, "replicas": 0, **said}
+    states = {state: float(state == condition) for state in STATES}
+    found = samples_of(get("/metrics", engine=engine).text)
+    assert {state: found[f'mneme_state{{model_name="tiny",state="{state}"}}'] for state in STATES} == states
+
+
+def test_what_each_phase_of_a_start_took_is_said() -> None:
+    start = {"weights": {"seconds": 1.5, "bytes": 2048}, "pools": {"seconds": 0.25, "bytes": 4096}}
+    engine = FakeEngineClient(TOKENIZER, start=start)
+    verbose = get("/health?verbose", engine=engine).json()
+    (model,) = verbose["models"]
+    assert (verbose["status"], model["model"], model["state"]) == ("ok", "tiny", "ready")
+    assert {each["replica"]: each["start"] for each in model["replicas"]} == {"a": start, "b": start}
+    assert "models" not in get("/health", engine=engine).json()
+    found = samples_of(get("/metrics", engine=engine).text)
+    assert found['mneme_start_seconds{phase="weights",replica="a"}'] == 1.5
+    assert found['mneme_start_bytes{phase="pools",replica="b"}'] == 4096
+
+
+def test_a_path_may_end_with_a_slash() -> None:
+    """As vLLM's do; a name at the end of one may have its own, and who needs a key needs it there too."""
+    keys = {"api_keys": ("secret-1234567890",)}
+    for path in ("/metrics", "/ready", "/health", "/version"):
+        assert get(f"{path}/", **keys).status_code == get(path, **keys).status_code == 200
+    assert get("/v1/models/").json() == get("/v1/models").json()
+    assert get("/v1/models/", **keys).status_code == 401
+    assert post("/v1/chat/completions/", CHAT).json()["object"] == "chat.completion"
+    assert get("/v1/models/tiny/").status_code == 404
+    assert get("/nowhere/").status_code == 404
+    assert get("/v1/chat/completions/").status_code == 405
 
 
 def test_every_sample_has_a_type_and_only_counters_are_totals(client: TestClient) -> None:

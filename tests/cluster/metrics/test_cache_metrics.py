@@ -15,7 +15,7 @@ from mneme.replicas.engine.commands import Query
 from tests.cluster.api_fixtures import TOKENIZER, api, get
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.http.test_kv import IDS
-from tests.cluster.metric_samples import samples, samples_of
+from tests.cluster.metric_samples import samples, totals_of
 from tests.cluster.real_engines import TwoEngines
 
 ENGINE: dict[str, Any] = {
@@ -38,7 +38,7 @@ def client(engines: TwoEngines) -> TestClient:
 
 
 def page(client: TestClient) -> dict[str, float]:
-    return samples_of(client.get("/metrics").raise_for_status().text)
+    return totals_of(client.get("/metrics").raise_for_status().text)
 
 
 def with_cache(engines: TwoEngines) -> None:
@@ -190,6 +190,6 @@ def test_nodes_without_the_disk_they_should_have_are_counted() -> None:
 def test_every_label_is_bounded() -> None:
     """What a node says beside is no sample: labels come from here, never from a report."""
     nodes = [{"node": "a", "host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]
-    text = str(samples(cache_metrics(nodes, [{"plans": {"of_tomorrow": 1}}])))
+    text = str(samples(cache_metrics(nodes, [{"replica": "r", "plans": {"of_tomorrow": 1}}])))
     assert "tomorrow" not in text
     assert "abab" not in text

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mneme.cluster.serve import local_client
+from mneme.cluster.serve.engine_client import Condition
 from mneme.cluster.serve.local_client import NAME, LocalEngineClient
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.engine.commands import get_session
@@ -181,3 +182,21 @@ def test_questions_are_the_engines_and_their_errors_are_raised() -> None:
             await client.query(get_session(("", "s")), replica_id="another")
 
     run(scenario)
+
+
+def test_while_the_engine_is_stalled_it_is_not_ready_and_requests_wait() -> None:
+    async def scenario(engine: Engine, client: LocalEngineClient) -> None:
+        assert await client.condition() == Condition("ready")
+        engine.is_stalled = True
+        assert (client.num_ready(), (await client.condition()).state) == (0, "stalled")
+        engine.may_submit.clear()
+        begun = asyncio.create_task(events_of(client, asked("a", 3)))
+        await until(lambda: engine.submits == [1])
+        engine.is_stalled = False
+        engine.may_submit.set()
+        assert (await begun)[-1].finish_reason == "length"
+        assert client.num_ready() == 1
+        await client.stop(0)
+        assert (await client.condition()).state == "failed"
+
+    assert run(scenario) == []

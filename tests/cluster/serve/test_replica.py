@@ -11,6 +11,7 @@ import pytest
 from mneme.cachetier.distributed import lifecycle as ray_tier
 from mneme.cachetier.pins import PinName
 from mneme.cluster.serve import ray_private, replica
+from mneme.cluster.serve.calls import WrongReplica
 from mneme.cluster.serve.gpus import EnginePlacement
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import Overloaded
@@ -94,4 +95,25 @@ def test_a_slow_tier_holds_up_nobody_else() -> None:
             assert set(await asyncio.gather(*waiting)) == {"figures"}
             assert await server.query(replica_id="r", query=kv_stats("")) == "figures"
 
+    asyncio.run(scenario())
+
+
+def test_a_call_for_another_replica_is_answered_so_and_raised_where_it_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serve would log what a replica raises with its traceback; this is normal while replicas come and go."""
+    server = replica.EngineReplica.__new__(replica.EngineReplica)
+    ReplicaServer.__init__(server, "r", FakeEngineLoop())  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        calls = ray_private.HandleCalls.__new__(ray_private.HandleCalls)
+        calls._call = server.call  # type: ignore[assignment]
+        assert (await calls.call("r", "stats"))["requests"] == {"running": 0, "waiting": 0}
+        assert isinstance(await server.call(method="stats", replica_id="other"), WrongReplica)
+        with pytest.raises(WrongReplica):
+            await calls.call("other", "abort", request_ids=["a"])
+        await calls.wake()
+        assert [item async for item in server.events(replica_id="other", subscriber="s")] == []
+
+    monkeypatch.setattr(ray_private, "_outside_requests", lambda called, **arguments: called(**arguments))
     asyncio.run(scenario())

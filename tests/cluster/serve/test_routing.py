@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import pytest
+
+from mneme.cluster.serve import link, replica
+from mneme.cluster.serve.autoscaling import LoadMeter
 from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import loop as loop_module
 from mneme.replicas.engine.commands import delete_sequence_pages
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.router.chooser import SILENT_S
 from mneme.router.prefix_index import SENT_S
 from mneme.router.score import RouterConfig
 from tests.fakes.direct_calls import DirectCalls
@@ -51,7 +59,7 @@ class Cluster:
         )
         client = self.ingresses[ingress]
         usages = [event.usage async for event in client.generate([asked])]
-        (route,) = client.routes("", asked.request_id.removesuffix(".0"))
+        *_, route = client.routes("", asked.request_id.removesuffix(".0"))
         chosen = next(each for each in route["candidates"] if each["replica"] == route["replica"])
         assert usages[0] is not None
         return route["replica"], chosen["tokens"]["matched"], usages[0].cached_tokens
@@ -169,5 +177,122 @@ def test_deletions_are_known() -> None:
         await cluster.until_known([*prefix, 1], 256, first)
         await cluster.ingresses[0].query(delete_sequence_pages("", prefix, None))
         await cluster.until_known([*prefix, 1], 0, first)
+
+    run(scenario)
+
+
+@contextlib.asynccontextmanager
+async def hanging(loop: EngineLoop) -> AsyncIterator[None]:
+    """Stop the engine's thread meanwhile."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hang(_: Engine) -> None:
+        begun.set()
+        may_end.wait(60)
+
+    asked = asyncio.create_task(asyncio.to_thread(loop.between_steps, hang))
+    await asyncio.to_thread(begun.wait)
+    try:
+        yield
+    finally:
+        may_end.set()
+        await asked
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_a_replica_whose_thread_hangs_gets_no_requests_and_loses_what_it_had_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_module, "STALLED_S", 1.0)
+    monkeypatch.setattr(replica, "ALIVE_S", 0.02)
+
+    async def scenario(cluster: Cluster) -> None:
+        ingress = cluster.ingresses[0]
+        home, *_ = await cluster.ask([1, 2, 3], session_id="s")
+        (other,) = cluster.loops.keys() - {home}
+        await until(lambda: ingress.num_ready() == 2)
+        async with hanging(cluster.loops[home]):
+            begun = asyncio.create_task(cluster.ask([1, 2, 3, 4], session_id="s"))
+            await until(lambda: ingress.num_ready() == 1)
+            assert {(await cluster.ask([number]))[0] for number in range(4)} == {other}
+            assert (await begun)[0] == other
+            assert cluster.loops[home].stats()["requests"]["running"] == 0  # so old figures look like an idle replica's
+        await until(lambda: ingress.num_ready() == 2)
+
+    run(scenario)
+
+
+def test_a_replica_whose_reports_are_lost_is_not_taken_for_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "REPORTS_LOST_S", 0.2)
+    monkeypatch.setattr(replica, "ALIVE_S", 0.02)
+
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.ask([1, 2, 3])
+        monkeypatch.setattr(cluster.loops["a"], "_report", lambda: None)
+        ingress, heard = cluster.ingresses[0], asyncio.Event()
+        note = ingress.chooser.note_silence
+        monkeypatch.setattr(type(ingress.chooser), "note_silence", lambda _, name: (note(name), heard.set()))
+        async with asyncio.timeout(30):
+            await heard.wait()
+        cluster.later_s += 2 * SILENT_S
+        assert ingress.num_ready() == 2
+        assert {(await cluster.ask([number] * 70))[0] for number in range(10, 20)} == {"b"}
+
+    run(scenario)
+
+
+def test_a_stream_of_which_nothing_comes_is_lost_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a process that was stopped, or a host that cannot be reached."""
+    monkeypatch.setattr(link, "HEARD_S", 0.2)
+    monkeypatch.setattr(replica, "ALIVE_S", 0.02)
+
+    async def scenario(cluster: Cluster) -> None:
+        ingress = cluster.ingresses[0]
+        await until(lambda: ingress.num_ready() == 2)
+        cluster.calls.frozen.add("a")
+        await until(lambda: ingress.num_ready() == 1)
+        assert {(await cluster.ask([number]))[0] for number in range(4)} == {"b"}
+        cluster.calls.frozen.clear()
+        await until(lambda: ingress.num_ready() == 2)
+        opened = cluster.calls.num_opened
+        await asyncio.sleep(0.5)  # more than `HEARD_S` without any request
+        assert (cluster.calls.num_opened, ingress.num_ready()) == (opened, 2)
+
+    run(scenario)
+
+
+def test_an_answer_whose_only_message_is_lost_is_missed_at_the_next_report() -> None:
+    """Which every replica makes, an idle one too; they are numbered with the answers."""
+
+    async def scenario(cluster: Cluster) -> None:
+        client = cluster.ingresses[0]
+        client.set_replicas({"a"})
+        await cluster.ask([1, 2, 3])
+        asked = GenerationRequest(
+            request_id="lost.0",
+            prompt_token_ids=(4, 5, 6),
+            sampling=SamplingParams(temperature=0, max_tokens=1, seed=0),
+        )
+        cluster.calls.drop_next_message("a")
+        opened = cluster.calls.num_opened
+        events = [event async for event in client.generate([asked])]
+        assert [event.finish_reason for event in events] == ["length"]
+        assert cluster.calls.num_opened > opened
+
+    run(scenario)
+
+
+def test_an_engine_that_is_stalled_reports_no_load_to_the_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        server = replica.EngineReplica.__new__(replica.EngineReplica)
+        server._engine, server._meter = cluster.loops["a"], LoadMeter()
+        assert server.record_autoscaling_stats()["num_requests"] == 0
+        async with hanging(cluster.loops["a"]):
+            monkeypatch.setattr(loop_module, "STALLED_S", 0.0)
+            assert server.record_autoscaling_stats() == {}
 
     run(scenario)

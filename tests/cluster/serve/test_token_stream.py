@@ -15,6 +15,7 @@ from mneme.cluster.serve import client as ray_engine_client
 from mneme.cluster.serve import link as replica_link
 from mneme.cluster.serve.calls import WrongReplica
 from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve.engine_client import Condition
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.report import ReplicaReport
@@ -224,9 +225,7 @@ def test_a_replica_that_drains_refuses_before_the_router_knows_and_after() -> No
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
-def test_a_replica_that_goes_while_it_drains_is_a_pause(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_link, "SILENCE_S", 0.2)
-
+def test_a_replica_that_goes_while_it_drains_is_a_pause(fault: str) -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         asked = request(num=60)
         work = asyncio.ensure_future(tokens(client, asked))
@@ -386,23 +385,6 @@ def test_a_lost_message_is_noticed_and_made_good() -> None:
         assert running(calls) == 0
 
     run(scenario, replicas=("a",), step_s=0.003)
-
-
-def test_silence_that_stats_do_not_explain_loses_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_link, "SILENCE_S", 0.05)
-
-    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        asked = request(num=10)
-        work = asyncio.ensure_future(tokens(client, asked))
-        await until(lambda: running(calls) == 1)
-        calls.engines["a"].abort(["r.0"])  # behind the client's back, and no event of it
-        calls.hide_from_stats = True
-        await asyncio.sleep(0.2)
-        calls.hide_from_stats = False
-        ids, _ = await work
-        assert ids == expected(asked)
-
-    run(scenario, replicas=("a",), step_s=0.02)
 
 
 @pytest.mark.parametrize("replicas", [("a", "b"), ("a",)], ids=["elsewhere", "to the same once it answers"])
@@ -674,3 +656,41 @@ def test_a_snapshot_that_cannot_be_taken_is_not_asked_for_at_once_again(monkeypa
 
     monkeypatch.setattr(DirectCalls, "call", answer)
     run(scenario, replicas=("a",))
+
+
+def test_the_condition_of_replicas_is_theirs_and_else_what_serve_says_at_most_once_a_moment() -> None:
+    asked: list[Condition | Exception] = [
+        Condition("failed", "why"),
+        RuntimeError("no controller"),
+        Condition("loading"),
+    ]
+    num_asked = 0
+
+    def read() -> Condition:
+        nonlocal num_asked
+        num_asked += 1
+        answer = asked[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def main() -> None:
+        calls = DirectCalls()
+        client = RayEngineClient(calls, name="ingress", router=RouterConfig(), read_condition=read)
+        answers = await asyncio.gather(*(client.condition() for _ in range(5)))
+        assert (answers, num_asked) == ([Condition("failed", "why")] * 5, 1)
+        del asked[0]
+        await asyncio.sleep(ray_engine_client.STATS_MAX_AGE_S)
+        assert (await client.condition()).state == "failed"
+        calls.add("a")
+        client.set_replicas(("a",))
+        await all_open(client)
+        assert await client.condition() == Condition("ready")
+        calls._servers["a"]._engine.is_stalled = True  # type: ignore[misc]
+        await until(lambda: not client.num_ready())
+        assert (await client.condition()).state == "stalled"
+        assert num_asked == 2
+        await client.close()
+        calls.stop_all()
+
+    asyncio.run(main())

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import loop as loop_module
 from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
@@ -259,3 +261,55 @@ def test_statistics_are_gathered_every_50_ms_and_whenever_there_is_nothing_to_do
     assert 15 < len(while_running) < 25
     assert min(after - before for before, after in pairwise(while_running)) == 5
     assert (100, 0) in gathered
+
+
+def test_a_thread_that_hangs_is_late_then_stalled_then_given_up(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked before is told too; an idle thread is never late, and one that goes on is itself again."""
+    monkeypatch.setattr(loop_module, "_ALIVE_CHECK_S", 0.01)
+    monkeypatch.setattr(loop_module, "STALLED_S", 0.1)
+    assert (loop.late_s, loop.is_stalled) == (0.0, False)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hang(_: Engine) -> None:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+
+    asked = Workers("asker", 1).begin(lambda: loop.between_steps(hang))
+    assert begun.wait(WAIT_S)
+    while loop.late_s <= 0.1:
+        pass
+    assert loop.is_stalled
+    monkeypatch.setattr(loop_module, "HUNG_S", 0.2)
+    with pytest.raises(ReplicaUnavailable, match="hangs"):
+        loop.check_health()
+    assert loop.hand_over() == 0
+    assert isinstance(asked.exception(WAIT_S), ReplicaUnavailable)
+    monkeypatch.setattr(loop_module, "HUNG_S", 60.0)
+    may_end.set()
+    loop.check_health()
+    while loop.is_stalled:
+        pass
+
+
+def test_a_slow_machine_has_longer_steps(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is what its own cost model predicts of the longest."""
+    begun, may_end = threading.Event(), threading.Event()
+    calibration = Calibration(prefill=(0.0, 1.0, 0.0), decode=(0.0, 0.0, 0.0), step_rows=2048, kv_bytes_per_token=1)
+    monkeypatch.setattr(loop_module, "STALLED_S", 0.2)
+
+    def hang(_: Engine) -> None:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+
+    asking = threading.Thread(target=lambda: loop.between_steps(hang))
+    asking.start()
+    assert begun.wait(WAIT_S)
+    while not loop.is_stalled:
+        pass
+    monkeypatch.setattr(loop.engine, "costs", CostModel(calibration))
+    assert not loop.is_stalled
+    monkeypatch.undo()
+    may_end.set()
+    asking.join()

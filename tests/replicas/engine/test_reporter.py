@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.reporter import REPORT_S, Reporter
+from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
 from mneme.replicas.report import ReplicaReport, unpack
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.router.token_hashes import block_hashes
@@ -109,7 +109,7 @@ def test_nothing_is_said_that_is_not_new_and_nothing_too_often() -> None:
     assert reporter.poll() is None
 
 
-def test_a_replica_with_work_is_heard_of_every_second() -> None:
+def test_a_replica_is_heard_of_every_second_while_it_has_work_and_else_every_other() -> None:
     engine, _ = engine_and_reporter(64)
     now_s = [0.0]
     reporter = Reporter(engine, "epoch", clock=lambda: now_s[0])
@@ -122,10 +122,14 @@ def test_a_replica_with_work_is_heard_of_every_second() -> None:
             said_s.append(now_s[0])
         now_s[0] += 0.5
     assert all(after - before <= 1.0 for before, after in pairwise(said_s))
-    now_s[0] += 10.0
-    reporter.poll()
-    now_s[0] += 10.0
-    assert reporter.poll() is None  # it idles
+    now_s[0] += IDLE_REPORT_S
+    idle = reporter.poll()
+    assert idle is not None
+    assert (idle.running, idle.waiting) == (0, 0)
+    now_s[0] += IDLE_REPORT_S / 2
+    assert reporter.poll() is None
+    now_s[0] += IDLE_REPORT_S / 2
+    assert reporter.poll() is not None
 
 
 def test_a_snapshot_for_one_ingress_is_no_news_for_the_others() -> None:

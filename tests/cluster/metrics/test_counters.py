@@ -1,0 +1,93 @@
+"""No counter falls, whatever becomes of its replica: Prometheus would take a fall for a restart, and see traffic."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mneme.cluster.metrics.page import MetricsPage
+from mneme.cluster.serve import client as ray_engine_client
+from mneme.cluster.serve.client import RayEngineClient
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.router.score import RouterConfig
+from tests.cluster.metric_samples import samples_of, totals_of
+from tests.fakes.direct_calls import DirectCalls
+
+NUM_TOKENS = 20
+GENERATED = "mneme_generated_tokens_total"
+
+
+async def generate(client: RayEngineClient, number: int) -> None:
+    request = GenerationRequest(
+        request_id=f"r{number}.0",
+        prompt_token_ids=(number, 1, 2),
+        sampling=SamplingParams(max_tokens=NUM_TOKENS, temperature=0, seed=0),
+        session_id=f"s{number}",
+    )
+    async for _ in client.generate([request]):
+        pass
+
+
+def test_no_counter_falls_when_its_replica_is_late_stops_dies_or_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine_client, "STATS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ray_engine_client, "STATS_MAX_AGE_S", 0.0)
+    pages: list[str] = []
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        metrics = MetricsPage({"m": client}, "x")
+
+        async def look(*replicas: str) -> str:
+            async with asyncio.timeout(30):
+                while client.num_ready() != len(replicas):
+                    await asyncio.sleep(0.002)
+            pages.append((await metrics.render()).decode())
+            return pages[-1]
+
+        async def use(*replicas: str) -> str:
+            client.set_replicas(replicas)
+            await look(*replicas)
+            await asyncio.gather(*(generate(client, number) for number in range(8)))
+            return await look(*replicas)
+
+        await use("a", "b")
+        calls.late.add("a")
+        late = await look("a", "b")
+        assert f'{GENERATED}{{replica="a"}}' not in samples_of(late)  # another ingress may have said more
+        assert samples_of(late)['mneme_pages{replica="a",state="total"}'] == 1000
+        assert samples_of(late)['mneme_report_age_seconds{replica="a"}'] > 0
+        assert totals_of(late)['mneme_replicas{state="ready"}'] == 2
+        calls.late.clear()
+        assert samples_of(await look("a", "b"))['mneme_report_age_seconds{replica="a"}'] == 0
+        await use("b")  # scaled down
+        calls.kill("b")
+        await look()
+        calls.add("c")
+        await use("c")
+
+    async def main() -> None:
+        calls = DirectCalls()
+        for replica_id in ("a", "b"):
+            calls.add(replica_id)
+        client = RayEngineClient(calls, name="ingress", router=RouterConfig())
+        try:
+            await scenario(calls, client)
+        finally:
+            await client.close()
+            calls.stop_all()
+
+    asyncio.run(main())
+    highest: dict[str, float] = {}
+    sums = []
+    for page in pages:
+        found = samples_of(page)
+        counters = {name: value for name, value in found.items() if name.partition("{")[0].endswith("_total")}
+        assert all(value >= highest.get(name, 0) for name, value in counters.items())
+        highest |= counters
+        sums.append(sum(value for name, value in counters.items() if name.startswith(GENERATED)))
+    assert sums != sorted(sums)  # a sum made here would have fallen
+    total = sum(value for name, value in highest.items() if name.startswith(GENERATED))
+    assert total == 3 * 8 * NUM_TOKENS
+    by_vllm = {name: value for name, value in highest.items() if name.startswith("vllm:generation_tokens_total")}
+    assert by_vllm.keys() == {f'vllm:generation_tokens_total{{engine="{r}",model_name="m"}}' for r in "abc"}
+    assert sum(by_vllm.values()) == total
