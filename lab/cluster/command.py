@@ -20,7 +20,7 @@ from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.cache.command import TRACE_HELP, add_cache_simulation, progress
 from mneme.lab.cache.costs import GB, load_costs
 from mneme.lab.cache.synthetic import PREFIX
-from mneme.lab.cache.traces import MAX_TOKENS
+from mneme.lab.cache.traces import BLOCK_OPTION
 from mneme.lab.cluster.play import ClusterShape, Simulation
 from mneme.lab.cluster.replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, PAGE_TOKENS, EngineShape
 from mneme.lab.cluster.routers import ROUTERS
@@ -48,7 +48,7 @@ _OPTIONS = (
     Option("--host-gb", "GB", "the host tiers of one node's engines (default 0)", float, 0.0, _GB),
     Option("--replicas-per-node", "N", "that share its memory (default 8)", int, 8, _REPLICAS),
     Option("--policy", None, "which blocks go first (default lru)", str, "lru", None, get_args(PolicyName)),
-    Option("--block-tokens", "N", "tokens in a block (default 512)", int, 512, (1, MAX_TOKENS)),
+    BLOCK_OPTION,
     Option(
         "--max-step-ms", "MS",
         "of a step beside streams (default, as the engine's: 50, or eight times what its decodes take)", float, None,

@@ -145,7 +145,7 @@ def test_streams_of_other_servers(kind: str, capsys: pytest.CaptureFixture[str])
         (["--slo", "ttft=x"], "slo"),
         (["--out", "/no/such/folder/x.json"], "out"),
         (["--workload", "rag", "--num-documents", "40"], "num-documents"),
-        (["--workload", "trace:x.jsonl", "--rate", "3"], "rate"),
+        (["--workload", "trace:x.jsonl", "--turns", "3"], "turns"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_sent(
