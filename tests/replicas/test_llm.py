@@ -507,6 +507,9 @@ def test_bad_words_are_not_said(llm: LLM) -> None:
         ({"max_model_len": 512}, "max_context"),
         ({"tensor_parallel_size": 2}, "--replicas"),
         ({"num_pages": 64}, 'config={"num_pages"'),
+        ({"trust_remote_code": True}, "no code of a model is run"),
+        ({"gpu_memory_utilization": 0.9}, 'config={"kv_cache_bytes"'),
+        ({"quantization": "fp8"}, "quantized weights are not supported"),
         ({"modle": "x"}, "no argument modle$"),
     ],
 )
