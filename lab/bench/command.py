@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve = whats.add_parser(
         "serve",
         help="latencies, goodput and cached share of a server under load",
-        description="Load any OpenAI-compatible server; ends in a line of JSON. docs/operations.md says more.",
+        description="Load any OpenAI-compatible server. docs/operations.md says more.",
     )
     lengths = (*_lengths(_LENGTHS, [*SHAPES]),)
     serve.set_defaults(run=bench, options=(*_SERVED, *_PACE, *_RUN, *lengths, *_OF_TRACES))
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scaled = whats.add_parser(
         "autoscale",
         help="replicas, latencies and hit rate of a server that scales while load rises and falls",
-        description="Load that rises and falls on a Mneme server with autoscaling; ends in a line of JSON.",
+        description="Load that rises and falls on a Mneme server with autoscaling.",
     )
     lengths = (*_lengths(("turns", "words", "prefix_words", "prefixes", "max_tokens"), ["sessions"]),)
     scaled.set_defaults(documents="text", run=bench_autoscale, options=(*_SCALED, *_RUN, *lengths))
@@ -120,7 +120,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, _RUN)
     parser.add_argument("--session-header", action="store_true", help="send X-Session-ID, which Mneme's sessions go by")
     parser.add_argument("--ignore-eos", action="store_true", help="answers of max_tokens; not every server takes it")
-    parser.add_argument("--json", action="store_true", help="only the line of JSON")
+    parser.add_argument("--json", action="store_true", help="one line of JSON, and no table")
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -178,14 +178,13 @@ def _run(
         figures |= autoscale.follow(load.answers, seen, args.window)
         rows += _rows_of_events(figures)
         plots = autoscale.plots(load.answers, figures, profile)
-    if not args.json:
-        print("\n".join(f"{name:24}{value}" for name, value in rows), flush=True)
+    table = "\n".join(f"{name:24}{value}" for name, value in rows)
+    print(json.dumps(figures) if args.json else table, flush=True)
     if args.out is not None:
         _write("out", args.out, json.dumps({**figures, "requests": _requests(load)}) + "\n")
     if args.report is not None:
         title = f"{model}: {args.load if profile else args.workload}"
         _write("report", args.report, html_report(title, rows, load.answers, plots))
-    print(json.dumps(figures))
     return 130 if is_interrupted else int(not figures["num_ok"])
 
 
