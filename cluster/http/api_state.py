@@ -55,7 +55,7 @@ class ServedModel:
     id: str
     max_context: int  # tokens of prompt and output together
     created: int  # Unix seconds
-    root: str | None = None  # the model's directory: load tools on the same machine take its tokenizer
+    root: str | None = None  # the model's directory, for load tools on the same machine; else its name
 
 
 class Backend(NamedTuple):
@@ -80,7 +80,7 @@ class Backend(NamedTuple):
             id=config.model_name,
             max_context=min(max_context, config.engine.max_context or max_context),
             created=int(time.time()),
-            root=str(directory),
+            root=str(directory) if config.is_private else config.model_name,
         )
         return cls(
             client,

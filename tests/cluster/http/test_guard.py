@@ -33,6 +33,7 @@ def test_without_a_key_nothing_is_read(authorization: str | None) -> None:
     headers = {"Authorization": authorization} if authorization else {}
     response = post("/v1/chat/completions", "not even an object", headers=headers, **KEYS)
     assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert get("/health", headers=headers, **KEYS).status_code == 200
 

@@ -187,7 +187,7 @@ def test_an_agents_session_and_its_subagents(tmp_path: Path) -> None:
         pytest.param("a.json", "[" * 100_000, "a.json:1: is no JSON", id="deep"),
         ("a.jsonl", [{"requests": {}}], "a.jsonl:1: requests: must be a list of objects"),
         ("a.jsonl", [{"requests": [{"in": 3, "out": 1}]}], "a.jsonl:1: t: must be s from 0"),
-        ("a.jsonl", [{"requests": [call(0.0, 3, [])]}, {"requests": [], "block_size": 9}], "a.jsonl:2: block_size: must"),
+        ("a.jsonl", [{"requests": [call(0.0, 3, [])]}, {"requests": [], "block_size": 9}], "a.jsonl:2: block_size"),
         ("a.jsonl", [{"requests": [call(0.0, 3, ["x"])]}], "a.jsonl:1: hash_ids: must be a whole number"),  # type: ignore[list-item]
     ],
 )  # fmt: skip
