@@ -113,6 +113,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     """`DecoderConfig` of a parsed config.json; `where` begins each error message."""
     fields = _Fields(raw, where)
     family = fields.one_of("model_type", _FAMILIES)
+    fields.refuse("auto_map", "code of a model's own is never run")
     fields.refuse("quantization_config", "quantized checkpoints are not supported")
     fields.one_of("hidden_act", ("silu",), "silu")
     hidden_size, num_q_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")

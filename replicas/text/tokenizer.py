@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from mneme.errors import CheckpointError, InvalidRequest
+from mneme.errors import CheckpointError, InvalidRequest, shown
 from mneme.replicas.text.templates import MAX_RENDER_S, ChatTemplate
 
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -194,7 +194,12 @@ def _state_of(decoder: Any) -> bytes:
 def _load_with_transformers(model_dir: Path) -> Any:
     # Imported here: slow, and only needed to load. AutoTokenizer would also bring torch's compiler along, so a
     # checkpoint that itself names the generic class, which is what AutoTokenizer would choose, gets it directly.
-    if _read_json(model_dir / "tokenizer_config.json").get("tokenizer_class") in _GENERIC_CLASSES:
+    path = model_dir / "tokenizer_config.json"
+    config = _read_json(path)
+    if config.get("auto_map"):
+        rule = f"code of a model's own is never run (got {shown(config['auto_map'])})"
+        raise CheckpointError(f"{path}: auto_map: {rule}")
+    if config.get("tokenizer_class") in _GENERIC_CLASSES:
         from transformers import PreTrainedTokenizerFast as Loader
     else:
         from transformers import AutoTokenizer as Loader

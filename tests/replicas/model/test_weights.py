@@ -120,6 +120,7 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ({"head_dim": 1024}, "head_dim"),
     ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnModel"}}, "auto_map"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type"),
