@@ -18,18 +18,14 @@ class Foreign(NamedTuple):
 
 _REPLICAS = "in its place: device: an engine has one device, and `mneme serve --replicas N` runs several"
 FOREIGN = {
-    "async_scheduling": Foreign("steps are always prepared ahead", ("true",), True),
     "block_size": Foreign("page_size"),
     "chat_template": Foreign("it is the model's own"),
-    "cpu_offload_gb": Foreign("weights stay on the device", ("0", "0.0")),
     "data_parallel_size": Foreign(_REPLICAS, ("1",)),
     "disable_log_requests": Foreign("prompts are never logged", ("true",), True),
-    "disable_log_stats": Foreign("GET /metrics is always there", ("false",), True),
     "distributed_executor_backend": Foreign(_REPLICAS),
     "enable_auto_tool_choice": Foreign("in its place: http.tool_call_parser: none", ("true",), True),
     "enable_chunked_prefill": Foreign("long prompts are always computed in parts", ("true",), True),
     "enable_expert_parallel": Foreign(_REPLICAS, ("false",), True),
-    "enable_log_requests": Foreign("prompts are never logged", ("false",), True),
     "enable_lora": Foreign("adapters are not supported", ("false",), True),
     "enable_prefix_caching": Foreign("prefix_sharing", is_flag=True),
     "enforce_eager": Foreign("cuda_graphs", is_flag=True, is_opposite=True),
@@ -48,9 +44,7 @@ FOREIGN = {
     "swap_space": Foreign("host_cache_bytes"),
     "tensor_parallel_size": Foreign(_REPLICAS, ("1",)),
     "tokenizer": Foreign("it is the model's own"),
-    "tokenizer_mode": Foreign("it is the model's own", ("auto",)),
     "trust_remote_code": Foreign("no code of a model is run", ("false",), True),
-    "trust_request_chat_template": Foreign("a request has no template", ("false",), True),
 }
 
 

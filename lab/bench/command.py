@@ -138,7 +138,7 @@ def bench_autoscale(args: argparse.Namespace) -> int:
     _check(args)
     if args.load.startswith(TRACE):
         trace = read_paced_trace(Path(args.load.removeprefix(TRACE)))
-        times_s = [asked.at_s for asked in trace if asked.at_s is not None]
+        times_s = sorted(asked.at_s for asked in trace if asked.at_s is not None)
         if not times_s:
             raise ConfigError(f"load: {args.load} has no timestamps")
         profile = autoscale.bursts(times_s, args.peak, args.seconds)

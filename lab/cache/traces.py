@@ -37,14 +37,8 @@ from mneme.lab.arguments import Option
 
 MAX_TOKENS = 10_000_000  # of one request
 BLOCK_TOKENS = 512  # where neither the layout nor the user says otherwise
-BLOCK_OPTION = Option(
-    "--block-tokens",
-    "N",
-    "of a hash_id, and of a block (default 512; Bailian's 16, Weka's 64)",
-    int,
-    None,
-    (1, MAX_TOKENS),
-)
+_BLOCK_HELP = "of a hash_id, and of a block (default 512; Bailian's 16, Weka's 64)"
+BLOCK_OPTION = Option("--block-tokens", "N", _BLOCK_HELP, int, None, (1, MAX_TOKENS))
 _MAX_LINE_BYTES = 64_000_000
 _MAX_NUMBER = 2**63
 _MAX_S = 1e12  # so many years that it is no time
@@ -334,7 +328,8 @@ class _Reader:
             if not isinstance(role, str):
                 self.fail(f"{name}[{place}]: must be an object with a role, or from (got {shown(message)})")
             said = [message[part] for part in ("content", "value", "tool_calls") if message.get(part)]
-            num_bytes = sum(len((part if isinstance(part, str) else json.dumps(part)).encode()) for part in said)
+            texts = (part if isinstance(part, str) else json.dumps(part) for part in said)
+            num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
             num_tokens = min(-(-num_bytes // _BYTES_PER_TOKEN), MAX_TOKENS)
             if role not in _ANSWERS:
                 num_new += num_tokens

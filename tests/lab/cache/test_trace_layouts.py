@@ -134,6 +134,11 @@ def test_conversations_are_sessions_of_which_texts_are_counted(
     assert "the trace has no times: a session begins each second" in caplog.text
 
 
+def test_text_that_no_encoding_has_is_counted(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "\ud800" * 8}, {"from": "gpt", "value": "four"}]
+    assert told(written(tmp_path, "odd.jsonl", [{"conversations": said}])) == [(None, 2, 1, "0")]
+
+
 def test_messages_of_agents_are_turns(tmp_path: Path) -> None:
     path = written(tmp_path, "agents.json", [{"id": "a", "messages": MESSAGES}])
     assert [(number, session) for _, number, _, session in told(path)] == [(8 + 8, "0"), (3, "0")]
