@@ -194,7 +194,7 @@ def test_no_bytes_are_executed(path: Path) -> None:
 
 
 def test_no_sql_is_put_together_from_values() -> None:
-    """What a statement is made of is a constant of its module, or a choice between two; values go beside it."""
+    """What goes into the text of a statement where it is executed are constants; values go beside it."""
     found = []
     for path in python_files("cachetier", "cluster", "kernels", "lab", "replicas", "router"):
         tree = ast.parse(path.read_text())
