@@ -167,6 +167,11 @@ class ClusterConfig:
         check_range("drain_grace_s", self.drain_grace_s, 0, 86_400)
         self._check_models()
 
+    @property
+    def is_private(self) -> bool:
+        """Say whether it listens to this machine alone."""
+        return self.host.startswith("127.") or self.host in ("localhost", "::1")
+
     def _check_models(self) -> None:
         names = [*self.model_names]
         for i, model in enumerate(self.models):

@@ -186,6 +186,7 @@ class BlendUsage(NamedTuple):
         if self.selector is not None:
             told |= {"selector": self.selector, "ratio": self.ratio, "measured": self.is_measured}
             told |= {"reused": self.reused, "recomputed": self.recomputed}
+            told["recomputed_share"] = round(self.recomputed / max(self.reused + self.recomputed, 1), 4)
         if self.is_history_approximate:
             told["history"] = "approximate"
         return told | {"documents": [each._asdict() for each in self.documents]}

@@ -33,6 +33,7 @@ from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.prompts import ROLES, Appended, conversation_prefix, num_system_tokens
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
+from mneme.replicas.vllm_options import FOREIGN, engine_keys
 
 _TENANT = tenant_id("")  # the only one
 _WRITE_S = 5.0  # at most, until what was said is in the logs of sessions
@@ -119,33 +120,16 @@ class RequestOutput:
         raise TypeError(_NOT_A_LIST)
 
 
-# What vLLM's `LLM` takes and this does not, and what is there instead.
-_OF_VLLM = {
-    "seed": "SamplingParams(seed=...)",
-    "tokenizer": "nothing: it is the model's own",
-    "trust_remote_code": "nothing: no code of a model is run",
-    "quantization": "dtype: quantized weights are not supported",
-    "tensor_parallel_size": "device: an engine has one, and `mneme serve --replicas N` runs several",
-    "pipeline_parallel_size": "device: an engine has one, and `mneme serve --replicas N` runs several",
-    "gpu_memory_utilization": 'config={"kv_cache_bytes": ...}',
-    "kv_cache_memory_bytes": 'config={"kv_cache_bytes": ...}',
-    "max_model_len": 'config={"max_context": ...}',
-    "max_num_seqs": 'config={"max_running": ...}',
-    "max_num_batched_tokens": 'config={"max_batch_tokens": ...}',
-    "block_size": 'config={"page_size": ...}',
-    "enable_prefix_caching": 'config={"prefix_sharing": ...}',
-    "swap_space": 'config={"host_cache_bytes": ...}',
-    "enforce_eager": 'config={"cuda_graphs": False}',
-}
-
-
-def _refuse(others: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for the first argument that `LLM` does not know, with what takes its place."""
-    for name in others:
+def _foreign_keys(others: Mapping[str, object]) -> dict[str, Any]:
+    """Return what arguments of vLLM's set. Raises `ConfigError` for the first that cannot be, with what can."""
+    keys: dict[str, Any] = {}
+    for name, value in others.items():
         if name in {known.name for known in fields(EngineConfig)}:
             raise ConfigError(f'LLM: {name} is a field of config: config={{"{name}": ...}}')
-        instead = f"; in its place: {_OF_VLLM[name]}" if name in _OF_VLLM else ""
-        raise ConfigError(f"LLM: there is no argument {name}{instead}")
+        if name not in FOREIGN:
+            raise ConfigError(f"LLM: there is no argument {name}")
+        keys |= engine_keys(name, value, f"LLM: {name}", 'config={{"{}": ...}}')
+    return keys
 
 
 class LLM:
@@ -169,14 +153,14 @@ class LLM:
         cache: CacheConfig | Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        _refuse(others)
+        foreign = _foreign_keys(others)
         base = config if isinstance(config, EngineConfig) else parse(EngineConfig, config or {}, "config")
         if cache is not None and not isinstance(cache, CacheConfig):
             cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
         self.tokenizer = Tokenizer.load(model_directory(model))
         self._sampling_defaults = sampling_defaults(model_directory(model), base.generation_config)
-        self._config = replace(base, device=chosen.device, dtype=chosen.dtype)
+        self._config = replace(base, device=chosen.device, dtype=chosen.dtype, **foreign)
         self.engine = load_engine(model, self._config, tokenizer=self.tokenizer, cache=cache)
         self._tier_answered = threading.Event()
         if self.engine.connector is not None:

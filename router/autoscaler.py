@@ -50,6 +50,8 @@ class AutoscaleConfig:
         low, dots, high = text.partition("..")
         if not (dots and low.isdecimal() and high.isdecimal()):
             raise ConfigError(f"replicas: must be a number, or a range as 1..3 (got {text!r})")
+        if int(low) > int(high):
+            raise ConfigError(f"replicas: a range is MIN..MAX, with MIN at most MAX (got {text!r})")
         return {"min": int(low), "max": int(high)}
 
 

@@ -106,9 +106,8 @@ def _ray_environment() -> list[Finding]:
     """`mneme serve` sets its own; a RayService takes what the pods have."""
     names = ("RAY_ADDRESS", "RAY_SERVE_ENABLE_HA_PROXY")
     mode = os.environ.get("RAY_AUTH_MODE")
-    # No fault of this machine: `mneme serve` sets it, unless it is set already.
-    advice = "" if mode == "token" else "whoever reaches Ray's ports runs code: set it to token where Ray is started"
-    auth = Finding("RAY_AUTH_MODE", mode or "not set", advice=advice)
+    advice = "" if mode in (None, "token") else "whoever reaches Ray's ports runs code: set it to token"
+    auth = Finding("RAY_AUTH_MODE", mode or "not set; `mneme serve` sets token", advice=advice)
     return [auth, *(Finding(name, os.environ.get(name, "not set")) for name in names)]
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from mneme.errors import ConfigError, MnemeError
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.vllm_options import FOREIGN, engine_keys
 from mneme.version import __version__
 
 _EXAMPLES = """\
@@ -50,6 +51,7 @@ _VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our ke
     ("--block-size", "engine.page_size", int, "N", "tokens in a KV page"),
     ("--kv-cache-memory-bytes", "engine.kv_cache_bytes", int, "N", "instead of a share of the device's free memory"),
 )
+_FOREIGN = "vllm."  # before the names of options of vLLM's that are none here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,6 +185,11 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         choices = get_args(hints[key.removeprefix("engine.")]) if option in ("--dtype", "--generation-config") else None
         more: Any = {"nargs": "+", "action": "extend"} if key == "served_name" else {}
         same.add_argument(option, dest=key, type=kind, choices=choices, metavar=metavar, help=f"{text} ({key})", **more)
+    for name, foreign in FOREIGN.items():
+        option = f"--{name.replace('_', '-')}"
+        if option not in {known for known, *_ in _VLLM_OPTIONS}:
+            action = argparse.BooleanOptionalAction if foreign.is_flag else "store"
+            same.add_argument(option, dest=_FOREIGN + name, action=action, help=argparse.SUPPRESS)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -197,7 +204,7 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(f"--served-model-name: {names[-1]} is a directory; the model stands before this option")
     if "http.api_keys" in given:
         given["http.api_keys"] = [given["http.api_keys"]]
-    config = load_config(args.config, args.set, given)
+    config = load_config(args.config, args.set, given | _foreign_keys(args))
     if args.print_config:
         import yaml
 
@@ -206,6 +213,21 @@ def _serve(args: argparse.Namespace) -> int:
     from mneme.cluster.cli.serve import serve, serve_local
 
     return serve_local(config) if args.local else serve(config)
+
+
+def _foreign_keys(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what options of vLLM's set, and say of those that set nothing that they do not. Raises `ConfigError`."""
+    given: dict[str, Any] = {}
+    for name in FOREIGN:
+        value = getattr(args, _FOREIGN + name, None)
+        if value is None:
+            continue
+        option = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        keys = engine_keys(name, value, option, "--set engine.{}=...")
+        given |= {f"engine.{key}": each for key, each in keys.items()}
+        if not keys:
+            print(f"mneme serve: {option} changes nothing: it is so anyway", file=sys.stderr)
+    return given
 
 
 def _replicas(text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -183,10 +184,9 @@ async def _answer(service: Service, route: Route, request: Request) -> Any:
 
 async def _list_models(service: Service, request: Request) -> dict[str, Any]:
     """The names that `model` may have."""
-    return {
-        "object": "list",
-        "data": [_model_object(api.model, name) for api in service.apis for name in api.model.names],
-    }
+    models = [_model_object(api.model, name) for api in service.apis for name in api.model.names]
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+    return {"object": "list", "data": models, **ends}
 
 
 async def _get_model(service: Service, request: Request) -> dict[str, Any]:
@@ -293,6 +293,7 @@ async def _refused_by_framework(request: Request, error: Exception) -> Response:
 
 
 def _model_object(model: ServedModel, name: str) -> dict[str, Any]:
+    """Return what OpenAI's clients read of a model, and behind it what Anthropic's do."""
     return {
         "id": name,
         "object": "model",
@@ -301,6 +302,9 @@ def _model_object(model: ServedModel, name: str) -> dict[str, Any]:
         "root": model.root,
         "max_model_len": model.max_context,
         "sampling_defaults": model.sampling_defaults,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
     }
 
 

@@ -97,6 +97,7 @@ class BlendUsage(TypedDict):
     measured: NotRequired[bool]
     reused: NotRequired[int]
     recomputed: NotRequired[int]
+    recomputed_share: NotRequired[float]
     history: NotRequired[Literal["approximate"]]  # earlier turns of the session reuse documents behind other text
     documents: list[DocumentUsage]
 
@@ -535,11 +536,17 @@ class Model(TypedDict):
     owned_by: str
     max_model_len: int
     sampling_defaults: dict[str, float]  # of generation_config.json, in force where a request says nothing
+    type: Literal["model"]
+    display_name: str
+    created_at: str
 
 
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[Model]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class SessionKv(TypedDict):

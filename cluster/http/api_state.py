@@ -57,7 +57,7 @@ class ServedModel:
     id: str  # answers, metrics and logs have this one
     max_context: int  # tokens of prompt and output together
     created: int  # Unix seconds
-    root: str | None = None  # the model's directory: load tools on the same machine take its tokenizer
+    root: str | None = None  # the model's directory, for load tools on the same machine; else its name
     aliases: tuple[str, ...] = ()  # further names
     sampling_defaults: SamplingDefaults = field(default_factory=dict)  # the model's own, where a request says nothing
 
@@ -88,7 +88,7 @@ class Backend(NamedTuple):
             id=config.model_name,
             max_context=min(max_context, config.engine.max_context or max_context),
             created=int(time.time()),
-            root=str(directory),
+            root=str(directory) if config.is_private else config.model_name,
             aliases=config.model_names[1:],
             sampling_defaults=sampling_defaults(directory, config.engine.generation_config),
         )

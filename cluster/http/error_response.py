@@ -48,6 +48,8 @@ def _anthropic(status: int, message: str, request_id: str) -> dict[str, Any]:
 def error_response(error: MnemeError, path: str, request_id: str) -> Response:
     """The answer to a request that failed before its first byte was sent."""
     headers = {}
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, TryAgainLater):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, RequestTimeout):

@@ -27,11 +27,10 @@ from mneme.lab.bench.load import Load
 from mneme.lab.bench.measure import PERCENTS, SLO_NAMES, parse_slo, spread_ms, summarize
 from mneme.lab.bench.report import html_report
 from mneme.lab.bench.workloads import SHAPES, Session, Shape, arrive, content, make_sessions, sessions_of_trace, think
-from mneme.lab.cache.traces import MAX_TOKENS, read_paced_trace
+from mneme.lab.cache.traces import BLOCK_OPTION, MAX_TOKENS, has_times, read_paced_trace
 from mneme.lab.chat import ChatFailed, add_server_arguments, auth_headers, base_url, first_model
 
 TRACE = "trace:"
-BLOCK_TOKENS = 512  # of a trace's hash_id
 _REPLICAS = re.compile(r'^mneme_replicas\{state="(ready|wanted)"\} (\S+)', re.MULTILINE)
 _RECENT = 500  # answers of which the live table has percentiles
 _TERMINAL_S, _LINE_S = 0.5, 5.0  # between two looks at the progress
@@ -64,7 +63,7 @@ _RUN = (
     Option("--report", "FILE.html", "figures and plots in one file", Path),
 )
 _OF_TRACES = (
-    Option("--block-tokens", "N", "tokens of a hash_id (default 512)", int, BLOCK_TOKENS, (1, MAX_TOKENS)),
+    BLOCK_OPTION,
     Option("--words-per-token", "X", "of made texts (default 0.75)", float, 0.75, (1e-3, 10)),
 )
 _LENGTHS = {  # of a shape's fields, in whose place options stand: the smallest, the largest, and what they say
@@ -94,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve = whats.add_parser(
         "serve",
         help="latencies, goodput and cached share of a server under load",
-        description="Load any OpenAI-compatible server; ends in a line of JSON. docs/operations.md says more.",
+        description="Load any OpenAI-compatible server. docs/operations.md says more.",
     )
     lengths = (*_lengths(_LENGTHS, [*SHAPES]),)
     serve.set_defaults(run=bench, options=(*_SERVED, *_PACE, *_RUN, *lengths, *_OF_TRACES))
@@ -107,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scaled = whats.add_parser(
         "autoscale",
         help="replicas, latencies and hit rate of a server that scales while load rises and falls",
-        description="Load that rises and falls on a Mneme server with autoscaling; ends in a line of JSON.",
+        description="Load that rises and falls on a Mneme server with autoscaling.",
     )
     lengths = (*_lengths(("turns", "words", "prefix_words", "prefixes", "max_tokens"), ["sessions"]),)
     scaled.set_defaults(documents="text", run=bench_autoscale, options=(*_SCALED, *_RUN, *lengths))
@@ -121,15 +120,14 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, _RUN)
     parser.add_argument("--session-header", action="store_true", help="send X-Session-ID, which Mneme's sessions go by")
     parser.add_argument("--ignore-eos", action="store_true", help="answers of max_tokens; not every server takes it")
-    parser.add_argument("--json", action="store_true", help="only the line of JSON")
+    parser.add_argument("--json", action="store_true", help="one line of JSON, and no table")
 
 
 def bench(args: argparse.Namespace) -> int:
     """Play the workload and say what came of it. Returns 1 if nothing was answered. Raises `ConfigError`."""
     _check(args)
-    sessions = _sessions(args)
-    is_open = args.rate is not None or args.workload.startswith(TRACE)
-    num_users = None if is_open else args.concurrency or 8
+    sessions, is_timed = sessions_to_play(args)
+    num_users = None if is_timed or args.rate is not None else args.concurrency or 8
     told = ("workload", "rate", "think_time", "seed", "session_header")
     about = {**{name: getattr(args, name) for name in told}, "concurrency": num_users}
     return _run(args, sessions, num_users, about)
@@ -139,8 +137,8 @@ def bench_autoscale(args: argparse.Namespace) -> int:
     """As `bench`, with load that rises and falls, and a look at the server's replicas every second."""
     _check(args)
     if args.load.startswith(TRACE):
-        trace = read_paced_trace(Path(args.load.removeprefix(TRACE)), BLOCK_TOKENS)
-        times_s = [asked.at_s for asked in trace if asked.at_s is not None]
+        trace = read_paced_trace(Path(args.load.removeprefix(TRACE)))
+        times_s = sorted(asked.at_s for asked in trace if asked.at_s is not None)
         if not times_s:
             raise ConfigError(f"load: {args.load} has no timestamps")
         profile = autoscale.bursts(times_s, args.peak, args.seconds)
@@ -180,14 +178,13 @@ def _run(
         figures |= autoscale.follow(load.answers, seen, args.window)
         rows += _rows_of_events(figures)
         plots = autoscale.plots(load.answers, figures, profile)
-    if not args.json:
-        print("\n".join(f"{name:24}{value}" for name, value in rows), flush=True)
+    table = "\n".join(f"{name:24}{value}" for name, value in rows)
+    print(json.dumps(figures) if args.json else table, flush=True)
     if args.out is not None:
         _write("out", args.out, json.dumps({**figures, "requests": _requests(load)}) + "\n")
     if args.report is not None:
         title = f"{model}: {args.load if profile else args.workload}"
         _write("report", args.report, html_report(title, rows, load.answers, plots))
-    print(json.dumps(figures))
     return 130 if is_interrupted else int(not figures["num_ok"])
 
 
@@ -197,15 +194,18 @@ def _check(args: argparse.Namespace) -> None:
     if not is_trace and workload not in SHAPES:
         raise ConfigError(f"workload: must be {', '.join(SHAPES)} or {TRACE}FILE (got {shown(workload)})")
     check_options(args, args.options)
-    unused = ["rate", "concurrency", *map(_option, _LENGTHS)]
-    for name in unused if is_trace else ():
-        if getattr(args, name) is not None:
-            raise ConfigError(f"{name.replace('_', '-')}: a trace has its own")
-    if is_trace and args.think_time:
-        raise ConfigError("think-time: a trace has its own")
+    if is_trace:
+        _refuse(args, map(_option, _LENGTHS))
     for name, path in (("out", args.out), ("report", args.report)):  # before the load, not behind hours of it
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ConfigError(f"{name}: {path} is no file in a folder that exists")
+
+
+def _refuse(args: argparse.Namespace, names: Iterable[str]) -> None:
+    """Raise `ConfigError` for the first of these that is given beside a trace which says it."""
+    for name in names:
+        if getattr(args, name):
+            raise ConfigError(f"{name.replace('_', '-')}: a trace has its own")
 
 
 def _option(name: str) -> str:
@@ -213,16 +213,21 @@ def _option(name: str) -> str:
     return "num_documents" if name == "documents" else name
 
 
-def _sessions(args: argparse.Namespace) -> list[Session]:
+def sessions_to_play(args: argparse.Namespace) -> tuple[list[Session], bool]:
+    """Return what is asked, and whether each turn has its time already."""
     if args.workload.startswith(TRACE):
-        requests = read_paced_trace(Path(args.workload.removeprefix(TRACE)), args.block_tokens)
-        return sessions_of_trace(requests[: args.num_requests], args.words_per_token, args.seed)
-    shape = _shape(args, args.workload)
-    sessions = make_sessions(args.workload, shape, args.num_requests or 100, args.seed)
+        requests = read_paced_trace(Path(args.workload.removeprefix(TRACE)), args.block_tokens)[: args.num_requests]
+        sessions = sessions_of_trace(requests, args.words_per_token, args.seed)
+        if has_times(requests):
+            _refuse(args, ("rate", "concurrency", "think_time"))
+            return sessions, True
+    else:
+        shape = _shape(args, args.workload)
+        sessions = make_sessions(args.workload, shape, args.num_requests or 100, args.seed)
     if args.rate is not None:
-        return arrive(sessions, args.rate, args.think_time, args.seed)
+        return arrive(sessions, args.rate, args.think_time, args.seed), False
     rng = random.Random(f"{args.seed} thoughts")
-    return [think(session, args.think_time, rng) for session in sessions]
+    return [think(session, args.think_time, rng) for session in sessions], False
 
 
 def _shape(args: argparse.Namespace, workload: str) -> Shape:

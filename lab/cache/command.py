@@ -20,7 +20,7 @@ from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.cache.costs import GB, Prices, load_costs, load_table
 from mneme.lab.cache.simulator import SIMULATED_POLICIES, CacheSimulator, Outcome, rank
 from mneme.lab.cache.synthetic import PREFIX, made_trace
-from mneme.lab.cache.traces import MAX_TOKENS, TraceRequest, most_used_within, read_trace
+from mneme.lab.cache.traces import BLOCK_OPTION, BLOCK_TOKENS, TraceRequest, most_used_within, read_trace
 from mneme.replicas.model.directory import load_model_config, model_directory
 
 HOUR_S = 3600.0  # AttentionStore's unit of time (4.3.5)
@@ -35,8 +35,9 @@ _TERMINAL_S, _LINE_S = 0.1, 5.0  # between two looks at the progress
 
 
 TRACE_HELP = (
-    "FILE.jsonl (Mooncake), FILE.csv (Azure) or synthetic[:KEY=VALUE,...], such as "
-    "synthetic:num_sessions=200,think_s=30 (default: synthetic, 1,000 conversations with ShareGPT's lengths)"
+    "FILE.jsonl (Mooncake, Bailian, Weka), FILE.csv (Azure, BurstGPT), FILE.json (ShareGPT, vLLM's conversations) or "
+    "synthetic[:KEY=VALUE,...], such as synthetic:num_sessions=200,think_s=30 (default: synthetic, 1,000 conversations "
+    "with ShareGPT's lengths)"
 )
 
 
@@ -48,7 +49,7 @@ _OPTIONS = (
         "one tier of so many blocks; several, by commas (default: 10%%, 50%% and 100%% of the trace's)",
     ),
     *(Option(f"--{name}-gb", "GB", f"the {name} tier, in 10^9 bytes; several, by commas") for name in TIERS),
-    Option("--block-tokens", "N", "tokens in a block (default 512)", int, 512, (1, MAX_TOKENS)),
+    BLOCK_OPTION,
     Option("--prefill-tokens-per-s", "N", "of one replica (default: 5,700)", float),
     Option("--queue", "N", "requests to come that the policy sees (default 0)", int, 0, (0, 10_000)),
     Option(
@@ -77,13 +78,14 @@ def simulate_cache(args: argparse.Namespace) -> int:
     """Run every policy at every capacity. Raises `ConfigError`."""
     check_options(args, _OPTIONS)
     costs, prices = load_costs(args.rates, given_rates(args)), load_table(Prices, args.prices)
-    sizes = _sizes(args, args.block_tokens * costs.calibration.kv_bytes_per_token)
     policies = args.policy.split(",")
     for policy in policies:
         if policy not in SIMULATED_POLICIES:
             raise ConfigError(f"policy: must be one of {', '.join(SIMULATED_POLICIES)} (got {shown(policy)})")
-    made = made_trace(args.trace, args.block_tokens)
+    made = made_trace(args.trace, args.block_tokens or BLOCK_TOKENS)
     trace = read_trace(Path(args.trace), args.block_tokens) if made is None else made
+    args.block_tokens = trace[0].block_tokens
+    sizes = _sizes(args, args.block_tokens * costs.calibration.kv_bytes_per_token)
     num_distinct = len({block_id for request in trace for block_id in request.block_ids})
     sizes = sizes or [Size([max(round(share * num_distinct), 1)]) for share in _DEFAULT_SHARES]
     busy_blocks = most_used_within(trace, HOUR_S)
@@ -95,7 +97,7 @@ def simulate_cache(args: argparse.Namespace) -> int:
         plot_runs(args.plot, runs, f"{args.trace}, {costs.calibration.kv_bytes_per_token:,} bytes of KV per token")
         say(f"the plot is in {args.plot}")
     if num_distinct == sum(len(request.block_ids) for request in trace):
-        why = ": Azure's format does not say which prompts are alike" if args.trace.lower().endswith(".csv") else ""
+        why = ": its format does not say which prompts are alike" if args.trace.lower().endswith(".csv") else ""
         say(f"no block of this trace occurs twice, so no cache finds any{why}")
     if args.json:
         print(json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}))

@@ -20,7 +20,7 @@ from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.cache.command import TRACE_HELP, add_cache_simulation, progress
 from mneme.lab.cache.costs import GB, load_costs
 from mneme.lab.cache.synthetic import PREFIX
-from mneme.lab.cache.traces import MAX_TOKENS
+from mneme.lab.cache.traces import BLOCK_OPTION
 from mneme.lab.cluster.play import ClusterShape, Simulation
 from mneme.lab.cluster.replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, PAGE_TOKENS, EngineShape
 from mneme.lab.cluster.routers import ROUTERS
@@ -31,7 +31,7 @@ from mneme.router.autoscaler import AutoscaleConfig
 _SECONDS, _REPLICAS, _GB = (1e-6, 1e6), (1, 10_000), (0.0, 1e9)
 _OPTIONS = (
     Option("--replicas", "N", "engines (default 8), or MIN..MAX, which the autoscaler keeps to", str, "8", _REPLICAS),
-    Option("--router", "NAME", f"several by commas, or all: {', '.join(ROUTERS)}", default="mneme"),
+    Option("--router", "NAME", f"several by commas, or all: {', '.join(ROUTERS)} (default mneme)", default="mneme"),
     Option("--trace", "TRACE", TRACE_HELP, default=PREFIX),
     Option("--scenario", None, "a case in which known rules fail, instead of a trace", choices=list(SCENARIOS)),
     Option("--scale", "N", "so many tenants, each asking what the trace has", int, 1, (1, 1_000)),
@@ -48,7 +48,7 @@ _OPTIONS = (
     Option("--host-gb", "GB", "the host tiers of one node's engines (default 0)", float, 0.0, _GB),
     Option("--replicas-per-node", "N", "that share its memory (default 8)", int, 8, _REPLICAS),
     Option("--policy", None, "which blocks go first (default lru)", str, "lru", None, get_args(PolicyName)),
-    Option("--block-tokens", "N", "tokens in a block (default 512)", int, 512, (1, MAX_TOKENS)),
+    BLOCK_OPTION,
     Option(
         "--max-step-ms", "MS",
         "of a step beside streams (default, as the engine's: 50, or eight times what its decodes take)", float, None,
@@ -78,6 +78,8 @@ def simulate_cluster(args: argparse.Namespace) -> int:
     args = argparse.Namespace(**{each.attribute: each.default for each in _OPTIONS} | vars(args))
     args.replicas, args.autoscale = _replicas(args.replicas)
     check_options(args, _OPTIONS)
+    if args.scenario is not None and "router" not in given:
+        args.router = ",".join(SCENARIOS[args.scenario].routers)
     names = list(ROUTERS) if args.router == "all" else args.router.split(",")
     for name in names:
         if name not in ROUTERS:
@@ -85,7 +87,7 @@ def simulate_cluster(args: argparse.Namespace) -> int:
     if args.scenario is not None:
         if ignored := [name for name in given if name not in ("scenario", "router", "seed")]:
             raise ConfigError(f"{', '.join(ignored)}: cannot be given beside --scenario, which has its own")
-        shape, turns = SCENARIOS[args.scenario](args.seed)
+        shape, turns = SCENARIOS[args.scenario].make(args.seed)
         costs = DEFAULT_RATES.cost_model()
     else:
         costs = DEFAULT_RATES.cost_model() if args.rates is None else load_costs(args.rates)
@@ -104,7 +106,8 @@ def simulate_cluster(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}))
     else:
-        print("\n".join([*_assumptions(args, costs, shape, turns), "", *table(runs)]))
+        shows = () if args.scenario is None else (f"{args.scenario}: {SCENARIOS[args.scenario].shows}",)
+        print("\n".join([*shows, *_assumptions(args, costs, shape, turns), "", *table(runs)]))
     return 0
 
 

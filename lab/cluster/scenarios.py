@@ -1,15 +1,4 @@
-"""Small cases in which known rules fail, each as its own trace and cluster; routers are compared on them.
-
-sticky             sessions in a closed loop, as many at once as all replicas have streams: a few sessions too many at
-                   one wait there turn by turn (Dynamo's replay, 2026: a session's replica alone is slower than round
-                   robin)
-death-spiral       a replica joins a busy cluster whose clients ask again after 10 s: a rule that sends every miss to
-                   the smallest tree sends it all of them (sglang#14305)
-affinity-collapse  one system prompt under everything, no sessions: a rule that follows the longest match sends all to
-                   one replica; one that drops affinity when loads differ computes it again (sglang#32195)
-herding            load reports that are a second old: all that comes meanwhile goes to the same replica
-restart-ghosts     replicas restart in turn: an index that is not told expects what is gone (llm-d-router#2853)
-"""
+"""Small cases in which known rules fail, each as its own trace and cluster; routers are compared on them."""
 
 from __future__ import annotations
 
@@ -71,10 +60,43 @@ def restart_ghosts(seed: int) -> Scenario:
     return Scenario(ClusterShape(replicas=8, restarts=restarts, seed=seed), turns)
 
 
-SCENARIOS: dict[str, Callable[[int], Scenario]] = {
-    "sticky": sticky, "death-spiral": death_spiral, "affinity-collapse": affinity_collapse, "herding": herding,
-    "restart-ghosts": restart_ghosts,
-}  # fmt: skip
+class Case(NamedTuple):
+    make: Callable[[int], Scenario]  # from a seed
+    shows: str
+    routers: tuple[str, ...]  # to be compared unless others are named
+
+
+SCENARIOS = {
+    "sticky": Case(
+        sticky,
+        "sessions in a closed loop, as many at once as all replicas have streams: a few sessions too many at one wait "
+        "there turn by turn, and a session's replica alone is slower than round robin (Dynamo's replay, 2026)",
+        ("mneme", "hash", "round-robin"),
+    ),
+    "death-spiral": Case(
+        death_spiral,
+        "a replica joins a busy cluster whose clients ask again after 10 s: a rule that sends every miss to the "
+        "smallest tree sends it all of them, and they fail (sglang#14305)",
+        ("mneme", "ray"),
+    ),
+    "affinity-collapse": Case(
+        affinity_collapse,
+        "one system prompt under everything, no sessions: a rule that follows the longest match sends all to one "
+        "replica; one that drops affinity when loads differ computes it again (sglang#32195)",
+        ("mneme", "ray", "sglang"),
+    ),
+    "herding": Case(
+        herding,
+        "two ingresses with load reports that are a second old, and prompts that share nothing: a rule that reads "
+        "reports alone sends all that comes meanwhile to the same replica; look at TTFT p99 and at the load in use",
+        ("mneme", "polled", "round-robin"),
+    ),
+    "restart-ghosts": Case(
+        restart_ghosts,
+        "replicas restart in turn: an index that is not told expects what is gone (llm-d-router#2853)",
+        ("mneme", "ray", "sglang"),
+    ),
+}
 
 
 def _poisson(rng: random.Random, *, per_s: float, span_s: float) -> Iterator[float]:

@@ -7,14 +7,13 @@ no turn comes before the answer that it follows.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mneme.lab.cache.synthetic import made_trace
-from mneme.lab.cache.traces import PacedRequest, read_paced_trace
+from mneme.lab.cache.traces import BLOCK_TOKENS, PacedRequest, filled, read_paced_trace
 
 _JITTER_S = 60.0  # by which the copies of a trace are apart at most
 
@@ -33,9 +32,9 @@ class Turn:
     delay_s: float = 0.0
 
 
-def read_workload(name: str, block_tokens: int) -> list[Turn]:
+def read_workload(name: str, block_tokens: int | None) -> list[Turn]:
     """Read a trace's file, or make the one that `synthetic[:KEY=VALUE,...]` says. Raises `ConfigError`."""
-    made = made_trace(name, block_tokens)
+    made = made_trace(name, block_tokens or BLOCK_TOKENS)
     return turns_of(
         read_paced_trace(Path(name), block_tokens) if made is None else (PacedRequest(*each) for each in made)
     )
@@ -43,7 +42,7 @@ def read_workload(name: str, block_tokens: int) -> list[Turn]:
 
 def turns_of(trace: Iterable[PacedRequest]) -> list[Turn]:
     """Return a trace's turns, by time, its blocks numbered from 0; in one that names no sessions they are found."""
-    requests = [*trace]
+    requests = filled([*trace])
     has_sessions = any(asked.session_id is not None or asked.wait_for for asked in requests)
     turns = _told(requests) if has_sessions else _found(requests)
     numbers: dict[int, int] = {}
@@ -56,25 +55,11 @@ def _told(requests: Iterable[PacedRequest]) -> list[Turn]:
     turns: list[Turn] = []
     turn_by_request: dict[str, Turn] = {}
     last_by_session: dict[str, Turn] = {}
-    fresh = itertools.count(-1, -1)  # blocks that the trace does not name
     for number, asked in enumerate(requests):
         before = None if asked.session_id is None else last_by_session.get(asked.session_id)
         after = [turn_by_request[name] for name in asked.wait_for] + ([] if before is None else [before])
-        ids, num_input = asked.block_ids, asked.input_tokens
-        if ids is None:
-            num_input += 0 if before is None else before.input_tokens + before.output_tokens
-            kept = [] if before is None else before.block_ids[: before.input_tokens // asked.block_tokens]
-            ids = [*kept, *itertools.islice(fresh, -(-num_input // asked.block_tokens) - len(kept))]
-        turn = Turn(
-            max(asked.at_s or 0.0, *(each.at_s for each in after), 0.0),  # so that it stands behind them
-            ids,
-            num_input,
-            max(asked.output_tokens, 1),
-            asked.block_tokens,
-            number if before is None else before.session,
-            tuple(dict.fromkeys(after)),
-            asked.delay_s,
-        )
+        session = number if before is None else before.session
+        turn = _turn(asked, session, tuple(dict.fromkeys(after)))
         if asked.request_id is not None:
             turn_by_request[asked.request_id] = turn
         if asked.session_id is not None:
@@ -88,21 +73,26 @@ def _found(requests: Iterable[PacedRequest]) -> list[Turn]:
     last_by_session: dict[int, Turn] = {}
     owner_by_block: dict[int, int] = {}  # the session that brought it
     for number, asked in enumerate(requests):
-        ids, size = asked.block_ids, asked.block_tokens
-        assert ids is not None, "only lines of sessions name no blocks"
+        ids, size = asked.block_ids or [], asked.block_tokens
         known = next((block_id for block_id in reversed(ids) if block_id in owner_by_block), None)
         session = number if known is None else owner_by_block[known]
         before = last_by_session.get(session)
         if before is not None and not set(before.block_ids[: before.input_tokens // size]) <= set(ids):
             session, before = number, None  # it goes on from an earlier turn, or from what many begin with
         after = () if before is None else (before,)
-        at_s = max(asked.at_s or 0.0, 0.0 if before is None else before.at_s)
-        turn = Turn(at_s, ids, asked.input_tokens, max(asked.output_tokens, 1), size, session, after)
+        turn = _turn(asked, session, after)
         last_by_session[session] = turn
         for block_id in ids:
             owner_by_block.setdefault(block_id, session)
         turns.append(turn)
     return turns
+
+
+def _turn(asked: PacedRequest, session: int, after: tuple[Turn, ...]) -> Turn:
+    """Return what `filled` says of a request, due no sooner than what it waits for."""
+    at_s = max(asked.at_s or 0.0, *(each.at_s for each in after), 0.0)
+    ids, num_output = asked.block_ids or [], max(asked.output_tokens, 1)
+    return Turn(at_s, ids, asked.input_tokens, num_output, asked.block_tokens, session, after, asked.delay_s)
 
 
 def scaled(turns: Sequence[Turn], copies: int, speed: float, seed: int) -> list[Turn]:

@@ -79,8 +79,13 @@ def quality(args: argparse.Namespace) -> int:
     dtype = choose_dtype(args.dtype, choose_device(args.device), model_config.dtype)
     config = parse(EngineConfig, {"device": args.device, "dtype": str(dtype).removeprefix("torch.")})
     out = args.out or (None if args.quick else folder)
-    if out is not None and not (out.is_dir() and os.access(out, os.W_OK)):
-        raise ConfigError(f"out: must be a folder that can be written to (got {shown(str(out))})")
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out: {shown(str(out))} is no folder and cannot be made: {error.strerror}") from error
+        if not os.access(out, os.W_OK):
+            raise ConfigError(f"out: must be a folder that can be written to (got {shown(str(out))})")
 
     from rich.console import Console
     from rich.progress import Progress

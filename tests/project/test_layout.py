@@ -50,7 +50,7 @@ LEVELS = {
     ),
     "replicas": (
         "documents forest report truncation",
-        "config request",
+        "config request vllm_options",
         "card",
         "fuse text",
         "sequence",
@@ -192,6 +192,22 @@ def test_no_bytes_are_executed(path: Path) -> None:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in {"eval", "exec", "torch.load"}, f"{path}:{node.lineno} {called}"
+
+
+def test_no_sql_is_put_together_from_values() -> None:
+    """What goes into the text of a statement where it is executed are constants; values go beside it."""
+    found = []
+    for path in python_files("cachetier", "cluster", "kernels", "lab", "replicas", "router"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if not is_call or node.func.attr not in ("execute", "executemany", "executescript"):
+                continue
+            parts = [part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.FormattedValue)]
+            names = {name.id for part in parts for name in ast.walk(part) if isinstance(name, ast.Name)}
+            if any(name != name.upper() for name in names - {"self"}) or isinstance(node.args[0], ast.BinOp):
+                found.append(f"{path}:{node.lineno} {ast.unparse(node.args[0])}")
+    assert found == []
 
 
 def test_the_offline_api_needs_no_ray() -> None:

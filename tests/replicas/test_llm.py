@@ -557,9 +557,21 @@ def test_bad_words_are_not_said(llm: LLM) -> None:
         ({"max_model_len": 512}, "max_context"),
         ({"tensor_parallel_size": 2}, "--replicas"),
         ({"num_pages": 64}, 'config={"num_pages"'),
+        ({"trust_remote_code": True}, "no code of a model is run"),
+        ({"gpu_memory_utilization": 0.9}, 'config={"kv_cache_bytes"'),
+        ({"quantization": "fp8"}, "quantized weights are not supported"),
         ({"modle": "x"}, "no argument modle$"),
     ],
 )
 def test_an_argument_of_vllms_is_refused_with_what_takes_its_place(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**given)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_flag_of_vllms_is_honoured(is_cached: bool) -> None:
+    given: dict[str, Any] = {"enable_prefix_caching": is_cached, "tensor_parallel_size": 1, "trust_remote_code": False}
+    with LLM(config={"prefix_sharing": not is_cached}, **given) as llm:
+        for _ in range(2):
+            [answer] = llm.generate("The server " * 40, GREEDY)
+    assert (answer.num_cached_tokens > 0) == is_cached

@@ -53,8 +53,8 @@ def test_ray_without_tokens_is_warned_of(
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     doctor(port=1, as_json=True)
     findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
-    assert findings["RAY_AUTH_MODE"]["value"] == (mode or "not set")
-    assert ("token" in findings["RAY_AUTH_MODE"]["advice"]) == (mode != "token")
+    assert findings["RAY_AUTH_MODE"]["value"] == (mode or "not set; `mneme serve` sets token")
+    assert ("token" in findings["RAY_AUTH_MODE"]["advice"]) == (mode == "disabled")
 
 
 def test_what_is_found_is_said_at_once_and_summed_up(

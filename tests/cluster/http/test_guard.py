@@ -33,6 +33,7 @@ def test_without_a_key_nothing_is_read(authorization: str | None) -> None:
     headers = {"Authorization": authorization} if authorization else {}
     response = post("/v1/chat/completions", "not even an object", headers=headers, **KEYS)
     assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert get("/health", headers=headers, **KEYS).status_code == 200
 
@@ -46,6 +47,19 @@ def test_what_needs_no_key_reads_no_body(path: str, method: str) -> None:
     ):
         connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode())
         assert connection.recv(65536).split(b" ", 2)[1] == b"405"
+
+
+@pytest.mark.parametrize("host", ["x/health?", "x/health#", "x/docs\\", "127.0.0.1:80@x/health?", "/health", ""])
+@pytest.mark.parametrize("path", ["/tokenize", "http://x/health?/../tokenize"])
+def test_no_host_makes_a_path_open(host: str, path: str) -> None:
+    """Whether a key is needed is the path's matter, not that of a URL made with what the client says its host is."""
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: 14\r\n\r\n"
+    with (
+        serving(config=HttpConfig(api_keys=("secret-a",))) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection,
+    ):
+        connection.sendall(head.encode() + b'{"prompt":"a"}')
+        assert int(connection.makefile("rb").read().split(b" ", 2)[1]) in (400, 401, 404, 405)
 
 
 def test_a_trailer_is_no_key() -> None:

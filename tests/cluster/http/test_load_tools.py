@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from mneme.cluster.config import ClusterConfig
 from mneme.cluster.http.answers import MAX_DELTAS, Choice, FieldNames
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, Server, get, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
@@ -45,6 +48,24 @@ def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dict[str,
     *events, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_told"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.1", False)]
+)
+def test_the_directory_is_told_to_this_machine_alone(host: str, is_told: bool) -> None:
+    backend = Backend.load(FakeEngineClient(TOKENIZER), ClusterConfig(host=host))
+    directory = str(model_directory("mneme-tiny"))
+    assert backend.model.root == (directory if is_told else "mneme-tiny")
+
+
+def test_models_are_those_of_anthropics_clients_too() -> None:
+    listed = get("/v1/models").json()
+    (model,) = listed["data"]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("tiny", "tiny", False)
+    assert (model["type"], model["display_name"]) == ("model", "tiny")
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+    assert model["created_at"].endswith("Z")
 
 
 def test_models_have_the_directory_of_their_tokenizer() -> None:

@@ -63,7 +63,7 @@ def test_a_server_is_loaded_and_watched(tmp_path: Path, capsys: pytest.CaptureFi
     with serving() as server:
         arguments = ["--rate", "4", "--peak", "8", "--seconds", "3", "--think-time", "0", "--words", "4"]
         files = ["--out", str(out), "--report", str(report)]
-        assert main(["bench", "autoscale", "--url", server.url, *arguments, *files]) == 0
+        assert main(["bench", "autoscale", "--url", server.url, *arguments, *files, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["num_ok"] == figures["num_requests"] > 0
     assert (figures["replicas_least"], figures["replicas_most"], figures["events"]) == (2, 2, [])

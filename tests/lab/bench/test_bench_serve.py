@@ -29,8 +29,8 @@ COUNTED = {"prompt_tokens": 12, "completion_tokens": 2, "prompt_tokens_details":
 
 def bench(capsys: pytest.CaptureFixture[str], url: str, *arguments: str, status: int = 0) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["bench", "serve", "--url", url, *arguments]) == status
-    figures: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["bench", "serve", "--url", url, *arguments, "--json"]) == status
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
     return figures
 
 
@@ -63,6 +63,14 @@ def test_only_json_is_printed_on_request(capsys: pytest.CaptureFixture[str]) -> 
     (line,) = capsys.readouterr().out.splitlines()
     wanted = {"ttft_p50_s", "ttft_p99_s", "itl_p99_s", "output_tokens_per_s", "cached_share", "num_failed"}
     assert wanted <= json.loads(line).keys()
+
+
+def test_a_table_alone_is_printed_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        assert main(["bench", "serve", "--url", server.url, "--num-requests", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("requests                1 answered, 0 failed")
+    assert "{" not in shown
 
 
 def test_refusals_are_counted_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +153,7 @@ def test_streams_of_other_servers(kind: str, capsys: pytest.CaptureFixture[str])
         (["--slo", "ttft=x"], "slo"),
         (["--out", "/no/such/folder/x.json"], "out"),
         (["--workload", "rag", "--num-documents", "40"], "num-documents"),
-        (["--workload", "trace:x.jsonl", "--rate", "3"], "rate"),
+        (["--workload", "trace:x.jsonl", "--turns", "3"], "turns"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_sent(
@@ -189,7 +197,7 @@ def test_where_nobody_answers_that_is_said(capsys: pytest.CaptureFixture[str]) -
 
 def test_what_was_measured_before_an_interrupt_is_told() -> None:
     with serving(is_endless=True) as server:
-        command = [sys.executable, "-m", "mneme.cluster.cli.main", "bench", "serve", "--url", server.url]
+        command = [sys.executable, "-m", "mneme.cluster.cli.main", "bench", "serve", "--json", "--url", server.url]
         more = ["--num-requests", "1000", "--turns", "1", "--max-tokens", "20"]
         process = subprocess.Popen(
             [*command, *more],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from mneme.errors import ConfigError
+from mneme.lab.bench.command import add_arguments, sessions_to_play
 from mneme.lab.bench.load import Load
 from mneme.lab.bench.measure import UNSENT, Answer, parse_slo, summarize
 from mneme.lab.bench.workloads import SHAPES, Session, arrive, content, make_sessions, sessions_of_trace, think
@@ -147,6 +149,27 @@ def test_what_the_simulator_reads_can_be_played(tmp_path: Path) -> None:
     row = {"timestamp": 1000, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
     trace = lines(tmp_path / "t.jsonl", row, {**row, "timestamp": 2000})
     assert len(read_trace(trace, 512)) == len(played(sessions_of_trace(read_paced_trace(trace, 512), 1.0, 0))[1].sent)
+
+
+def test_a_conversation_without_times_is_paced_by_the_options(tmp_path: Path) -> None:
+    says = {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}] * 2}
+    path = lines(tmp_path / "t.jsonl", says, says)
+
+    def sessions_of(*options: str) -> tuple[list[Session], bool]:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        return sessions_to_play(parser.parse_args(["serve", "--workload", f"trace:{path}", *options]))
+
+    sessions, is_timed = sessions_of("--concurrency", "1")
+    assert not is_timed
+    assert [len(session.turns) for session in sessions] == [2, 2]
+    assert [turn.delay_s for session in sessions for turn in session.turns] == [0.0] * 4
+    assert all(turn.delay_s > 0 for session in sessions_of("--think-time", "9")[0] for turn in session.turns)
+    assert 0 < sessions_of("--rate", "3")[0][0].turns[0].at_s < sessions_of("--rate", "3")[0][1].turns[0].at_s
+    lines(path, {"timestamp": 1, "input_length": 3, "output_length": 1})
+    for option in ("--rate", "--concurrency", "--think-time"):
+        with pytest.raises(ConfigError, match=f"{option[2:]}: a trace has its own"):
+            sessions_of(option, "3")
 
 
 def test_percentiles_and_goodput_are_of_what_was_measured() -> None:

@@ -158,7 +158,7 @@ def test_a_trace_without_hashes_is_pointed_out(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,900,44\n2023-11-16 18:15:50,900,5\n")
     assert simulate("--trace", str(path), "--capacity-blocks", "9") == 0
-    assert "Azure's format does not say which prompts are alike" in capsys.readouterr().err
+    assert "its format does not say which prompts are alike" in capsys.readouterr().err
 
 
 def test_outside_a_terminal_progress_is_a_line_now_and_then(

@@ -37,12 +37,12 @@ def test_mooncake_rows_are_read(tmp_path: Path) -> None:
     [
         ("{", "is no JSON"),
         ("[" * 100_000, "is no JSON"),
-        ("[1]", "must be a JSON object with timestamp"),
-        ({**ROW, "timestamp": "500"}, "timestamp: must be a whole number"),
-        ({**ROW, "timestamp": True}, "timestamp: must be a whole number"),
-        ({**ROW, "timestamp": -1}, "timestamp: must be a whole number"),
-        ({**ROW, "timestamp": float("nan")}, "timestamp: must be a whole number"),
-        ({**ROW, "timestamp": 499}, "is earlier than the request before it"),
+        ("[1]", "must be a JSON object"),
+        ({**ROW, "timestamp": "500"}, "timestamp: must be ms from 0"),
+        ({**ROW, "timestamp": True}, "timestamp: must be ms from 0"),
+        ({**ROW, "timestamp": -1}, "timestamp: must be ms from 0"),
+        ({**ROW, "timestamp": float("nan")}, "timestamp: must be ms from 0"),
+        ({**ROW, "timestamp": None}, "timestamp: is missing"),
         ({**ROW, "input_length": 0}, "input_length: must be a whole number from 1"),
         ({**ROW, "input_length": 10**12}, "input_length: must be a whole number from 1"),
         ({**ROW, "output_length": -1}, "output_length: must be"),
@@ -51,7 +51,7 @@ def test_mooncake_rows_are_read(tmp_path: Path) -> None:
         ({**ROW, "hash_ids": [7, 8, "9"]}, "hash_ids: must be a whole number"),
         ({**ROW, "hash_ids": [7, 9, 8]}, "9 comes behind another prefix than before"),
         ({**ROW, "hash_ids": [7, 8, 8]}, "8 comes behind another prefix than before"),
-        ({key: ROW[key] for key in ROW if key != "hash_ids"}, "must be a JSON object with"),
+        ({key: ROW[key] for key in ROW if key != "input_length"}, r"must have .* \(has no input_length\)"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: Any, rule: str) -> None:
@@ -66,7 +66,7 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("")
     rules = {
         "empty.jsonl": "has no requests", "bytes.jsonl": "bytes.jsonl:1: is not text", "folder.csv": "cannot be read",
-        "missing.csv": "cannot be read", "other.txt": "ends in .jsonl or .csv",
+        "missing.csv": "cannot be read", "other.txt": "ends in .jsonl, .json, .csv",
     }  # fmt: skip
     for name, rule in rules.items():
         with pytest.raises(ConfigError, match=rule):
@@ -104,12 +104,11 @@ def test_azure_rows_are_read_and_share_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("a,b,c\r\n", ":1: must be TIMESTAMP,"),
+        ("a,b,c\r\n", ":1: has the fields of no trace .* TIMESTAMP, "),
         (AZURE + "2023-11-16 18:17:03,9\r\n", ":2: must have 3 fields"),
-        (AZURE + "yesterday,9,1\r\n", ":2: is no time"),
-        (AZURE + "2023-11-16 18:17:03,9.5,1\r\n", ":2: is no time and two counts"),
+        (AZURE + "yesterday,9,1\r\n", ":2: TIMESTAMP: is no time"),
+        (AZURE + "2023-11-16 18:17:03,9.5,1\r\n", ":2: ContextTokens: must be a whole number"),
         (AZURE + "2023-11-16 18:17:03,0,1\r\n", ":2: ContextTokens: must be"),
-        (AZURE + "2023-11-16 18:17:03,1,1\r\n2023-11-15 18:17:03,1,1\r\n", ":3: is earlier"),
         (AZURE + '"2023', "no CSV|fields"),
         (AZURE, "has no requests"),
     ],

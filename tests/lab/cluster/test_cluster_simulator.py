@@ -44,7 +44,7 @@ def found_turns(trace: Sequence[TraceRequest]) -> list[Turn]:
 @cache
 def played(scenario: str, router: str, num_turns: int | None = None) -> dict[str, Any]:
     """Play a scenario once for all tests; `num_turns`: only its first turns, where these are enough."""
-    shape, turns = SCENARIOS[scenario](0)
+    shape, turns = SCENARIOS[scenario].make(0)
     return Simulation(replace(shape, router=router), turns[:num_turns], DEFAULT_RATES.cost_model()).run()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from mneme.cluster.cli.main import main
 from mneme.lab.cluster.routers import ROUTERS
+from mneme.lab.cluster.scenarios import SCENARIOS
 
 SMALL = ["--trace", "synthetic:num_sessions=20", "--block-tokens", "64"]
 
@@ -42,6 +43,19 @@ def test_all_routers_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines if line[:1].isalpha()} >= set(ROUTERS)
     assert "Llama-2-70B on eight A800s" in lines[0]
+
+
+@pytest.mark.slow
+def test_a_scenario_says_what_it_shows_and_compares_the_rules_that_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--scenario", "herding") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"herding: {SCENARIOS['herding'].shows}"
+    rows = [line.split()[0] for line in lines if line[:1].isalpha()]
+    assert [row for row in rows if row in ROUTERS] == ["mneme", "polled", "round-robin"]
+
+
+def test_scenarios_compare_routers_that_there_are() -> None:
+    assert all(len(case.routers) > 1 and set(case.routers) <= set(ROUTERS) for case in SCENARIOS.values())
 
 
 @pytest.mark.slow

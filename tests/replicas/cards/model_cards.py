@@ -5,8 +5,6 @@ and places of special tokens, where chat templates stand, rotary scaling, ends o
 small, vocabularies are trained here, templates are in words of our own (`family_templates.py`).
 """
 
-
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """What a checkpoint's files say is what is loaded: ids, templates, tensors, rotary frequencies, ends, how to sample."""
 
-
-
 from __future__ import annotations
 
 import warnings

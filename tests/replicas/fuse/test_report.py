@@ -177,6 +177,8 @@ def test_auto_reuses_what_the_report_allows_and_says_so(tmp_path: Path) -> None:
         tmp_path, {}, {"mode": "selective", "ratio": 0.1}, {"mode": "selective", "selector": "query", "ratio": 0.5}
     )
     assert (auto["mode"], auto["selector"], auto["ratio"], auto["measured"]) == ("selective", "query", 0.3, True)
+    share = auto["recomputed"] / (auto["reused"] + auto["recomputed"])
+    assert 0 < auto["recomputed_share"] == pytest.approx(share, abs=1e-4)
     assert auto["why"] == "the quality report allows it"
     assert auto["reused"] > 0
     assert (less["why"], less["measured"]) == ("the request asks for it", False)

@@ -185,6 +185,20 @@ def test_a_hostile_template_ends_in_time_and_harms_nobody(template: str) -> None
     tokenizer.close()
 
 
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "OwnTokenizer"])
+def test_no_code_of_a_model_is_run(model_dir: Path, tmp_path: Path, tokenizer_class: str) -> None:
+    """vLLM ran it with trust_remote_code=False (CVE-2026-27893)."""
+    own = tmp_path / "own"
+    shutil.copytree(model_dir, own)
+    (own / "tokenization_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = json.loads((own / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": tokenizer_class, "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (own / "tokenizer_config.json").write_text(json.dumps(config))
+    with contextlib.suppress(CheckpointError):  # where nothing else says how to read it
+        assert Tokenizer.load(own).encode("Hello") == Tokenizer.load(model_dir).encode("Hello")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_template_that_never_ends_lets_a_server_start() -> None:
     tokenizer = tiny_tokenizer("{% for a in range(10**9) %}{% endfor %}", max_render_s=0.2)
     tokenizer.warm_up()  # whoever asks for a render is told

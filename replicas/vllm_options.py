@@ -1,0 +1,65 @@
+"""Options of vLLM that Mneme has under another name or not at all: what `LLM(...)` and `mneme serve` do about them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mneme.errors import ConfigError, shown
+
+
+class Foreign(NamedTuple):
+    """An option of vLLM's. A flag whose place a key takes sets it; other values than `anyway` are refused."""
+
+    instead: str  # a key of the engine's configuration, or a sentence
+    anyway: tuple[str, ...] = ()  # as text: what is done in any case
+    is_flag: bool = False
+    is_opposite: bool = False  # of the key
+
+
+_REPLICAS = "in its place: device: an engine has one device, and `mneme serve --replicas N` runs several"
+FOREIGN = {
+    "block_size": Foreign("page_size"),
+    "chat_template": Foreign("it is the model's own"),
+    "data_parallel_size": Foreign(_REPLICAS, ("1",)),
+    "disable_log_requests": Foreign("prompts are never logged", ("true",), True),
+    "distributed_executor_backend": Foreign(_REPLICAS),
+    "enable_auto_tool_choice": Foreign("in its place: http.tool_call_parser: none", ("true",), True),
+    "enable_chunked_prefill": Foreign("long prompts are always computed in parts", ("true",), True),
+    "enable_expert_parallel": Foreign(_REPLICAS, ("false",), True),
+    "enable_lora": Foreign("adapters are not supported", ("false",), True),
+    "enable_prefix_caching": Foreign("prefix_sharing", is_flag=True),
+    "enforce_eager": Foreign("cuda_graphs", is_flag=True, is_opposite=True),
+    "gpu_memory_utilization": Foreign("kv_cache_bytes"),
+    "kv_cache_dtype": Foreign("KV has the model's dtype", ("auto",)),
+    "kv_cache_memory_bytes": Foreign("kv_cache_bytes"),
+    "load_format": Foreign("weights are safetensors", ("auto", "safetensors")),
+    "max_model_len": Foreign("max_context"),
+    "max_num_batched_tokens": Foreign("max_batch_tokens"),
+    "max_num_seqs": Foreign("max_running"),
+    "pipeline_parallel_size": Foreign(_REPLICAS, ("1",)),
+    "quantization": Foreign("a checkpoint's own is found, and read to engine.dtype", ("none",)),
+    "revision": Foreign("a model is a directory"),
+    "seed": Foreign("each request has its own: SamplingParams(seed=...)"),
+    "speculative_config": Foreign("speculation is not supported", ("none",)),
+    "swap_space": Foreign("host_cache_bytes"),
+    "tensor_parallel_size": Foreign(_REPLICAS, ("1",)),
+    "tokenizer": Foreign("it is the model's own"),
+    "trust_remote_code": Foreign("no code of a model is run", ("false",), True),
+}
+
+
+def engine_keys(name: str, value: object, option: str, form: str) -> dict[str, bool]:
+    """Return the keys that an option of `FOREIGN` sets: none if what it asks for is done anyway.
+
+    form  how a key is given, such as "--set engine.{}=..."
+
+    Raises `ConfigError`, with what takes the option's place.
+    """
+    foreign = FOREIGN[name]
+    is_key = foreign.instead.isidentifier()
+    if is_key and foreign.is_flag and isinstance(value, bool):
+        return {foreign.instead: value != foreign.is_opposite}
+    if str(value).lower() in foreign.anyway:
+        return {}
+    place = f"in its place: {form.format(foreign.instead)}" if is_key else foreign.instead
+    raise ConfigError(f"{option}: is not supported (got {shown(value)}); {place}")
