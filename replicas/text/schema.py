@@ -58,6 +58,7 @@ _MAX_DEPTH = 12  # of references and branches that are looked into to compare or
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()|*+?{^$.]|[^\\]", re.DOTALL)  # of a pattern
 _ONLY_OF_CLASS = re.compile(r"\^?\[((?!\^)(?:\\.|[^\]\\])+)\]\*\$")
 _ALTERNATIVES = re.compile(r"\^(?:\((?:\?:)?([\w\s/:@|-]*)\)|([\w\s/:@-]*))\$", re.ASCII)  # of literals
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")  # among tokens of one character
 _MATCHES_ALL = ("", "^", "$", ".*", "^.*", ".*$")
 
 
@@ -189,7 +190,7 @@ class _Rewriter:
                 out[key], *others = _patterns(part, at)
                 more += [{key: each} for each in others]
             elif key == "format":
-                if part in _FORMATS:
+                if isinstance(part, str) and part in _FORMATS:
                     out[key] = part
             elif key == "multipleOf":
                 out[key] = self._multiple(part, schema, at)
@@ -197,7 +198,7 @@ class _Rewriter:
                 more += self._of_names(part, resolver, at)
             elif key in ("dependencies", "dependentRequired", "dependentSchemas"):
                 for name, each in _checked_mapping(part, at).items():
-                    needed = {"required": list(each)} if isinstance(each, list | tuple) else plain(each, name)
+                    needed = plain({"required": each} if isinstance(each, list | tuple) else each, name)
                     more.append({"anyOf": [{"properties": {name: False}}, needed]})
             elif key == "uniqueItems":
                 if part and schema.get("maxItems", 2) not in (0, 1):
@@ -591,7 +592,7 @@ def _given_bounds(schema: Mapping[str, Any], place: str) -> dict[str, int | floa
             if value and inclusive in out:
                 out[key] = out.pop(inclusive)
         elif key in schema:
-            if isinstance(value, bool | Rounded) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool | Rounded) or not isinstance(value, int | float) or abs(value) == math.inf:
                 _refuse(f"{place}/{key}", "must be a number, of no more digits than a 64-bit float holds")
             out[key] = value
     return out
@@ -615,9 +616,11 @@ def _kept_bounds(schema: Mapping[str, Any], place: str) -> dict[str, int | float
             continue
         if abs(value) >= _FLOAT_EXACT:
             inner = _toward_zero(value)
+            if is_open and inner == value:
+                inner = _toward_zero(math.nextafter(inner, 0))
             if inner != value and (value > 0 or (other is not None and other >= _FLOAT_EXACT)):
                 _refuse(f"{place}/{said}", "must be exact as a 64-bit float below 2^63")
-            value = inner
+            value, is_open = inner, 0
         elif is_open and other is not None and 0 <= value == math.floor(value) < -other < value + 1:
             # llguidance takes this whole number for one that is greater than itself
             value, is_open = math.nextafter(value, math.inf) if value else -other * 2**-52, 0
@@ -627,10 +630,10 @@ def _kept_bounds(schema: Mapping[str, Any], place: str) -> dict[str, int | float
 
 def _toward_zero(value: float) -> int:
     """Return the next number whose digits a 64-bit float holds."""
-    found = math.copysign(_MAX_BOUND if abs(value) >= _MAX_BOUND else float(abs(value)), value)
-    while abs(found) > abs(value) or int(found) != Decimal(repr(found)):
+    found = float(min(abs(value), int(_MAX_BOUND)))
+    while found > abs(value) or int(found) != Decimal(repr(found)):
         found = math.nextafter(found, 0)
-    return int(found)
+    return int(found) if value > 0 else -int(found)
 
 
 def _patterns(pattern: Any, place: str) -> list[str]:
@@ -639,8 +642,9 @@ def _patterns(pattern: Any, place: str) -> list[str]:
         _refuse(place, "must be text")
     others: list[str] = []
     tokens: list[str] = _TOKEN.findall(pattern)
-    while tokens[:3] == ["^", "(", "?"] and tokens[3:4] in (["="], ["!"]) and "|" not in _at_depth_0(tokens):
-        end = _group_end(tokens)
+    while tokens[:3] == ["^", "(", "?"] and tokens[3:4] in (["="], ["!"]) and not _is_choice(tokens):
+        depths = _depths(tokens)
+        end = depths.index(0, 1) if 0 in depths[1:] else len(tokens)
         inner = "".join(tokens[4:end])
         of_class = _ONLY_OF_CLASS.fullmatch(inner)
         if tokens[3] == "!" and of_class is None:
@@ -656,19 +660,14 @@ def _patterns(pattern: Any, place: str) -> list[str]:
     return found
 
 
-_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+def _depths(tokens: list[str]) -> list[int]:
+    """Return in how many groups of a pattern each token ends."""
+    return list(itertools.accumulate((token == "(") - (token == ")") for token in tokens))
 
 
-def _at_depth_0(tokens: list[str]) -> list[str]:
-    """Return those tokens of a pattern that are in no group."""
-    depths = itertools.accumulate((token == "(") - (token == ")") for token in tokens)
-    return [token for token, depth in zip(tokens, depths, strict=True) if depth == 0]
-
-
-def _group_end(tokens: list[str]) -> int:
-    """Return the index of the token that closes the group which the second one opens."""
-    depths = itertools.accumulate((token == "(") - (token == ")") for token in tokens)
-    return next((i for i, depth in enumerate(depths) if depth == 0 and i > 0), len(tokens))
+def _is_choice(tokens: list[str]) -> bool:
+    """Return whether a pattern is several, one or another of which matches."""
+    return any(token == "|" and depth == 0 for token, depth in zip(tokens, _depths(tokens), strict=True))
 
 
 def _without_literal_patterns(schema: dict[str, Any]) -> None:
@@ -702,12 +701,11 @@ def _check_patterns(schemas: Iterable[Schema]) -> None:
 def _least_names(pattern: str) -> float:
     """Return how many names match a pattern, or fewer."""
     tokens = _TOKEN.findall(pattern)
-    is_whole = tokens[:1] == ["^"] and tokens[-1:] == ["$"] and "|" not in _at_depth_0(tokens)
+    is_whole = tokens[:1] == ["^"] and tokens[-1:] == ["$"] and not _is_choice(tokens)
     if not is_whole or not {"*", "+"}.isdisjoint(tokens) or re.search(r"\{\d+,\}", pattern):
         return math.inf
-    num_names, depth = 1, 0
-    for i, token in enumerate(tokens[:_MAX_TOKENS]):
-        depth += (token == "(") - (token == ")")
+    num_names = 1
+    for i, (token, depth) in enumerate(zip(tokens[:_MAX_TOKENS], _depths(tokens), strict=False)):
         if len(token) > 1 or token == ".":
             with contextlib.suppress(re.error):  # of Rust's own
                 num_fitting = sum(bool(re.match(token, chr(i))) for i in range(128))

@@ -112,6 +112,8 @@ BIG = 1234567890123456789
         ({"const": 1e23}, "const"),
         ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3}, "minimum"),
         ({"type": "integer", "exclusiveMinimum": 2**53}, "exclusiveMinimum"),
+        ({"exclusiveMinimum": 2**54}, "exclusiveMinimum"),
+        ({"minimum": 10**400}, "minimum"),
         ({"type": "integer", "minimum": 2**53, "maximum": 2**53 + 1}, "maximum"),
         ({"maximum": -BIG}, "maximum"),
         ({"type": "integer", "multipleOf": 2**53 + 1}, "multipleOf"),
@@ -145,6 +147,8 @@ def test_numbers_that_hold_are_written_as_they_are(value: float) -> None:
         ({"minimum": 0, "maximum": 2**64 - 1}, [0, 9 * 10**18], [-1, 2**64]),
         ({"exclusiveMinimum": -9223372036854776000, "exclusiveMaximum": 9223372036854776000}, [1], [2**63]),
         ({"minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, [1, -1], []),
+        ({"maximum": 10**400, "minimum": -(10**400)}, [1], []),
+        ({"allOf": [{"exclusiveMaximum": 10**18}]}, [1, 10**17], [10**18]),
         ({"minimum": 10**17}, [10**17, 10**18 + 1], [10**17 - 1, 5]),
         ({"minimum": 10**18}, [10**18], [10**18 - 128]),
         ({"minimum": 2**53 - 1, "maximum": 2**53 + 2}, [2**53 - 1, 2**53, 2**53 + 1, 2**53 + 2], [2**53 + 3]),
@@ -498,6 +502,56 @@ def test_arguments_of_tools_are_rewritten_as_answers_are() -> None:
         with pytest.raises(InvalidRequest, match=named) as caught:
             dialect.call_grammar({"f": {}, "tag": schema}, is_forced=True, is_one=True)
         assert (caught.value.field, caught.value.value) == ("tools", "tag")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.text(max_size=3) | st.sampled_from([*NOTHING]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=examples(250))
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                *NOTHING,
+                "type",
+                "const",
+                "enum",
+                "$ref",
+                "$id",
+                "id",
+                "$anchor",
+                "allOf",
+                "oneOf",
+                "not",
+                "if",
+                "pattern",
+                "minimum",
+                "exclusiveMaximum",
+                "multipleOf",
+                "prefixItems",
+                "$defs",
+                "contains",
+            ]
+        ),
+        JSON,
+        max_size=3,
+    )
+)
+def test_what_is_no_schema_is_refused_by_name(schema: dict[str, Any]) -> None:
+    for around in wherever(schema):
+        said = ""
+        try:
+            rewritten(around)
+        except ValueError as error:
+            said = str(error)
+        assert not said or "is not supported: " in said
 
 
 # -- any schema: it is refused before the first token, or every answer is valid and none breaks
