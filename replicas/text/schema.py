@@ -29,9 +29,9 @@ Schema = Any  # a mapping or a boolean
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ALL = frozenset(_TYPES)
-_FORMATS = {  # JSON schema's own; of these llguidance refuses those that it cannot keep to
-    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
-    *("uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid"),
+_FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")  # llguidance's
+_OTHER_FORMATS = {  # of JSON schema; all others bind nobody (2020-12, 7.2.3)
+    *("idn-email", "idn-hostname", "uri-reference", "uri-template", "iri", "iri-reference"),
     *("json-pointer", "relative-json-pointer", "regex"),
 }
 # Keywords whose value is a schema, several, or several by name.
@@ -190,8 +190,10 @@ class _Rewriter:
                 out[key], *others = _patterns(part, at)
                 more += [{key: each} for each in others]
             elif key == "format":
-                if isinstance(part, str) and part in _FORMATS:
+                if part in _FORMATS:
                     out[key] = part
+                elif isinstance(part, str) and part in _OTHER_FORMATS and "string" in str(schema.get("type", "string")):
+                    _refuse(at, f"an answer cannot be held to {part}")
             elif key == "multipleOf":
                 out[key] = self._multiple(part, schema, at)
             elif key == "propertyNames":

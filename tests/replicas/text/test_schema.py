@@ -440,6 +440,7 @@ def test_what_has_no_end_is_left_out() -> None:
             {"$ref": "https://example.com/schema"},
             "\"$ref\" at #/$ref: must name a schema within this one, not 'https://example.com/schema'",
         ),
+        ({"items": {"format": "regex"}}, '"format" at #/items/format: an answer cannot be held to regex'),
         ({"$ref": "#/$defs/none"}, '"$ref" at #/$ref'),
         ({"$ref": 5}, '"$ref" at #/$ref'),
         ({"pattern": "^a(?=b)"}, '"pattern" at #/pattern: look-around'),
