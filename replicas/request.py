@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.errors import InvalidRequest, MnemeError
+from mneme.primitives import place_of_rounded
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.truncation import Truncation
@@ -93,9 +94,12 @@ class Grammar:
 
     def _as_json(self, value: object) -> str:
         try:
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            text, rounded = json.dumps(value, ensure_ascii=False, allow_nan=False), place_of_rounded(value)
         except (TypeError, ValueError, RecursionError):
             raise InvalidRequest(self.field, None, "must be JSON") from None
+        if rounded is not None:
+            raise InvalidRequest(self.field, None, f"{rounded} has more digits than a 64-bit float holds")
+        return text
 
 
 SamplingDefaults = Mapping[str, Any]  # a model's own values, by the names of `SamplingParams`: `card.sampling_defaults`

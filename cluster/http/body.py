@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
+from mneme.primitives import read_float
 
 _SKIP_S, _SKIP_IDLE_S = 3.0, 0.5
 MAX_DEPTH = 64
@@ -160,7 +161,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _finite(text: str) -> float:
-    number = float(text)
+    number = read_float(text)
     if not math.isfinite(number):
         raise InvalidRequest(None, None, f"the number {text[:20]} is out of range")
     return number

@@ -172,9 +172,12 @@ async def _with_tools(api: ApiState, params: SamplingParams, use: ToolUse) -> Sa
 def _of_tool(error: InvalidRequest, grammar: Grammar | None, use: ToolUse) -> InvalidRequest:
     """Return the refusal of calls' grammar with the tool whose arguments it is about, if it is about one's."""
     found = None if grammar is None else refused_arguments(grammar, error.rule)
-    if found is None:
+    if found is not None:
+        name, rule = list(use.schema_by_name)[found[0]], found[1]
+    elif error.field == "tools" and error.value in use.schema_by_name:
+        name, rule = error.value, error.rule
+    else:
         return error
-    name, rule = list(use.schema_by_name)[found[0]], found[1]
     index = next(i for i, tool in enumerate(use.tools) if tool["function"]["name"] == name)
     return InvalidRequest(f"tools[{index}].function.parameters", None, rule)
 

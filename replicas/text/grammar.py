@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.errors import InvalidRequest, Overloaded
-from mneme.primitives import Bounded
+from mneme.primitives import Bounded, read_float
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.grammar_worker import MAX_COMPILED_BYTES, brief, compiled, fault_of, tokens_of
+from mneme.replicas.text.schema import parts, rewritten
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.worker import Worker
 
@@ -48,13 +49,6 @@ JSON_OPTIONS: JsonCompileOptions = {
     "key_separator": ":",
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}",
 }
-# JSON schema's own; of these llguidance refuses those that it cannot keep to.
-_FORMATS = {
-    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
-    *("uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid"),
-    *("json-pointer", "relative-json-pointer", "regex"),
-}
-_LITERALS = ("const", "enum", "default", "examples")  # what is in them is no schema
 # Without `\u`: a name that a schema gives could be written with it once more, as one that is free.
 _ESCAPES = 'nrbtf"\\'
 # Control characters that need it, as text has them and as a pattern may write them.
@@ -326,21 +320,24 @@ def _source(grammar: Grammar) -> str:
 
     text = grammar.text
     if grammar.kind in ("json_schema", "json_object"):
-        try:
-            given = json.loads(text)
-            schema = with_known_formats(given)
-        except ValueError:  # llguidance says what is wrong
-            given = schema = {}
-        except RecursionError:
-            raise ValueError("is nested too deeply") from None
-        text = text if schema == given else json.dumps(schema)
-        return LLMatcher.grammar_from_json_schema(text, None, {**JSON_OPTIONS, **name_options(schema)})
+        schema = schema_of(text)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), None, {**JSON_OPTIONS, **name_options(schema)})
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if grammar.kind == "choice":
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: {choices}")
     return LLMatcher.grammar_from_lark(text + _NO_FORCING)
+
+
+def schema_of(given: str | Mapping[str, Any]) -> Any:
+    """Return a schema, given as JSON or as what that means, as llguidance is to have it; raises `ValueError`."""
+    try:
+        return rewritten(json.loads(given, parse_float=read_float) if isinstance(given, str) else given)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
 
 
 def name_options(schema: Any) -> JsonCompileOptions:
@@ -350,7 +347,7 @@ def name_options(schema: Any) -> JsonCompileOptions:
     it leaves out of a text what can be written in no other way.
     """
     has_controls = is_open = False
-    for part in _parts(schema):
+    for part in parts(schema):
         if isinstance(part, str):
             has_controls |= _CONTROLS.search(part) is not None
         if not isinstance(part, Mapping):
@@ -368,28 +365,3 @@ def name_options(schema: Any) -> JsonCompileOptions:
     if has_controls and is_open:
         raise ValueError('is not supported: control characters, unless "additionalProperties" is false')
     return {"json_allowed_escapes": _ESCAPES + ("u" if has_controls else "")}
-
-
-def with_known_formats(schema: Any) -> Any:
-    """Return the schema without formats that JSON schema does not define, which bind nobody (2020-12, 7.2.3).
-
-    Pydantic writes `path`, `password` and others. Raises `RecursionError`.
-    """
-    if isinstance(schema, list | tuple):
-        return [with_known_formats(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        key: part if key in _LITERALS else with_known_formats(part)
-        for key, part in schema.items()
-        if key != "format" or not isinstance(part, str) or part in _FORMATS
-    }
-
-
-def _parts(schema: Any) -> Iterator[Any]:
-    """Walk a schema and all that is in it; its literals too, which at worst refuses one more."""
-    left = [schema]
-    while left:
-        part = left.pop()
-        yield part
-        left.extend(part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ())

@@ -12,7 +12,7 @@ from mneme.errors import InvalidRequest
 from mneme.replicas.request import Grammar, History
 from mneme.replicas.text.answer_parser import AnswerParser, Spoken, value_types, whole_calls
 from mneme.replicas.text.dialects import FORMATS, TABLE, Reasoning, Table, ToolFormat
-from mneme.replicas.text.grammar import JSON_OPTIONS, name_options, with_known_formats
+from mneme.replicas.text.grammar import JSON_OPTIONS, name_options, schema_of
 from mneme.replicas.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -149,7 +149,7 @@ class Dialect:
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
         for index, (name, schema) in enumerate(tools.items()):
             rules.append(f"call_{index}: {call.format(name=name, arguments=f'args_{index}')}")
-            rules.append(f"args_{index}: %json {json.dumps(_of_arguments(schema), ensure_ascii=False)}")
+            rules.append(f"args_{index}: %json {json.dumps(_of_arguments(name, schema), ensure_ascii=False)}")
         return Grammar("grammar", "\n".join(rules), "tools", after=self.opening_id if starts_free else None)
 
     def _in_tokens(self, rule: str, tool_format: ToolFormat) -> str:
@@ -182,22 +182,25 @@ def _detected_reasoning(template: str, table: Table) -> str:
 def _lark(grammar: Grammar) -> str:
     """Write what an answer must match as a rule's right side; raises `InvalidRequest`."""
     if grammar.kind in ("json_schema", "json_object"):
-        schema = with_known_formats(json.loads(grammar.text))
-        if isinstance(schema, dict):
-            schema["x-guidance"] = {**JSON_OPTIONS, **name_options(schema)}
+        try:
+            schema = schema_of(grammar.text)
+            options = {**JSON_OPTIONS, **name_options(schema)}
+        except ValueError as error:
+            raise InvalidRequest(grammar.field, None, str(error)) from None
+        schema = {**schema, "x-guidance": options} if isinstance(schema, dict) else schema
         return f"%json {json.dumps(schema, ensure_ascii=False)}"
     raise InvalidRequest(grammar.field, grammar.kind, "only a JSON schema can be combined with tools")
 
 
-def _of_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _of_arguments(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of an object that is written as chat templates write it; raises `InvalidRequest`."""
-    own: dict[str, Any] = _closed(with_known_formats(schema) or {"properties": {}})
     try:
+        own = schema_of({"type": "object"} | _closed(schema or {"properties": {}}))
         names = name_options(own)
     except ValueError as error:
-        raise InvalidRequest("tools", None, str(error)) from None
+        raise InvalidRequest("tools", name, str(error)) from None
     guidance = {**names, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {**own, "type": "object", "x-guidance": guidance}
+    return {**own, "x-guidance": guidance}
 
 
 def refused_arguments(grammar: Grammar, rule: str) -> tuple[int, str] | None:

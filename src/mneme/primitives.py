@@ -1,17 +1,20 @@
-"""What every room uses: a bounded map, a heap whose keys may be taken back, a thread of steps, and threads of tasks."""
+"""What every room uses: a bounded map, a heap whose keys may be taken back, threads of steps and of tasks, and numbers
+that say whether they are those that JSON has."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
+from decimal import Decimal
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,28 @@ Task = Callable[[], None]
 T = TypeVar("T")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+
+
+class Rounded(float):
+    """A number that was written with more digits than it holds."""
+
+
+def read_float(text: str) -> float:
+    """Return the number that JSON's text means, as `Rounded` where it is another."""
+    number = float(text)
+    is_short = len(text) <= 15 and math.isfinite(number)
+    return number if is_short or Decimal(text) == Decimal(repr(number)) else Rounded(number)
+
+
+def place_of_rounded(value: Any, place: str = "#") -> str | None:
+    """Return the JSON pointer of a number that is `Rounded`; None: there is none."""
+    if isinstance(value, Mapping):
+        found = (place_of_rounded(each, f"{place}/{name}") for name, each in value.items())
+    elif isinstance(value, list | tuple):
+        found = (place_of_rounded(each, f"{place}/{i}") for i, each in enumerate(value))
+    else:
+        return place if isinstance(value, Rounded) else None
+    return next(filter(None, found), None)
 
 
 class Bounded(OrderedDict[Key, Value]):

@@ -249,19 +249,6 @@ def test_answers_match_their_regex_as_a_whole(llm: LLM, regex: str) -> None:
     assert all(re.fullmatch(regex, text) for text, reason in answers if reason == "stop")
 
 
-@pytest.mark.parametrize(
-    "keyword",
-    [
-        *("not", "if", "contains", "dependentRequired", "dependentSchemas", "propertyNames"),
-        *("unevaluatedProperties", "unevaluatedItems", "minContains", "$dynamicRef"),
-    ],
-)
-def test_a_keyword_that_is_not_supported_is_named(grammars: Grammars, keyword: str) -> None:
-    for schema in ({keyword: {}}, _object(a={"type": "array", "items": {keyword: {}}})):
-        with pytest.raises(InvalidRequest, match=re.escape(f'"{keyword}"')):
-            grammars.check(Grammar("json_schema", schema))
-
-
 def test_formats_that_nobody_defines_bind_nobody(llm: LLM, checker: GrammarChecker) -> None:
     """Pydantic writes `path` and `password`; what only looks like a format stays."""
     literal = {"format": "path"}
@@ -435,13 +422,13 @@ def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: L
     ("kind", "text", "named"),
     [
         ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ("json_schema", {"not": {"type": "null"}}, "not"),
-        ("json_schema", {"if": {"type": "null"}, "then": {"const": None}}, "if"),
+        ("json_schema", {"not": {"pattern": "a"}}, "not"),
+        ("json_schema", {"if": {"pattern": "a"}, "then": {"minLength": 3}}, "if"),
         ("json_schema", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
         ("json_schema", {"type": "string", "format": "uri-reference"}, "uri-reference"),
         ("json_schema", {"$ref": "https://example.com/schema"}, "example.com"),
         ("json_schema", {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
-        ("json_schema", "{", "EOF"),
+        ("json_schema", "{", "is not JSON"),
         ("regex", "a(?=b)", "look-around"),
         ("regex", "(a", "unclosed group"),
         ("grammar", "start: foo", "foo"),
@@ -674,17 +661,48 @@ def test_names_that_are_required_may_be_counted(grammars: Grammars) -> None:
     grammars.check(Grammar("json_schema", POINT | {"minProperties": 3}))
 
 
-def test_references_that_go_round_are_refused_or_end_their_request(llm: LLM, grammars: Grammars) -> None:
-    with pytest.raises(InvalidRequest, match="could not be followed"):
-        grammars.check(Grammar("json_schema", {"$ref": "#"}))
+def test_references_that_go_round_are_refused(llm: LLM, grammars: Grammars) -> None:
     defs = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
     round_trip = {**defs, **_object(x={"$ref": "#/$defs/a"})}
-    grammar = Dialect(llm.tokenizer, "hermes").call_grammar({"f": round_trip}, is_forced=True, is_one=True)
-    assert grammar is not None
-    last = _run(llm, [_request("round", llm, grammar=grammar, max_tokens=200)])["round"][-1]
-    assert last.finish_reason == "error"
-    assert isinstance(last.refusal, InvalidRequest)
-    assert last.refusal.field == "tools"
+    for schema in ({"$ref": "#"}, round_trip):
+        with pytest.raises(InvalidRequest, match="no answer can be valid"):
+            grammars.check(Grammar("json_schema", schema))
+    with pytest.raises(InvalidRequest, match="no answer can be valid"):
+        Dialect(llm.tokenizer, "hermes").call_grammar({"f": round_trip}, is_forced=True, is_one=True)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_schema_holds_in_each_choice_behind_reasoning_up_to_a_stop_string_or_a_limit(llm: LLM, is_late: bool) -> None:
+    """`is_late`: the answer begins with text of its own, as reasoning is, and the schema holds from a token on."""
+    (opening,) = llm.tokenizer.encode(" the", add_special_tokens=False)
+    schema = _object(kind={"enum": ["red", "green"]}, sizes={"type": "array", "items": INTEGER, "maxItems": 2})
+    grammar = Grammar("json_schema", schema, after=opening if is_late else None)
+    bias = {opening: 5.0} if is_late else {}
+    blanks = {i: -100.0 for i in range(llm.tokenizer.vocab_size) if not llm.tokenizer.token_text(i).strip()}
+    params = SamplingParams(grammar=grammar, n=8, seed=3, max_tokens=200, logit_bias=bias | blanks)
+
+    def begun(**how: Any) -> list[tuple[str, str]]:
+        outputs = llm.generate("Say: ", replace(params, **how))[0].outputs
+        ids = [(list(each.token_ids), each.finish_reason) for each in outputs]
+        if is_late:
+            assert any(token_ids.index(opening) for token_ids, _ in ids if opening in token_ids)
+        cut = [
+            (each[each.index(opening) + 1 :] if is_late else each, why)
+            for each, why in ids
+            if not is_late or opening in each
+        ]
+        return [(llm.tokenizer.decode(each, skip_special_tokens=True), why) for each, why in cut]
+
+    ended = [text for text, why in begun() if why == "stop"]
+    assert len(ended) >= 4
+    for text in ended:
+        VALIDATOR(schema).validate(json.loads(text))
+    for text, why in begun(max_tokens=12):
+        assert why == "length" or VALIDATOR(schema).is_valid(json.loads(text))
+        assert text[:1] in ("", "{")
+    stopped = llm.generate("Say: ", replace(params, stop=['"sizes']))[0].outputs
+    assert any(each.finish_reason == "stop" and each.text.rstrip().endswith(",") for each in stopped)
+    assert all('"sizes' not in each.text for each in stopped)
 
 
 def test_blanks_between_the_tokens_of_json_are_bounded(llm: LLM, grammars: Grammars) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import tokenizers
+from starlette.testclient import TestClient
 
 import mneme.replicas.mneme_tiny as tiny
 from mneme.errors import InvalidRequest
 from mneme.replicas.text.tokenizer import Tokenizer
-from tests.cluster.api_fixtures import CHAT, chat, post
+from tests.cluster.api_fixtures import CHAT, api, chat, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.text.family_templates import QWEN_3
 from tests.replicas.tiny_tokenizer import CHATML, IM_END, byte_level_backend, tiny_tokenizer
@@ -150,7 +151,7 @@ def _refused(path: str = "/v1/chat/completions", **body: Any) -> tuple[str | Non
     [
         ({"type": "array", "required": ["a"]}, "must be the schema of an object"),
         ({"type": ["string", "null"]}, "must be the schema of an object"),
-        ({"properties": {"a": {"not": {}}}}, "not"),
+        ({"properties": {"a": {"not": {"pattern": "a"}}}}, "not"),
         ({"const": 3}, "incompatible types"),
     ],
 )
@@ -457,3 +458,50 @@ def test_channels_are_read_though_their_marks_are_special_tokens(has_tools: bool
     assert message["content"] == (None if has_tools else "Hi")
     assert [each["function"]["arguments"] for each in message.get("tool_calls", ())] == ['{"a": "b"}'] * has_tools
     assert engine.requests[0].sampling.skip_special_tokens is False
+
+
+FUNCTION = {"name": "f", "parameters": "SCHEMA"}
+FORMAT = {"type": "json_schema", "name": "n", "schema": "SCHEMA"}
+DOORS: list[tuple[str, str, dict[str, Any]]] = [  # path, what the schema is called there, and the body around it
+    ("chat/completions", "response_format.json_schema.schema", {"response_format": FORMAT | {"json_schema": FORMAT}}),
+    ("chat/completions", "structured_outputs.json", {"structured_outputs": {"json": "SCHEMA"}}),
+    ("chat/completions", "guided_json", {"guided_json": "SCHEMA"}),
+    ("completions", "guided_json", {"guided_json": "TEXT"}),
+    ("chat/completions", "tools[0].function.parameters", {"tools": [{"type": "function", "function": FUNCTION}]}),
+    ("messages", "output_config.format.schema", {"output_config": {"format": FORMAT}}),
+    ("messages", "tools[0].input_schema", {"tools": [{"name": "f", "input_schema": "SCHEMA"}]}),
+    ("responses", "text.format.schema", {"text": {"format": FORMAT}}),
+    ("responses", "tools[0].parameters", {"tools": [{"type": "function"} | FUNCTION]}),
+]
+
+
+@pytest.fixture(scope="module")
+def each_door() -> TestClient:
+    return api(FakeEngineClient(tiny_tokenizer(TEMPLATE)))
+
+
+@pytest.mark.parametrize(
+    ("value", "is_taken"),
+    [
+        ('{"propertyNames": {"type": "string"}, "additionalProperties": {"uniqueItems": false}}', True),
+        ('{"const": 9007199254740994}', True),
+        ('{"type": "integer", "maximum": 9223372036854775807}', True),
+        ('{"const": 1234567890123456789}', False),
+        ('{"const": 0.12345678901234567890}', False),
+        ('{"patternProperties": {"(?!a)": {}}}', False),
+    ],
+)
+def test_a_schema_is_read_alike_at_each_door(each_door: TestClient, value: str, is_taken: bool) -> None:
+    schema = f'{{"type": "object", "properties": {{"v": {value}}}}}'
+    for path, field, around in DOORS:
+        asked = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": CHAT["messages"]})
+        forced = {"tool_choice": {"type": "any"} if path == "messages" else "required"} if "tools" in around else {}
+        limit = {"max_output_tokens" if path == "responses" else "max_tokens": 100}
+        body = json.dumps({"model": "tiny", **asked, **forced, **limit, **around})
+        body = body.replace('"SCHEMA"', schema).replace('"TEXT"', json.dumps(schema))
+        response = each_door.post(f"/v1/{path}", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == (200 if is_taken else 400), (field, response.text)
+        if not is_taken:
+            message = response.json()["error"]["message"]
+            assert message.startswith(f"{field}: ")
+            assert "#/properties/v/" in message
