@@ -197,7 +197,7 @@ class MessagesAnswer(Answer):
         if delta.text:
             content.append({"type": "text", "text": delta.text})
         content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": parsed_arguments(call.arguments)}
             for call in whole_calls(delta.calls)
         ]
         return {
@@ -308,7 +308,7 @@ class MessagesAnswer(Answer):
         }
 
 
-def _input(arguments: str) -> Any:
+def parsed_arguments(arguments: str) -> Any:
     """Return a call's arguments: of those that were cut off what is whole, as Anthropic's SDK has it of a stream."""
     given: Any = None
     with suppress(ValueError):
