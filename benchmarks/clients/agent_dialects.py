@@ -3,11 +3,11 @@
     python benchmarks/clients/agent_dialects.py [--out FILE]
 
 Written here from the public formats. `ClaudeCode` (/v1/messages): notes of the system between turns, tools that are
-found as it goes on, tools of a server and of the client by their kinds, `thinking`, more `max_tokens` than there is room
-for, and a count of each prompt. `Codex` (/v1/responses, nothing stored): tools in a namespace, a custom tool with a
-grammar, a client's search for tools, replayed calls of all kinds. Both call tools at once, are interrupted, and compact
-their history once. Every answer must be a 200. What is counted is the share of each prompt that nothing had to compute;
-where the history was compacted there is none. Server, model and results of tools are those of `coding_agent.py`.
+found as it goes on, tools of a server and of the client by their kinds, `thinking`, more `max_tokens` than there is
+room for, and a count of each prompt. `Codex` (/v1/responses, nothing stored): tools in a namespace, a custom tool with
+a grammar, a client's search for tools, replayed calls of all kinds. Both call tools at once, are interrupted, and
+compact their history once. Every answer must be a 200. What is counted is the share of each prompt that nothing had to
+compute; where the history was compacted there is none. Server, model and results of tools are `coding_agent.py`'s.
 
 Bound: nothing is timed. Ends in one line of JSON.
 """
@@ -50,6 +50,7 @@ from mneme.cluster.wire.responses import ResponsesRequest, chat_messages  # noqa
 from tests.e2e.replica_processes import cpu_seconds  # noqa: E402
 from tests.e2e.server_process import ServerProcess  # noqa: E402
 
+CHUNK_TOKENS = 256  # the tier has whole chunks of what is no session
 KILLED, PARALLEL, INTERRUPTED, COMPACTED = 6, (4, 11), 9, 14
 SUMMARY = "The tests of the engine fail in load_page; pages are read before they are written. Next: mend the order."
 NOTE = "Files on disk changed since they were read."
@@ -136,6 +137,10 @@ class Agent:
     def compact(self) -> None:
         raise NotImplementedError
 
+    def result(self, turn: int) -> str:
+        """Return what a tool says; little before the kill, as of the last chunk nothing will be found."""
+        return "done" if turn == KILLED - 1 else result_of(turn + turn % 2)
+
     def found(self, turn: int) -> list[dict[str, Any]]:
         """Tools that a search brings."""
         found = [_late(self.num_found_tools + i) for i in range(2)]
@@ -193,7 +198,7 @@ class ClaudeCode(Agent):
         assert uses, answer
         results = []
         for use in uses:
-            content: Any = result_of(turn) if len(uses) == 1 else "done"
+            content: Any = self.result(turn) if len(uses) == 1 else "done"
             if use["name"] == "find_tools" and len(uses) == 1:
                 content = [{"type": "tool_reference", "tool_name": tool["name"]} for tool in self.found(turn)]
             results.append({"type": "tool_result", "tool_use_id": use["id"], "content": content})
@@ -291,7 +296,7 @@ class Codex(Agent):
                     {**about, "tools": [{"type": "namespace", "name": "mcp__late", "description": "", "tools": found}]}
                 )
             else:
-                text = result_of(turn + 1) if is_one and item["type"] == "function_call" else "done"
+                text = self.result(turn) if is_one and item["type"] == "function_call" else "done"
                 output = [{"type": "input_text", "text": text}] if turn % 2 else text
                 self.items.append({**about, "output": output})
         if turn == 7:

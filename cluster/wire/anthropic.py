@@ -82,13 +82,16 @@ def _no_image(kind: object) -> object:
     return kind
 
 
+TextKind = Literal["text", "document", "search_result", "tool_reference"]
+
+
 class TextBlock(Body):
     """Text, or a document whose text it holds; its title is its first line.
 
     A `search_result` is text, too, and a `tool_reference` the definition of a tool.
     """
 
-    type: Annotated[Literal["text", "document", "search_result", "tool_reference"], BeforeValidator(_no_image)]
+    type: Annotated[TextKind, BeforeValidator(_no_image)]
     text: str | None = None
     source: TextSource | str | None = None
     title: str | None = None
@@ -110,7 +113,8 @@ class TextBlock(Body):
         if self.type == "search_result":
             self.needed(path, "content")
             found = [block.text for block in self.content or () if isinstance(block, TextBlock)]
-            return {"type": "text", "text": "\n".join(each for each in (self.title, self.source, *found) if each)}
+            source = self.source if isinstance(self.source, str) else None
+            return {"type": "text", "text": "\n".join(each for each in (self.title, source, *found) if each)}
         text = self.text if self.type == "text" else self.source.data if isinstance(self.source, TextSource) else None
         if text is None:
             raise InvalidRequest(f"{path}.{'text' if self.type == 'text' else 'source'}", None, "is needed")
@@ -128,16 +132,13 @@ _LeftOut = Annotated[LeftOut, Tag("kind:left_out")]
 Result = Annotated[Annotated[TextBlock, Tag("kind:told")] | _LeftOut, Discriminator(_by_kind)]
 
 
+BlockKind = Literal[TextKind, "tool_use", "tool_result", "thinking", "redacted_thinking", "compaction"]
+
+
 class Block(TextBlock):
     """A block of a message: which fields it has goes by its type."""
 
-    type: Annotated[  # type: ignore[assignment]
-        Literal[
-            *("text", "document", "search_result", "tool_reference", "tool_use", "tool_result"),
-            *("thinking", "redacted_thinking", "compaction"),
-        ],
-        BeforeValidator(_no_image),
-    ]
+    type: Annotated[BlockKind, BeforeValidator(_no_image)]  # type: ignore[assignment]
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from zlib import crc32
 
 from pydantic import (
@@ -546,7 +546,21 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(SamplingBody):
+class Conversation(Body):
+    """Defines a tool where a message refers to it, so that what is found later changes no token before that."""
+
+    messages: Messages | None = None
+    tools: Tools | None = None
+
+    @model_validator(mode="after")
+    def _with_references(self) -> Self:
+        told = {tool.function.name: _told(tool) for tool in self.tools or ()}
+        for part in _references(self.messages or ()):
+            part.text = json.dumps(told[part.name], ensure_ascii=False) if part.name in told else part.name
+        return self
+
+
+class ChatRequest(Conversation, SamplingBody):
     messages: Messages
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
@@ -555,24 +569,9 @@ class ChatRequest(SamplingBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     echo: Literal[False] | None = None
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-
-    @model_validator(mode="after")
-    def _with_references(self) -> ChatRequest:
-        """Define a tool where a message refers to it, so that what is found later changes no token before that."""
-        told = {tool.function.name: _told(tool) for tool in self.tools or ()}
-        for part in self._references:
-            part.text = json.dumps(told[part.name], ensure_ascii=False) if part.name in told else part.name
-        return self
-
-    @property
-    def _references(self) -> Iterator[ContentPart]:
-        lists = (message.content for message in self.messages if isinstance(message.content, list))
-        parts = (part for content in lists for part in content if isinstance(part, ContentPart))
-        return (part for part in parts if part.type == "tool_reference")
 
     def check_continuation(self) -> None:
         """Raise `InvalidRequest` where the answer is to go on with the last message and cannot."""
@@ -596,7 +595,7 @@ class ChatRequest(SamplingBody):
                 raise InvalidRequest("tool_choice.function.name", choice.function.name, "is none of the tools")
             functions = {choice.function.name: functions[choice.function.name]}
         else:
-            found = {part.name for part in self._references}
+            found = {part.name for part in _references(self.messages)}
             functions = {name: each for name, each in functions.items() if not each.defer_loading or name in found}
         if not functions:
             if choice not in (None, "none", "auto"):
@@ -697,11 +696,9 @@ class EmbeddingsRequest(Body):
         return inputs
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Conversation):
     model: str | None = None
     prompt: Text | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
     documents: Documents | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -723,6 +720,12 @@ def template_variables(given: Mapping[str, Any] | None, tools: list[Tool] | None
     own = {name: value for name, value in (given or {}).items() if name not in _RESERVED_VARIABLES}
     told = [_told(tool) for tool in tools or () if not tool.function.defer_loading]
     return {**own, "tools": told} if told else own
+
+
+def _references(messages: Iterable[Message]) -> Iterator[ContentPart]:
+    lists = (message.content for message in messages if isinstance(message.content, list))
+    parts = (part for content in lists for part in content if isinstance(part, ContentPart))
+    return (part for part in parts if part.type == "tool_reference")
 
 
 def _told(tool: Tool) -> dict[str, Any]:

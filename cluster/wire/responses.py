@@ -35,7 +35,7 @@ from mneme.cluster.wire.openai import (
 )
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S
-from mneme.replicas.request import Grammar
+from mneme.replicas.request import Grammar, GrammarKind
 from mneme.replicas.text.lark import pattern_of
 from mneme.replicas.text.tool_calls import MAX_TOOLS
 
@@ -268,8 +268,9 @@ class CustomTool(Body):
         about, text = [self.description or ""], {"type": "string"}
         grammar = self.grammar("tools")
         if grammar is not None:
-            about.append(f"Its input matches this {self.format.syntax} grammar:\n{grammar.text}")
-            pattern = grammar.text if grammar.kind == "regex" else pattern_of(grammar.text)
+            is_regex = grammar.kind == "regex"
+            about.append(f"Its input matches this {'regex' if is_regex else 'lark'} grammar:\n{grammar.text}")
+            pattern = grammar.text if is_regex else pattern_of(grammar.text)
             text |= {} if pattern is None else {"pattern": f"^(?:{pattern})$"}
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         more = {"defer_loading": True} if self.defer_loading else {}
@@ -280,10 +281,10 @@ class CustomTool(Body):
         """Return what its input matches; None: any text. Raises `InvalidRequest`."""
         if self.format is None or self.format.type == "text":
             return None
-        for name in ("syntax", "definition"):
-            if getattr(self.format, name) is None:
-                raise InvalidRequest(f"{path}.format.{name}", None, "is needed")
-        kind = "regex" if self.format.syntax == "regex" else "grammar"
+        if self.format.syntax is None or self.format.definition is None:
+            name = "syntax" if self.format.syntax is None else "definition"
+            raise InvalidRequest(f"{path}.format.{name}", None, "is needed")
+        kind: GrammarKind = "regex" if self.format.syntax == "regex" else "grammar"
         return Grammar(kind, self.format.definition, f"{path}.format.definition")
 
     def echo(self) -> dict[str, Any]:

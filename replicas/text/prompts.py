@@ -116,6 +116,6 @@ def num_system_tokens(
     return num_common(conversation_prefix(render, encode, messages[:num_messages]), ids)
 
 
-def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+def num_common(a: Sequence[object], b: Sequence[object]) -> int:
     """Count the first items that two sequences have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
