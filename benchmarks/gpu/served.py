@@ -432,7 +432,7 @@ def _metrics(url: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for line in httpx.get(f"{url}/metrics", timeout=30.0).text.splitlines():
         if match := re.fullmatch(r"(mneme_\w+)(\{.*\})? (\S+)", line):
-            key = match[1] + "".join(f"{{{each}}}" for each in re.findall(r'(?:kind|state)="\w+"', match[2] or ""))
+            key = match[1] + "".join(re.findall(r'\{(?:kind|state)="\w+"\}', match[2] or ""))
             found[key] = found.get(key, 0.0) + float(match[3])
     return found
 

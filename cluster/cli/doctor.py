@@ -92,8 +92,9 @@ def _graphs(port: int) -> list[Finding]:
         return []
     finally:
         connection.close()
+    value_by_name = dict(line.split() for line in lines if line.startswith("mneme_cuda_graph"))
     replays, failed, off = (
-        int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"mneme_cuda_graph{name}")))
+        int(float(value_by_name.get(f"mneme_cuda_graph{name}", 0)))
         for name in ("_replays_total", "_failures_total", "s_off")
     )
     if not replays and not failed:

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.cluster.metric_samples import totals_of
 from tests.cluster.bad_requests import BadRequest, RawRequest, Target
 
 CANARY: dict[str, Any] = {
@@ -22,6 +21,7 @@ CANARY: dict[str, Any] = {
     "seed": 1,
 }
 PAGES_SETTLE_S = 30.0
+_PAGES = re.compile(r'^mneme_pages\{state="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
 class BadRequestChecker:
@@ -79,8 +79,8 @@ class BadRequestChecker:
         assert pages["free"] + pages["cached"] + pages["in_use"] == pages["total"], pages
 
     def pages(self) -> dict[str, int]:
-        found = totals_of(self._http.get("/metrics").text)
-        return {name: int(count) for name, count in found.items() if name.startswith("mneme_pages{")}
+        found = _PAGES.findall(self._http.get("/metrics").text)
+        return {state: int(float(count)) for state, count in found}
 
     def _ask_canary(self) -> Any:
         response = self._http.post("/v1/chat/completions", json={**CANARY, "model": self.target.model})

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import httpx
 
-from tests.cluster.metric_samples import totals_of
+from tests.cluster.metric_samples import samples_of
 
 IDLE_LIMIT_S = 180.0
 
 
 class Metrics(NamedTuple):
-    values: dict[str, float]  # as `totals_of` names them
+    values: dict[str, float]  # as `samples_of` names them
 
     def __getitem__(self, name: str) -> float:  # type: ignore[override]
         return self.values[name]
@@ -27,7 +27,7 @@ class Metrics(NamedTuple):
 
 def read_metrics(server: str) -> Metrics:
     page = httpx.get(f"{server}/metrics", timeout=240).raise_for_status().text
-    return Metrics(totals_of(page))
+    return Metrics(samples_of(page))
 
 
 def await_idle(server: str) -> Metrics:

@@ -17,7 +17,7 @@ from mneme.cluster.http.api_state import Backend
 from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, Server, get, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
-from tests.cluster.metric_samples import totals_of
+from tests.cluster.metric_samples import samples_of
 
 EMOJI = TOKENIZER.encode("🙂", add_special_tokens=False)  # several tokens: no character before the last
 
@@ -124,7 +124,7 @@ def test_metrics_have_vllm_s_names_and_the_model_s() -> None:
     client = TestClient(build_api([Backend(engine, MODEL, TOKENIZER)], ingress="x1"))
     for _ in range(3):
         client.post("/v1/chat/completions", json={**CHAT, "n": 2}).raise_for_status()
-    found = totals_of(client.get("/metrics").text)
+    found = samples_of(client.get("/metrics").text)
     for name in NUMBERS:
         assert f'vllm:{name}{{model_name="tiny"}}' in found, name
     for reason in ("stop", "length", "abort", "error"):
@@ -149,6 +149,6 @@ def test_of_what_the_device_lacks_the_tiers_find_a_part() -> None:
     """Queries and hits as vLLM counts them: its own cache, then what a connector brings."""
     sources = {"device": 40, "host": 20, "disk": 9, "peer": 1, "recomputed": 25, "dropped": 5}
     engine = FakeEngineClient(TOKENIZER, tokens={"prompt": 100, "cached": 70, **sources})
-    found = totals_of(get("/metrics", engine=engine).text)
+    found = samples_of(get("/metrics", engine=engine).text)
     values = [found[f'vllm:{name}{{model_name="tiny"}}'] / 2 for name in NUMBERS[4:]]  # two replicas
     assert values == [100, 40, 60, 30, 100, 70, 0]

@@ -15,7 +15,7 @@ from mneme.replicas.engine.commands import Query
 from tests.cluster.api_fixtures import TOKENIZER, api, get
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.http.test_kv import IDS
-from tests.cluster.metric_samples import samples, totals_of
+from tests.cluster.metric_samples import samples, samples_of
 from tests.cluster.real_engines import TwoEngines
 
 ENGINE: dict[str, Any] = {
@@ -38,7 +38,7 @@ def client(engines: TwoEngines) -> TestClient:
 
 
 def page(client: TestClient) -> dict[str, float]:
-    return totals_of(client.get("/metrics").raise_for_status().text)
+    return samples_of(client.get("/metrics").raise_for_status().text)
 
 
 def with_cache(engines: TwoEngines) -> None:

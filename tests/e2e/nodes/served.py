@@ -15,7 +15,7 @@ from ray import serve
 
 from mneme.cluster.app import build
 from mneme.cluster.run.lifecycle import APPLICATION
-from tests.cluster.metric_samples import totals_of
+from tests.cluster.metric_samples import samples_of
 from tests.e2e.nodes.cache_cluster import eventually
 from tests.e2e.server_process import free_port
 
@@ -46,7 +46,7 @@ class Served:
         return {str(getattr(state, "value", state)): count for state, count in found.items() if count}
 
     def metrics(self) -> dict[str, float]:
-        return totals_of(httpx.get(f"{self.url}/metrics", timeout=240).raise_for_status().text)
+        return samples_of(httpx.get(f"{self.url}/metrics", timeout=240).raise_for_status().text)
 
     def await_replicas(self, count: int) -> None:
         """As many are ready, and none is on its way in or out."""
