@@ -38,8 +38,8 @@ from coding_agent import (  # noqa: E402
     TOOLS,
     VERBS,
     _await,
+    _source,
     _tool,
-    result_of,
     served,
 )
 from harness import at_least, closing_checks, cpu_name, load_average  # noqa: E402
@@ -108,9 +108,8 @@ class Agent:
         ids = self.asked(http, "/tokenize", {"model": self.model, **given})["tokens"]
 
         def is_saved() -> bool:
-            return bool(
-                self.asked(http, "/v1/kv/lookup", {"prompt_token_ids": ids})["tier"]["tokens"] >= 0.98 * len(ids)
-            )
+            tier = self.asked(http, "/v1/kv/lookup", {"prompt_token_ids": ids})["tier"]
+            return bool(tier["tokens"] > self.num_prompt - CHUNK_TOKENS)
 
         _await(f"{self.name} saved", is_saved)
 
@@ -139,7 +138,7 @@ class Agent:
 
     def result(self, turn: int) -> str:
         """Return what a tool says; little before the kill, as of the last chunk nothing will be found."""
-        return "done" if turn == KILLED - 1 else result_of(turn + turn % 2)
+        return "done" if turn == KILLED - 1 else _source(turn, 8 + turn // 4)
 
     def found(self, turn: int) -> list[dict[str, Any]]:
         """Tools that a search brings."""
