@@ -887,7 +887,7 @@ def _unknown(given: object, taken: object, path: str, known: Collection[str] = (
             yield from _unknown(each, its_taken, path)
     elif isinstance(taken, LeftOut):
         yield path + _NOT_OF_NAMES.sub("?", taken.type[:MAX_IGNORED_CHARS])
-    elif isinstance(taken, Body) and isinstance(given, Mapping):
+    elif isinstance(taken, Body) and isinstance(given, Mapping) and taken.model_config.get("extra") != "allow":
         attribute_by_name = _attributes(type(taken))
         for name, value in given.items():
             if name in attribute_by_name:

@@ -694,7 +694,8 @@ class RawInput:
 
     def end(self) -> str:
         """Return what is left: all that was written, where that was no call as it should be."""
-        return "" if self._begin else self._decoded(self._arguments, self._arguments)
+        is_cut = '{"input": "'.startswith(self._arguments)
+        return "" if self._begin or is_cut else self._decoded(self._arguments, self._arguments)
 
     def _decoded(self, text: str, otherwise: str) -> str:
         try:

@@ -6,7 +6,7 @@ Others, and those with what is not read here (`%ignore`, priorities, templates),
 
 from __future__ import annotations
 
-import ast
+import json
 import re
 
 MAX_PATTERN_CHARS = 1 << 14  # rules that name others twice, over and over, would grow without end
@@ -80,7 +80,7 @@ class _Writer:
         self._open.append(name)
         outer, self._left = self._left, self._rules[name][::-1]
         pattern = self._alternatives()
-        if self._left or len(pattern) > MAX_PATTERN_CHARS:
+        if self._left:
             raise _NotRegular
         self._left = outer
         self._open.pop()
@@ -91,11 +91,14 @@ class _Writer:
         return self._left[-1] if self._left else ""
 
     def _alternatives(self) -> str:
-        told = [self._row()]
+        told = self._row()
+        is_one = self._next() != "|"
         while self._next() == "|":
             self._left.pop()
-            told.append(self._row())
-        return told[0] if len(told) == 1 else f"(?:{'|'.join(told)})"
+            told += f"|{self._row()}"
+            if len(told) > MAX_PATTERN_CHARS:
+                raise _NotRegular
+        return told if is_one else f"(?:{told})"
 
     def _row(self) -> str:
         told = ""
@@ -104,6 +107,8 @@ class _Writer:
                 del self._left[-2:]
             else:
                 told += self._repeated(self._one())
+            if len(told) > MAX_PATTERN_CHARS:
+                raise _NotRegular
         return told
 
     def _one(self) -> str:
@@ -119,8 +124,11 @@ class _Writer:
                 raise _NotRegular
             return f"(?{flags}:{body.replace(chr(92) + '/', '/')})"
         if token[0] == '"':
-            text = ast.literal_eval(token.removesuffix("i"))
-            told = re.sub(r"[^\w\s]", r"\\\g<0>", text, flags=re.ASCII) if text.isascii() else re.escape(text)
+            try:
+                text = json.loads(token.removesuffix("i"))
+            except ValueError:
+                raise _NotRegular from None
+            told = re.sub(r"[\\.+*?()|\[\]{}^$]", r"\\\g<0>", text)  # `\<` would be the border of a word
             return f"(?i:{told})" if token.endswith("i") else told
         if not (token[0].isalpha() or token[0] == "_"):
             raise _NotRegular

@@ -124,6 +124,7 @@ def test_a_stream_says_the_same_in_events_of_the_sdk() -> None:
         ('{"patch": "a"}', '{"patch": "a"}'),
         ('{"why": 1, "input": "a"}', "a"),
         ('{"input": 5}', '{"input": 5}'),
+        ('{"inp', ""),
         ('{"input": "a\\n", "more": "b"}', "a\n"),
         ('{"input": "grep \\d+ \\u12"}', "grep \\d+ \\u12"),
     ],
@@ -223,6 +224,7 @@ def test_all_that_an_agent_replays_is_read() -> None:
     assert text.endswith("assistant\nSo.<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
     named = answer.headers["x-mneme-ignored-fields"].split(", ")
     assert {"input.web_search_call", "input.compaction"} <= set(named)
+    assert "input.action" not in named
 
 
 def test_tools_that_a_search_found_are_defined_there_and_called_from_there_on() -> None:
