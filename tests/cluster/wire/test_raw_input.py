@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,13 @@ def test_what_is_no_json_is_the_same_whole_and_cut(inside: str, sizes: list[int]
         whole = told(arguments, [])
         assert told(arguments, sizes) == whole
         whole.encode()  # no half of a character
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), [('{"inp', ""), ('{"input": "a\\n\\', "a\n"), ('{"input": "a\\u00', "a"), ("", "")]
+)
+def test_of_a_call_that_was_cut_off_what_is_whole_is_told(arguments: str, text: str) -> None:
+    assert told(arguments, [1] * len(arguments)) == text
 
 
 def test_names_that_are_cut_stay_apart() -> None:

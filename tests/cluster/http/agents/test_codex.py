@@ -124,7 +124,6 @@ def test_a_stream_says_the_same_in_events_of_the_sdk() -> None:
         ('{"patch": "a"}', '{"patch": "a"}'),
         ('{"why": 1, "input": "a"}', "a"),
         ('{"input": 5}', '{"input": 5}'),
-        ('{"inp', ""),
         ('{"input": "a\\n", "more": "b"}', "a\n"),
         ('{"input": "grep \\d+ \\u12"}', "grep \\d+ \\u12"),
     ],
