@@ -37,8 +37,6 @@ MAX_CACHE_MARKS = 4
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 # What agents write at the head of a system prompt, and change with every request.
 _CLIENT_LINES = re.compile(r"(?:\s*x-anthropic-[\w-]+:[^\n]*(?:\n|$))+")
-
-
 # Blocks that say what their servers did, and what no model here could be told of.
 _LEFT_OUT = re.compile(
     r"(server|mcp)_tool_use|\w+_tool_result|mcp_tool_listing|container_upload|tool_(addition|removal)|fallback|browser_state"
@@ -173,7 +171,7 @@ class Turn(Body):
         return [block for block in self.content if isinstance(block, Block)]
 
     @property
-    def calls(self) -> bool:
+    def has_calls(self) -> bool:
         return any(block.type == "tool_use" for block in self.blocks)
 
     def messages(self, path: str) -> list[dict[str, Any]]:
@@ -337,7 +335,7 @@ class CountRequest(Body):
         turns: list[Turn] = []
         held: list[Turn] = []
         for turn in self.messages[first:]:
-            if turn.role == "system" and turns and turns[-1].calls:
+            if turn.role == "system" and turns and turns[-1].has_calls:
                 held.append(turn)
             else:
                 turns += [turn, *held]
