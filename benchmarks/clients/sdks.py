@@ -3,10 +3,10 @@
     python benchmarks/clients/sdks.py --url http://127.0.0.1:8000 [--only openai anthropic ...] [--out FILE]
 
 To be run by a Python that has the SDKs (`pip install openai anthropic langchain-openai langchain openai-agents
-instructor litellm`); one that is not installed is skipped and named. OpenAI's and Anthropic's clients check each answer
-against their types, but where these do not describe what their own servers send. Calls are forced where the model need
-not be good at them, so mneme-tiny serves. Bound: nothing is measured. `--out` keeps what was found by SDK and version,
-beside what the file has. Ends in one line of JSON.
+instructor litellm`; `httpx` sends what chat pages send); one that is not installed is skipped and named. OpenAI's and
+Anthropic's clients check each answer against their types, but where these do not describe what their own servers send.
+Calls are forced where the model need not be good at them, so mneme-tiny serves. Bound: nothing is measured. `--out`
+keeps what was found by SDK and version, beside what the file has. Ends in one line of JSON.
 """
 
 import argparse
@@ -191,8 +191,55 @@ def _responses(client: Any) -> None:
     asked = {**how, "input": [result], "tools": [tool], "max_output_tokens": 24}
     told = client.responses.create(**asked, tool_choice="none", previous_response_id=called.id)
     step("a call's output", told.usage.input_tokens_details.cached_tokens >= called.usage.total_tokens - 1, told.usage)
+    _agents_tools(client)
     client.responses.delete(first.id)
     refused("a deleted response", openai.NotFoundError, lambda: client.responses.retrieve(first.id))
+
+
+def _agents_tools(client: Any) -> None:
+    """What Codex has: tools in a namespace, a custom tool with a grammar, others that a server would run."""
+    line = 'line: ("+" | "-") /[a-z ]{0,12}/ LF\n%import common.LF\n'
+    grammar = f'start: "*** Begin Patch" LF line~1..3 "*** End Patch"\n{line}'
+    patch = {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Patch files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": grammar},
+    }
+    read = {"type": "function", **TOOL["function"], "strict": False}
+    space = {"type": "namespace", "name": "mcp__sky", "description": "The sky.", "tools": [read]}
+    tools = [space, patch, {"type": "web_search"}]
+    how = {"model": MODEL, "input": ASKED, "tools": tools, "max_output_tokens": 200, "store": False}
+    raw = client.responses.with_raw_response.create(**how, tool_choice={"type": "custom", "name": "apply_patch"})
+    said = raw.parse()
+    (call,) = said.output
+    lines = call.input.split("\n")
+    is_patch = (
+        lines[0] == "*** Begin Patch" and lines[-1] == "*** End Patch" and {line[0] for line in lines[1:-1]} <= {*"+-"}
+    )
+    step("a custom tool's grammar", call.type == "custom_tool_call" and is_patch and len(lines) > 2, call)
+    step("what is not run", raw.headers["x-mneme-ignored-fields"] == "tools.web_search", raw.headers)
+    events = list(client.responses.create(**how, tool_choice="required", parallel_tool_calls=False, stream=True))
+    (last,) = events[-1].response.output
+    kind = "custom_tool_call_input" if last.type == "custom_tool_call" else "function_call_arguments"
+    told = "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
+    step("a stream of either", told == (last.input if last.type == "custom_tool_call" else last.arguments), last)
+    named = client.responses.create(**how, tool_choice={"type": "function", "name": "mcp__sky__weather"})
+    (other,) = named.output
+    step("a namespace", (other.namespace, other.name) == ("mcp__sky", "weather"), other)
+    results = [
+        {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "patched"},
+        {"type": "function_call_output", "call_id": other.call_id, "output": [{"type": "input_text", "text": "rain"}]},
+    ]
+    replayed = [call.model_dump(exclude_none=True), other.model_dump(exclude_none=True)]
+    searched = {
+        "type": "web_search_call",
+        "id": "ws",
+        "status": "completed",
+        "action": {"type": "search", "query": "Rome"},
+    }
+    again = client.responses.create(**{**how, "input": [*ASKED, *replayed, *results, searched]}, tool_choice="none")
+    step("what was replayed", again.usage.input_tokens > said.usage.input_tokens, again.usage)
 
 
 async def _openai_async(url: str) -> None:
@@ -245,6 +292,7 @@ def anthropic_tour(url: str) -> None:
     with client.messages.stream(model=MODEL, max_tokens=20, messages=ASKED) as stream:
         text = "".join(stream.text_stream)
         step("text_stream", text and stream.get_final_message().content[0].text == text)
+    _agents_turn(client, tool)
     _messages_parsed(client)
     _tool_runner(client, forced)
     error = refused(
@@ -252,6 +300,43 @@ def anthropic_tour(url: str) -> None:
     )
     step("and its field", "max_tokens" in str(error))
     refused("no such model", anthropic.NotFoundError, lambda: client.messages.create(**{**how, "model": "none"}))
+
+
+def _agents_turn(client: Any, tool: dict[str, Any]) -> None:
+    """What Claude Code has: notes of the system, found tools, tools by their kinds, more tokens than there are."""
+    find = {"name": "find", "input_schema": {"type": "object"}}
+    found = [{"type": "tool_reference", "tool_name": "weather"}]
+    typed = [{"type": "bash_20250124", "name": "bash"}, {"type": "web_search_20250305", "name": "web_search"}]
+    said = [
+        *ASKED,
+        {"role": "system", "content": "Agents: reader."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "find", "input": {}}]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": found,
+                }
+            ],
+        },
+        {"role": "system", "content": [{"type": "text", "text": "Be quick.", "cache_control": {"type": "ephemeral"}}]},
+    ]
+    how = {"model": MODEL, "messages": said, "tools": [find, *typed, {**tool, "defer_loading": True}]}
+    how["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    raw = client.messages.with_raw_response.create(
+        **how, max_tokens=16_000, tool_choice={"type": "any", "disable_parallel_tool_use": True}
+    )
+    (use,) = raw.parse().content
+    step("an agent's turn", use.name in ("find", "bash", "weather"), use)
+    step("as many tokens as there are", int(raw.headers["x-mneme-max-tokens"]) > 0, raw.headers)
+    ignored = raw.headers["x-mneme-ignored-fields"].split(", ")
+    step("what is not heeded", {"thinking", "tools.web_search_20250305"} <= set(ignored), ignored)
+    usage = raw.parse().usage
+    counted = client.messages.count_tokens(**how).input_tokens
+    total = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    step("and its count", counted == total, (counted, usage))
 
 
 def _messages_parsed(client: Any) -> None:
@@ -456,6 +541,42 @@ def litellm_tour(url: str) -> None:
     step("embedding", len(found.data[0]["embedding"]) > 16)
 
 
+def pages_tour(url: str) -> None:
+    """Bodies as chat pages send them, by their public sources: Open WebUI's and LibreChat's."""
+    import httpx
+
+    session = {"session_id": "s", "chat_id": "c", "id": "m", "background_tasks": {"title_generation": True}}
+    webui = {"stream": True, "model": MODEL, "messages": ASKED, "stream_options": {"include_usage": True}}
+    pages = {
+        "Open WebUI": {**webui, "params": {}, "features": {"web_search": False}, "variables": {}, **session},
+        "Open WebUI with tools": {**webui, "tools": [TOOL], "metadata": {"chat_id": "c"}},
+        "LibreChat": {
+            **{"model": MODEL, "messages": ASKED, "stream": True, "user": "65f0"},
+            **{"temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "max_tokens": 40},
+        },
+        "LibreChat's agent": {
+            **{"model": MODEL, "messages": [{"role": "system", "content": "Today is Friday."}, *ASKED], "stream": True},
+            **{
+                "tools": [TOOL],
+                "parallel_tool_calls": True,
+                "max_completion_tokens": 40,
+                "stream_options": {"include_usage": True},
+            },
+        },
+    }
+    with httpx.Client(base_url=f"{url}/v1", headers={"Authorization": "Bearer x"}, timeout=120) as http:
+        step("models", http.get("/models").json()["data"][0]["id"] == MODEL)
+        for name, body in pages.items():
+            answer = http.post("/chat/completions", json={"max_tokens": 40, **body})
+            step(name, answer.status_code == 200, answer.text)
+            lines = answer.text.strip().split("\n\n")
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+            step("and its events", lines[-1] == "data: [DONE]" and chunks[0]["choices"][0]["delta"], lines[-1])
+        title = {"model": MODEL, "messages": ASKED, "stream": False, "max_completion_tokens": 40}
+        said = http.post("/chat/completions", json={**title, "metadata": {"task": "title_generation"}})
+        step("a title", said.json()["choices"][0]["message"]["content"], said.text)
+
+
 TOURS: dict[str, Callable[[str], None]] = {  # by package
     "openai": openai_tour,
     "anthropic": anthropic_tour,
@@ -463,6 +584,7 @@ TOURS: dict[str, Callable[[str], None]] = {  # by package
     "openai-agents": agents_tour,
     "instructor": instructor_tour,
     "litellm": litellm_tour,
+    "httpx": pages_tour,
 }
 
 

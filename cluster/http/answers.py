@@ -20,7 +20,7 @@ import numpy as np
 
 from mneme.cluster.http.error_response import error_object
 from mneme.cluster.wire.openai import EmbeddingsRequest
-from mneme.errors import InvalidRequest, MnemeError
+from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
 from mneme.replicas.text.answer_parser import AnswerParser, CallPiece, merged, whole_calls
 from mneme.replicas.text.detokenizer import TextStream
@@ -38,11 +38,12 @@ class FieldNames(NamedTuple):
 
     prompt: str
     max_tokens: str  # the prompt's name where the client gave no limit
+    offers: str = ""  # said of what is too long: how the client may have it shortened
 
     def worded(self, error: InvalidRequest) -> InvalidRequest:
         """The refusal in the client's words."""
         field = {"prompt": self.prompt, "max_tokens": self.max_tokens}.get(error.field or "", error.field)
-        return type(error)(field, error.value, error.rule)
+        return type(error)(field, error.value, error.rule + self.offers * isinstance(error, ContextLengthExceeded))
 
 
 class Delta(NamedTuple):

@@ -269,18 +269,21 @@ class ResponseText(TypedDict):
 
 
 class ResponseItem(TypedDict):
-    """A message, a function call or its output, or reasoning; which fields it has goes by its type."""
+    """A message, a call or its output, or reasoning; which fields it has goes by its type, as OpenAI has them."""
 
     id: str
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: str
     status: NotRequired[Literal["in_progress", "completed", "incomplete"]]
     role: NotRequired[str]
     content: NotRequired[list[Any]]
     call_id: NotRequired[str]
     name: NotRequired[str]
-    arguments: NotRequired[str]
-    output: NotRequired[str]
+    namespace: NotRequired[str]
+    arguments: NotRequired[Any]
+    input: NotRequired[str]
+    output: NotRequired[Any]
     summary: NotRequired[list[Any]]
+    encrypted_content: NotRequired[str]
 
 
 class ResponseFailure(TypedDict):

@@ -38,6 +38,7 @@ from mneme.replicas.text.prompts import (
     num_system_tokens,
     render_appended,
     render_unfinished,
+    takes_notes,
 )
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import Dialect, message_digest
@@ -142,6 +143,7 @@ class ApiState:
     _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
     _grammar_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
     _num_compiling: int = 0  # grammars, the waiting ones too
+    _takes_notes: bool | None = None  # None: nobody has asked
     _grammars: GrammarChecker = field(init=False)
     dialect: Dialect = field(init=False)
     # Of messages whose clients ask what became of their prefix, by tenant and id: `messages.PromptRecord`.
@@ -197,6 +199,13 @@ class ApiState:
             return prompt._replace(num_system=num_system_tokens(render, encode, said, prompt.token_ids))
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
+
+    async def takes_notes(self) -> bool:
+        """Return whether the chat template has a place for system messages within a conversation."""
+        if self._takes_notes is None:
+            loop, render = asyncio.get_running_loop(), self.tokenizer.render_chat
+            self._takes_notes = await loop.run_in_executor(self._template_threads, takes_notes, render)
+        return self._takes_notes
 
     async def history(self, messages: list[Message], template_variables: Mapping[str, Any]) -> History:
         """Say what was said, so that a session knows it again; how the answer is read is the caller's to fill in."""

@@ -61,12 +61,15 @@ async def run_chat(
     fields: FieldNames | None = None,
     is_response: bool = False,
     kept_of: Callable[[Prompt], Awaitable[tuple[KeptPrefix, ...]]] | None = None,
+    limit_of: Callable[[int, int | None], int | None] | None = None,
 ) -> RunResponse:
     """Run a conversation whose answer is `worded` as the API at hand has it.
 
     fields       what clients of that API call prompt and limit; None: as chat completions do
     is_response  its session has a response's id, and no header names another
     kept_of      what stays resident of the prompt
+    limit_of     given what the window leaves beside the prompt and what was asked for, how many tokens an answer may
+                 have; None: what is left. Of a prompt that is truncated it is not asked
     """
     use = body.tool_use()
     body.check_continuation()
@@ -86,6 +89,9 @@ async def run_chat(
         continues=body.continue_final_message,
     )
     _tell_effort(api, request, body, "reasoning.effort" if is_response else "reasoning_effort")
+    if limit_of is not None and turn.truncation is None:
+        left = api.model.max_context - len(prompt.token_ids)
+        params = replace(params, max_tokens=limit_of(left, params.max_tokens))
     tools, is_forced = (use.schema_by_name, use.is_forced) if use is not None else ({}, False)
     if api.dialect.shows_special_tokens(has_tools=bool(tools)):
         params = replace(params, skip_special_tokens=False)

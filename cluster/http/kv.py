@@ -30,7 +30,7 @@ from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, Service
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
-from mneme.cluster.wire.openai import Body, GivenDocument, Int, Messages, Text, TokenIds, Tools, Ttl, template_variables
+from mneme.cluster.wire.openai import Conversation, GivenDocument, Int, Text, TokenIds, Ttl, template_variables
 from mneme.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -63,18 +63,17 @@ def _check_pin_id(pin_id: str) -> str:
 PinId = Annotated[str, AfterValidator(_check_pin_id), Field(json_schema_extra={"pattern": f"^{_PIN_ID.pattern}$"})]
 
 
-class PromptSelector(Body):
+class PromptSelector(Conversation):
     """One of `prompt`, `prompt_token_ids` (also called `token_ids`), `messages` and `document` says which tokens.
 
-    `document` means what a text prompt begins with that begins with this document.
+    `document` means what a text prompt begins with that begins with this document; `tools` are those of a conversation
+    that `messages` begin.
     """
 
     model: str | None = None
     prompt: Text | None = None
     prompt_token_ids: TokenIds | None = None
     token_ids: TokenIds | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None  # of the conversation that `messages` begins
     document: Text | GivenDocument | TokenIds | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

@@ -10,7 +10,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic_core import from_json
 from starlette.requests import Request
@@ -28,6 +28,8 @@ from mneme.replicas.text.answer_parser import CallPiece, whole_calls
 from mneme.replicas.text.prompts import num_common
 from mneme.replicas.truncation import Truncation
 
+B = TypeVar("B", bound=CountRequest)
+
 _BLOCK_TOKENS = 64
 _NOBODY_SAYS = "\u4e16\u754c"
 # What chat completions call the fields of a body here.
@@ -44,7 +46,7 @@ _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool
 async def messages(api: ApiState, request: Request, body: MessagesRequest) -> RunResponse:
     """Answer a conversation, as Anthropic's API does."""
     body.check()
-    chat = _chat(api, body)
+    body, chat = await _placed(api, request, body)
     marks = body.cache_marks(strips=api.config.strip_client_lines)
     tenant: str = request.state.tenant
 
@@ -60,26 +62,38 @@ async def messages(api: ApiState, request: Request, body: MessagesRequest) -> Ru
         previous = body.diagnostics.previous_message_id
         return None if previous is None else own.miss_reason(api.prompts.get((tenant, previous)))
 
+    def limit_of(left: int, asked: int | None) -> int | None:
+        """Cut what was asked for to what is left, and say so: agents ask for as much as their own models may say."""
+        if asked is None or asked <= left:
+            return asked
+        request.state.answer_headers.append((b"x-mneme-max-tokens", str(max(left, 0)).encode()))
+        return None
+
     async def kept_of(prompt: Prompt) -> tuple[KeptPrefix, ...]:
         return await kept_prefixes(api, chat, marks, prompt)
 
     try:
-        return await run_chat(api, request, chat, worded, kept_of=kept_of)
+        return await run_chat(api, request, chat, worded, kept_of=kept_of, limit_of=limit_of)
     except InvalidRequest as error:
         raise renamed(error, _FIELDS) from None
 
 
 async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> dict[str, Any]:
     """Count the tokens of a prompt, without running it."""
-    chat = _chat(api, body)
+    _, chat = await _placed(api, request, body)
     prompt = await api.render(chat.messages, add_generation_prompt=True, template_variables=chat.variables)
     return {"input_tokens": len(prompt.token_ids)}
 
 
-def _chat(api: ApiState, body: CountRequest) -> ChatRequest:
+async def _placed(api: ApiState, request: Request, body: B) -> tuple[B, ChatRequest]:
+    """Return the body with system messages where the template takes them, and the chat request that it is."""
+    if body.thinking is not None and body.thinking.type != "disabled" and api.dialect.reasoning is None:
+        request.state.answer_headers.append((b"x-mneme-ignored-fields", b"thinking"))
+    if body.has_notes:
+        body = body.placed(folds=not await api.takes_notes())
     given = body.chat(reasons=api.dialect.reasoning is not None, strips=api.config.strip_client_lines)
     try:
-        return validate(ChatRequest, given)
+        return body, validate(ChatRequest, given)
     except InvalidRequest as error:
         raise renamed(error, _FIELDS) from None
 
@@ -183,7 +197,7 @@ class MessagesAnswer(Answer):
         if delta.text:
             content.append({"type": "text", "text": delta.text})
         content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": parsed_arguments(call.arguments)}
             for call in whole_calls(delta.calls)
         ]
         return {
@@ -294,7 +308,7 @@ class MessagesAnswer(Answer):
         }
 
 
-def _input(arguments: str) -> Any:
+def parsed_arguments(arguments: str) -> Any:
     """Return a call's arguments: of those that were cut off what is whole, as Anthropic's SDK has it of a stream."""
     given: Any = None
     with suppress(ValueError):

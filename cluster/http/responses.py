@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,12 +26,21 @@ from mneme.cachetier.sessions.rows import common_prefix
 from mneme.cluster.http.answers import Answer, Choice, Delta, FieldNames, event, token_logprobs
 from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.completions import renamed, run_chat
-from mneme.cluster.http.messages import kept_prefixes
+from mneme.cluster.http.messages import kept_prefixes, parsed_arguments
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
 from mneme.cluster.serve.engine_client import look_up_session
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, session_key
 from mneme.cluster.wire.openai import ChatRequest, validate
-from mneme.cluster.wire.responses import Items, Kept, ResponsesRequest, chat_messages
+from mneme.cluster.wire.responses import (
+    REASONING,
+    Items,
+    Kept,
+    Offered,
+    RawInput,
+    ResponsesRequest,
+    chat_messages,
+    sealed,
+)
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, ResponseNotFound, SessionNotFound
 from mneme.replicas.engine import commands
 from mneme.replicas.request import KeptPrefix, Logprobs
@@ -42,12 +53,26 @@ _UNKEPT_TTL_S = 60.0  # of the session of what is not stored and goes on from a 
 _SHOWN_TOKENS = 8  # from where two prompts differ
 _HIT_SHARE = 0.9  # of what two prompts have in common, so much was found: a hit
 _COMPARISON = "prompt_cache_options.comparison_response_id"
-_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}  # of ids
-_GROWS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+_OFFERS = '; truncation: "auto" shortens it'
+_PREFIXES = {  # of ids
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "custom_tool_call": "ctc_",
+    "tool_search_call": "tsc_",
+}
+_GROWS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
 _EMPTY: dict[str, dict[str, Any]] = {
     "message": {"role": "assistant", "content": []},
     "reasoning": {"summary": [], "content": []},
     "function_call": {"arguments": ""},
+    "custom_tool_call": {"input": ""},
+    "tool_search_call": {"execution": "client", "arguments": {}},
 }
 _TRUE = ("true", "1", "yes", "on", "t", "y")  # as query parameters are written
 _HEAD = ("model", "instructions", "tools")  # what a prompt begins with
@@ -75,15 +100,19 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     if body.previous_response_id is not None:
         before = (salt, session_key(tenant, body.previous_response_id, "previous_response_id"))
         kept, home = await _found(api, before, "previous_response_id")
-    items = body.items(response_id, () if kept is None else kept.history)
+    history = [] if kept is None else kept.history
+    items = body.items(response_id, history, await _referenced(api, request, body, history))
+    for grammar in body.grammars():
+        await api.check_grammar(grammar)
+    offered = body.offered([*history, *items])
     about = {"id": response_id, "object": "response", "created_at": int(api.wall_clock())}
     echo = {**body.echo(), **about, "model": api.model.id}
     appends = kept is not None and all(kept.response.get(name) == echo[name] for name in _HEAD)
-    said = items if kept is None or appends else [*kept.history, *items]
+    said = items if kept is None or appends else [*history, *items]
     system = [{"role": "system", "content": body.instructions}] if body.instructions and not appends else []
     before_input = [*system, *chat_messages(said[: len(said) - len(items)])]
     marks = body.marks(len(before_input), items)
-    asked = body.chat([*before_input, *chat_messages(items)])
+    asked = body.chat([*before_input, *chat_messages(items)], offered)
     if before is not None or body.keeps:
         ttl = {} if body.keeps else {"ttl_s": _UNKEPT_TTL_S}
         asked["session"] = {"id": response_id, "append": appends, **ttl}
@@ -94,13 +123,21 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     keeper = Keeper(
         api,
         key if "session" in asked else None,
-        [*([] if kept is None else kept.history), *items],
+        [*history, *filter(None, items)],
         None if compared is None else (salt, session_key(tenant, compared, _COMPARISON)),
     )
 
     async def kept_of(prompt: Prompt) -> tuple[KeptPrefix, ...]:
         return await kept_prefixes(api, chat, marks, prompt)
 
+    def limit_of(left: int, wanted: int | None) -> int:
+        """Leave half of what is left to the turns that go on from an answer without a limit of its own."""
+        num_before = kept.response["usage"]["total_tokens"] if kept is not None and appends else 0
+        return max((left - num_before) // 2, 1) if wanted is None else wanted
+
+    named = "input" if body.max_output_tokens is None else "max_output_tokens"
+    fields = FieldNames("input", named, "" if body.truncation == "auto" else _OFFERS)
+    seals = REASONING in (body.include or ())
     try:
         chat = validate(ChatRequest, asked)
         run = await run_chat(
@@ -108,14 +145,18 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
             lambda params: ResponsesAnswer(
                 {**echo, "temperature": params.weighing.temperature, "top_p": params.weighing.top_p},
                 keeper,
+                offered,
                 is_prewarm=body.is_prewarm,
+                seals=seals,
             ),
-            fields=FieldNames("input", "input" if body.max_output_tokens is None else "max_output_tokens"),
+            fields=fields,
             is_response=True,
             kept_of=kept_of,
+            limit_of=limit_of,
         )
     except InvalidRequest as error:
-        raise renamed(error, _FIELDS) from None
+        paths = {rf"tools\[{index}\]\.function": each.path for index, each in enumerate(offered.values())}
+        raise fields.worded(renamed(error, {**paths, **_FIELDS})) from None
     if before is None:
         return run
     fork_home = await _fork(api, before, key, home)
@@ -250,8 +291,23 @@ class Keeper(NamedTuple):
 class ResponsesAnswer(Answer):
     """A `response`, or the events of one, whose output grows item by item; of a prewarmed one there is none."""
 
-    def __init__(self, echo: dict[str, Any], keeper: Keeper, *, is_prewarm: bool) -> None:
+    def __init__(
+        self,
+        echo: dict[str, Any],
+        keeper: Keeper,
+        offered: Mapping[str, Offered],
+        *,
+        is_prewarm: bool,
+        seals: bool,
+    ) -> None:
+        """Begin one.
+
+        offered  what the functions that it calls are, by name
+        seals    reasoning is told as `encrypted_content`, too
+        """
         self._echo, self._keeper, self._is_prewarm = echo, keeper, is_prewarm
+        self._offered, self._seals = offered, seals
+        self._input = RawInput()  # of the custom tool that is being called
         self._output: list[dict[str, Any]] = []  # the last one may still grow: then its text is in `_pieces`
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []  # of these
@@ -282,8 +338,8 @@ class ResponsesAnswer(Answer):
                 said += self._grow("message", delta.text, logprobs)
             for piece in delta.calls:
                 if piece.id is not None:
-                    said += self._open("function_call", call_id=piece.id, name=piece.name)
-                said += self._grow("function_call", piece.arguments)
+                    said += self._open_call(piece.id, self._offered[piece.name or ""])
+                said += self._grow(self._output[-1]["type"], piece.arguments)
         return b"".join(said)
 
     async def keep(self, choices: Sequence[Choice]) -> None:
@@ -316,15 +372,22 @@ class ResponsesAnswer(Answer):
         )
         return said
 
+    def _open_call(self, call_id: str, tool: Offered) -> list[bytes]:
+        self._input = RawInput()
+        name = {} if tool.kind == "tool_search_call" else {"name": tool.name}
+        return self._open(
+            tool.kind, call_id=call_id, **name, **({"namespace": tool.namespace} if tool.namespace else {})
+        )
+
     def _open(self, kind: str, **fields: Any) -> list[bytes]:
         """Begin an item behind the others."""
         said = self._close("completed")
         own = self._echo["id"].removeprefix(RESPONSE_PREFIX)
         item = {"id": f"{_PREFIXES[kind]}{own}_{len(self._output)}", "type": kind}
-        self._output.append({**item, "status": "in_progress", **fields, **_EMPTY[kind]})
+        self._output.append({**item, "status": "in_progress", **fields, **deepcopy(_EMPTY[kind])})
         self._is_open = True
         said.append(self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1]))
-        if kind != "function_call":
+        if "content" in _EMPTY[kind]:
             said.append(self._of_item("content_part.added", part=_part(kind, "")))
         return said
 
@@ -332,7 +395,11 @@ class ResponsesAnswer(Answer):
         said = []
         if not self._is_open or self._output[-1]["type"] != kind:
             said = self._open(kind)
+        if kind == "custom_tool_call":
+            text = self._input.push(text)
         self._pieces.append(text)
+        if kind == "tool_search_call" or (kind == "custom_tool_call" and not text):
+            return said
         if kind != "message":
             return [*said, self._of_item(f"{_GROWS[kind]}.delta", delta=text)]
         entries = token_logprobs(self._keeper.api.tokenizer, logprobs, self._echo["top_logprobs"])
@@ -342,15 +409,26 @@ class ResponsesAnswer(Answer):
     def _close(self, status: str) -> list[bytes]:
         if not self._is_open:
             return []
-        item, text, said = self._output[-1], "".join(self._pieces), []
-        self._pieces, self._is_open, kind = [], False, item["type"]
+        item, kind, said = self._output[-1], self._output[-1]["type"], list[bytes]()
+        if kind == "custom_tool_call" and (rest := self._input.end()):
+            self._pieces.append(rest)
+            said.append(self._of_item(f"{_GROWS[kind]}.delta", delta=rest))
+        text = "".join(self._pieces)
+        self._pieces, self._is_open = [], False
         if kind == "function_call":
             item["arguments"] = text
             said.append(self._of_item(f"{_GROWS[kind]}.done", arguments=text, name=item["name"]))
+        elif kind == "custom_tool_call":
+            item["input"] = text
+            said.append(self._of_item(f"{_GROWS[kind]}.done", input=text))
+        elif kind == "tool_search_call":
+            item["arguments"] = parsed_arguments(text)
         else:
             part = _part(kind, text)
             if kind == "message":
                 part["logprobs"], self._logprobs = self._logprobs, []
+            elif self._seals:
+                item["encrypted_content"] = sealed(text)
             item["content"] = [part]
             logprobs = {name: value for name, value in part.items() if name == "logprobs"}
             said.append(self._of_item(f"{_GROWS[kind]}.done", text=text, **logprobs))
@@ -379,7 +457,7 @@ class ResponsesAnswer(Answer):
 
     def _of_item(self, kind: str, **fields: Any) -> bytes:
         item, index = self._output[-1], len(self._output) - 1
-        part = {} if item["type"] == "function_call" else {"content_index": 0}
+        part = {"content_index": 0} if "content" in item else {}
         return self._event(kind, item_id=item["id"], output_index=index, **part, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -412,6 +490,23 @@ async def _found(api: ApiState, key: SessionKey, field: str) -> tuple[Kept, str]
         if note:
             return await api.off_loop(len(note), partial(Kept.unpacked, note)), replica_id
     raise ResponseNotFound(field, response_id)
+
+
+async def _referenced(
+    api: ApiState, request: Request, body: ResponsesRequest, before: Items
+) -> dict[str, dict[str, Any]]:
+    """Find the items of stored responses that an input names by ids, each of which has its response's. May raise."""
+    found = {item["id"]: item for item in before}
+    for index, item_id in body.references:
+        own = re.fullmatch(r"[a-z]+_(\w+)_\d+", item_id)
+        if item_id not in found and own is not None:
+            tenant = request.state.tenant
+            key = (kv_salt(tenant, body.cache_salt), session_key(tenant, f"{RESPONSE_PREFIX}{own[1]}", "input"))
+            with contextlib.suppress(ResponseNotFound):
+                found |= {item["id"]: item for item in (await _kept(api, key, "input")).history}
+        if item_id not in found:
+            raise InvalidRequest(f"input[{index}].id", item_id, "is no item of a stored response")
+    return found
 
 
 async def _fork(api: ApiState, before: SessionKey, key: SessionKey, home: str) -> str:

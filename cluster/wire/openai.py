@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from zlib import crc32
 
 from pydantic import (
@@ -68,7 +68,18 @@ MAX_IGNORED, MAX_IGNORED_CHARS = 16, 64  # names of ignored fields that an answe
 
 M = TypeVar("M", bound="Body")
 _UNION_BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "none", "ContentPart", "GivenDocument", "NamedToolChoice", "ToolChoice"}
+    {
+        "str",
+        "int",
+        "float",
+        "bool",
+        "none",
+        "ContentPart",
+        "GivenDocument",
+        "NamedToolChoice",
+        "TextSource",
+        "ToolChoice",
+    }
 )  # pydantic puts them into error paths
 _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.\-]")
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -83,6 +94,12 @@ class Body(BaseModel):
 def _whole(value: object) -> object:
     """Return whole floats as integers: R, Lua and others write 8.0 for 8."""
     return int(value) if type(value) is float and value.is_integer() else value
+
+
+class LeftOut(Body):
+    """Something that an API knows and no answer here heeds; the answer names it by its kind (`ignored_fields`)."""
+
+    type: str
 
 
 WHOLE = BeforeValidator(_whole)
@@ -305,9 +322,9 @@ class TextPart(Body):
     text: str | None = None
     refusal: str | None = None
 
-    @field_validator("text", "refusal")
+    @field_validator("*")
     @classmethod
-    def _is_given(cls, value: str | None, about: ValidationInfo) -> str | None:
+    def _is_given(cls, value: Any, about: ValidationInfo) -> Any:
         kind = about.data.get("type")  # none: it has been refused
         if value is None and kind is not None and about.field_name == _holds_text(kind):
             raise PydanticCustomError("missing", "field required")
@@ -319,20 +336,27 @@ class TextPart(Body):
 
 
 class ContentPart(TextPart):
-    """Text, or a document: its `title` is its first line, usage and explanations call it by its `id`."""
+    """Text, or a document: its `title` is its first line, usage and explanations call it by its `id`.
 
-    type: Literal["text", "input_text", "output_text", "refusal", "document"]  # type: ignore[assignment]
+    vLLM's too: an assistant's `thinking`, and a `tool_reference`, where the tool of that `name` is defined as `text`.
+    """
+
+    type: Literal[  # type: ignore[assignment]
+        "text", "input_text", "output_text", "refusal", "document", "thinking", "tool_reference"
+    ]
     title: str | None = None
     id: str | None = None
+    thinking: str | None = None
+    name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return it as text, or as a document."""
         others = {"title": self.title, "id": self.id} if self.type == "document" else {}
-        return {"type": "document" if others else "text", "text": self.said, **others}
+        return {"type": "document" if others else "text", "text": self.text or self.said, **others}
 
 
 def _holds_text(kind: str) -> str:
-    return "refusal" if kind == "refusal" else "text"
+    return {"refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}.get(kind, "text")
 
 
 def plain_parts(given: list[str | ContentPart]) -> list[dict[str, Any]]:
@@ -405,6 +429,7 @@ class Function(Body):
     description: str | None = None
     parameters: ArgumentsSchema | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None  # defined where a message refers to it, and called from there on
 
 
 class Tool(Body):
@@ -424,7 +449,7 @@ class NamedToolChoice(Body):
 class ToolUse(NamedTuple):
     """Says what a request wants called."""
 
-    tools: list[dict[str, Any]]  # as chat templates take them
+    tools: list[dict[str, Any]]  # all, as chat templates take them
     schema_by_name: dict[str, dict[str, Any]]  # of arguments; of the functions that the answer may call
     is_forced: bool  # the answer is calls
     is_one: bool  # only one call
@@ -491,14 +516,19 @@ class Message(Body):
             raise InvalidRequest(f"messages[{index}].tool_calls", None, "only an assistant calls tools")
         if self.content is None and self.role != "assistant":
             raise InvalidRequest(f"messages[{index}].content", None, "may be null only for an assistant")
-        text = self.said
+        text, thought = self.said, ""
         if isinstance(text, list):
-            text = stand_ins.content(plain_parts(text), f"messages[{index}].content", group=index)
+            thoughts = [part.said for part in text if isinstance(part, ContentPart) and part.type == "thinking"]
+            if thoughts and self.role != "assistant":
+                raise InvalidRequest(f"messages[{index}].content", "thinking", "only an assistant thinks")
+            thought = "".join(thoughts)
+            told = [part for part in text if isinstance(part, str) or part.type != "thinking"]
+            text = stand_ins.content(plain_parts(told), f"messages[{index}].content", group=index)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         others: dict[str, Any] = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content or self.reasoning,
+            "reasoning_content": self.reasoning_content or self.reasoning or thought or None,
             "tool_calls": [
                 {"id": call.id, "type": "function", "function": call.function.for_template()}
                 for call in self.tool_calls or ()
@@ -517,7 +547,21 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(SamplingBody):
+class Conversation(Body):
+    """Defines a tool where a message refers to it, so that what is found later changes no token before that."""
+
+    messages: Messages | None = None
+    tools: Tools | None = None
+
+    @model_validator(mode="after")
+    def _with_references(self) -> Self:
+        told = {tool.function.name: _told(tool) for tool in self.tools or ()}
+        for part in _references(self.messages or ()):
+            part.text = json.dumps(told[part.name], ensure_ascii=False) if part.name in told else part.name
+        return self
+
+
+class ChatRequest(Conversation, SamplingBody):
     messages: Messages
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
@@ -526,7 +570,6 @@ class ChatRequest(SamplingBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     echo: Literal[False] | None = None
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -547,18 +590,21 @@ class ChatRequest(SamplingBody):
     def tool_use(self) -> ToolUse | None:
         """Return what may be called and must be, None where there are no tools; raises `InvalidRequest`."""
         choice, functions = self.tool_choice, {tool.function.name: tool.function for tool in self.tools or ()}
-        if not self.tools:
-            if choice not in (None, "none", "auto"):
-                raise InvalidRequest("tool_choice", None, "needs tools")
-            return None
-        if len(functions) < len(self.tools):
+        if len(functions) < len(self.tools or ()):
             raise InvalidRequest("tools", None, "each function has a name of its own")
-        if isinstance(choice, NamedToolChoice):
+        if self.tools and isinstance(choice, NamedToolChoice):
             if choice.function.name not in functions:
                 raise InvalidRequest("tool_choice.function.name", choice.function.name, "is none of the tools")
             functions = {choice.function.name: functions[choice.function.name]}
+        else:
+            found = {part.name for part in _references(self.messages)}
+            functions = {name: each for name, each in functions.items() if not each.defer_loading or name in found}
+        if not functions:
+            if choice not in (None, "none", "auto"):
+                raise InvalidRequest("tool_choice", None, "needs tools")
+            return None
         return ToolUse(
-            template_tools(self.tools),
+            [_told(tool) for tool in self.tools or ()],
             {} if choice == "none" else {name: each.parameters or {} for name, each in functions.items()},
             is_forced=choice not in (None, "none", "auto"),
             is_one=isinstance(choice, NamedToolChoice) or self.parallel_tool_calls is False,
@@ -657,11 +703,9 @@ class EmbeddingsRequest(Body):
         return inputs
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Conversation):
     model: str | None = None
     prompt: Text | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
     documents: Documents | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -681,12 +725,19 @@ class DetokenizeRequest(Body):
 def template_variables(given: Mapping[str, Any] | None, tools: list[Tool] | None = None) -> dict[str, Any]:
     """A client's own variables for the chat template, and the tools that it writes."""
     own = {name: value for name, value in (given or {}).items() if name not in _RESERVED_VARIABLES}
-    return {**own, "tools": template_tools(tools)} if tools else own
+    told = [_told(tool) for tool in tools or () if not tool.function.defer_loading]
+    return {**own, "tools": told} if told else own
 
 
-def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Tools as chat templates take them: only what was given of them."""
-    return [tool.model_dump(exclude_unset=True) for tool in tools]
+def _references(messages: Iterable[Message]) -> Iterator[ContentPart]:
+    lists = (message.content for message in messages if isinstance(message.content, list))
+    parts = (part for content in lists for part in content if isinstance(part, ContentPart))
+    return (part for part in parts if part.type == "tool_reference")
+
+
+def _told(tool: Tool) -> dict[str, Any]:
+    """Return a tool as chat templates take it: only what was given of it."""
+    return tool.model_dump(exclude_unset=True, exclude={"function": {"defer_loading"}})
 
 
 def conversation(messages: list[Message], stand_ins: StandIns) -> list[dict[str, Any]]:
@@ -841,7 +892,9 @@ def _unknown(given: object, taken: object, path: str, known: Collection[str] = (
     if isinstance(taken, list) and isinstance(given, list):
         for each, its_taken in zip(given, taken, strict=False):
             yield from _unknown(each, its_taken, path)
-    elif isinstance(taken, Body) and isinstance(given, Mapping):
+    elif isinstance(taken, LeftOut):
+        yield path + _NOT_OF_NAMES.sub("?", taken.type[:MAX_IGNORED_CHARS])
+    elif isinstance(taken, Body) and isinstance(given, Mapping) and taken.model_config.get("extra") != "allow":
         attribute_by_name = _attributes(type(taken))
         for name, value in given.items():
             if name in attribute_by_name:

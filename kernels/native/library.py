@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -26,13 +25,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from mneme.cache_folder import cache_folder, locked
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ _FOLDER = Path(__file__).resolve().parent / "cpp"
 # No -ffast-math: kernels rely on infinities; contraction into fused multiply-adds is what makes products fast.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 _BUILD_TIMEOUT_S = 300
-_LOCK_TIMEOUT_S = _BUILD_TIMEOUT_S + 30  # for another process's build
 _SCRATCH_PREFIX = "libmneme_build_"
 _SCRATCH_KEPT_S = 3600  # longer than any build takes
 _LIBRARY_KEPT_S = 30 * 86400  # since it was last loaded
@@ -64,10 +63,6 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
-class BuildError(Exception):
-    """Another process's build did not end."""
-
-
 @cache
 def library() -> ctypes.CDLL | None:
     """Load the compiled kernels; None where they are off or cannot be built, which is logged once."""
@@ -79,7 +74,7 @@ def library() -> ctypes.CDLL | None:
             logger.warning("no C++ compiler found: CPU kernels fall back to torch, which is several times slower")
             return None
         return _load(compiler)
-    except (OSError, ValueError, subprocess.SubprocessError, BuildError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         logger.warning("the CPU kernels could not be built, torch is used instead: %s", detail.strip()[-2000:])
         return None
@@ -142,8 +137,8 @@ def build(compiler: tuple[str, ...], folder: Path | None = None, flags: tuple[st
     """Compile the library if `folder` has no such file, and return its path. By default that is the cache folder or,
     where that cannot be used, a folder of this process.
 
-    Of processes that want it at once, one compiles and the others wait for it. Raises OSError for the `folder`,
-    subprocess.SubprocessError for the compiler, and BuildError if another process's build does not end.
+    Of processes that want it at once, one compiles and the others wait for it. Raises OSError for the `folder`, or if
+    another process's build does not end, and subprocess.SubprocessError for the compiler.
     """
     sources = sorted(_FOLDER.glob("*.cpp"))
     command = [*compiler, *_FLAGS, *flags]
@@ -207,22 +202,6 @@ def _checksum_path(path: Path) -> Path:
     return path.with_suffix(".sum")
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Lock out other processes; wait for no longer than a build may take."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    with path.open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise BuildError(f"another process has held {path} for {_LOCK_TIMEOUT_S:.0f} s") from None
-                time.sleep(0.05)
-        yield
-
-
 def _remove_old(folder: Path) -> None:
     """Remove what killed builds left, and libraries that nobody has loaded for long."""
     now = time.time()
@@ -233,18 +212,6 @@ def _remove_old(folder: Path) -> None:
                 shutil.rmtree(path)
             elif age_s > _LIBRARY_KEPT_S:
                 path.unlink()
-
-
-def cache_folder() -> Path:
-    """Return the folder of built libraries. Raises OSError for a user without a home."""
-    if chosen := os.environ.get("MNEME_CACHE_DIR"):
-        return Path(chosen)
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "mneme"
-    try:
-        return Path.home() / ".cache" / "mneme"
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from None
 
 
 def _refuse_open(folder: Path) -> None:

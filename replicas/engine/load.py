@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mneme.cache_folder import cache_folder, locked
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint, weights_digest
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
@@ -26,7 +27,6 @@ from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.kernels.native import library as native_library
-from mneme.kernels.native.library import BuildError, cache_folder, locked
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
 from mneme.replicas.card import sampling_defaults, shard_paths
@@ -447,7 +447,7 @@ def _costs(
 ) -> CostModel:
     """Measure or read costs; processes that start at once do so one after the other, and the later ones read."""
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, BuildError):  # then they measure beside each other
+        with contextlib.suppress(OSError):  # then they measure beside each other
             held.enter_context(locked(file.path.with_name("costs.lock")))
         return remembered_costs(
             runner, engine, file, chunk_tokens=cache.chunk_tokens, disk_folder=disk_folder, budget_s=_CALIBRATION_S

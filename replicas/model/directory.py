@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mneme.cache_folder import cache_folder, locked
 from mneme.errors import CheckpointError
-from mneme.kernels.native.library import cache_folder, locked
 from mneme.replicas.card import GGUF, read_json, refuse_other_weights
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.families import FAMILIES

@@ -6,6 +6,7 @@ Chat templates render whole conversations only, so both render stand-ins and com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from mneme.errors import InvalidRequest
@@ -14,6 +15,7 @@ _ANSWER = "an answer of 8241 words"  # nothing that a template would write itsel
 _BEFORE = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": _ANSWER})
 # First user messages that begin as differently as they can: what is the same before these is the same before any.
 _STAND_INS = ("a question", "\n\n- 1", " 42", "\u4e16\u754c", "<b>")
+_NOTE = "a note of 5113 words"
 _SYSTEM_ROLES = ("system", "developer")
 ROLES = (*_SYSTEM_ROLES, "user", "assistant", "tool")  # of messages
 
@@ -59,6 +61,33 @@ def render_unfinished(render: Render, messages: Sequence[Mapping[str, Any]]) -> 
     return before + found + (blanks if behind.startswith(blanks) else "")
 
 
+def takes_notes(render: Render) -> bool:
+    """Return whether the template writes a system message within a conversation where it stands, and as the system's.
+
+    Other templates refuse it, leave it out, put it first, or write it as somebody else's.
+    """
+    said = [{"role": "system", "content": "be brief"}, *_BEFORE, {"role": "user", "content": "another question"}]
+
+    def with_note(place: int, role: str) -> str:
+        return render([*said[:place], {"role": role, "content": _NOTE}, *said[place:]])
+
+    for place in (len(said) - 1, len(said)):
+        try:
+            plain, noted = render(said), with_note(place, "system")
+        except InvalidRequest:
+            return False
+        begin = num_common(plain, noted)
+        is_added = noted == plain[:begin] + noted[begin : begin - len(plain) or None] + plain[begin:]
+        is_behind = noted.find(_NOTE) > noted.find(said[place - 1]["content"])
+        if noted.count(_NOTE) != 1 or not is_added or not is_behind:
+            return False
+        for role in ("user", "assistant"):
+            with suppress(InvalidRequest):  # who bars two in a row knows the difference
+                if noted == with_note(place, role):
+                    return False
+    return True
+
+
 def conversation_prefix(
     render: Render, encode: Callable[[str], list[int]], messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:
@@ -87,6 +116,6 @@ def num_system_tokens(
     return num_common(conversation_prefix(render, encode, messages[:num_messages]), ids)
 
 
-def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+def num_common(a: Sequence[object], b: Sequence[object]) -> int:
     """Count the first items that two sequences have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -581,11 +581,14 @@ _ANTHROPIC = [
     _message("without a limit", max_tokens=None),
     _message("a limit of -1", max_tokens=-1),
     _message("a limit that is text", max_tokens="4"),
-    _message("longer than the context", max_tokens=10**9),
     _message("an unknown model", 404, model="no-such-model"),
     _message("none", messages=[]),
     _message("a text", messages="Hello"),
-    _message("a system message in the list", messages=[{"role": "system", "content": "Hello"}, *MESSAGES]),
+    _message("nobody but the system", messages=[{"role": "system", "content": "Hello"}]),
+    _message("a system's call", messages=[*MESSAGES, *_blocks({"type": "tool_use", "id": "a"}, role="system")]),
+    _message("a block of no kind", messages=_blocks({"type": "server_tool"})),
+    _message("a reference to no tool", messages=_blocks({"type": "tool_reference"})),
+    _message("thinking of no kind", thinking={"type": 5}),
     _message("an assistant's last", messages=[*MESSAGES, {"role": "assistant", "content": "He"}]),
     _message("no blocks", messages=_blocks()),
     _message("an empty block", messages=_blocks({})),
@@ -605,7 +608,11 @@ _ANTHROPIC = [
     ),
     _message("a mark of no type", cache_control={"ttl": "5m"}),
     _message("a tool without a name", tools=[{"input_schema": {}}]),
-    _message("a tool of another's", tools=[{"type": "bash_20250124", "name": "bash"}]),
+    _message("a tool of another's without a name", tools=[{"type": "bash_20250124"}]),
+    _message("a tool of no kind", tools=[{"type": 5, "name": "f"}]),
+    _message(
+        "a choice of a tool that is not run here", tools=[{"type": "web_search_20250305"}], tool_choice={"type": "any"}
+    ),
     _message("129 tools", tools=[{"name": f"f{i}", "input_schema": {}} for i in range(129)]),
     _message(
         "a choice of none of the tools",
@@ -660,7 +667,14 @@ _RESPONSES = [
     _response("no input", "input", input=None),
     _response("no items", "input", input=[]),
     _response("an item that is a number", "input[0]", input=[5]),
-    _response("an item of no kind", "input[0]", input=[{"type": "computer_call"}]),
+    _response("an item of no kind", "input[0]", input=[{"type": "mesage"}]),
+    _response("items that are all left out", "input", input=[{"type": "computer_call"}]),
+    _response("an item of nobody's", "input[0].id", input=[{"type": "item_reference", "id": "msg_nobody_0"}]),
+    _response(
+        "a raw call without its input",
+        "input[0].input",
+        input=[{"type": "custom_tool_call", "call_id": "a", "name": "f"}],
+    ),
     _response("a message of nobody", "input[0].role", input=[{"role": "wizard", "content": "a"}]),
     _response(
         "a part without its text",
@@ -691,7 +705,15 @@ _RESPONSES = [
     _response("going on from nothing", "previous_response_id", 404, previous_response_id="resp_nobody"),
     _response("going on from a number", "previous_response_id", previous_response_id=5),
     _response("going on from a tab", "previous_response_id", previous_response_id="a\tb"),
-    _response("another's tool", "tools[0].type", tools=[{"type": "web_search", "name": "f"}]),
+    _response("a tool of no kind", "tools[0].type", tools=[{"type": 5, "name": "f"}]),
+    _response("a namespace without tools", "tools[0].tools", tools=[{"type": "namespace", "name": "f"}]),
+    _response(
+        "a grammar that is none",
+        "tools[0].format.definition",
+        tools=[
+            {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark", "definition": "start: ("}}
+        ],
+    ),
     _response("a tool without a name", "tools[0].name", tools=[{"type": "function"}]),
     _response("a choice of nothing", "tool_choice", tool_choice="best", tools=[{"type": "function", "name": "f"}]),
     _response(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mneme.errors import InvalidRequest
-from mneme.replicas.text.prompts import conversation_prefix, render_appended
+from mneme.replicas.text.prompts import conversation_prefix, render_appended, takes_notes
+from tests.replicas.text.family_templates import LLAMA_3, MISTRAL_V3, QWEN_2_5, QWEN_3
 from tests.replicas.tiny_tokenizer import CHATML, tiny_tokenizer
 
 DEFAULT_SYSTEM = (
@@ -27,6 +28,10 @@ SHOUTING = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
 LAST_OPEN = (  # the last message is not closed
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{{ '' if loop.last else ';' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ ';assistant:' }}{% endif %}"
+)
+SYSTEM_FIRST = (  # all that the system says stands at the head
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'] + ':' + m['content'] }}{% endif %}{% endfor %}"
 )
 TOKENIZER = tiny_tokenizer()
 HISTORY = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"}]
@@ -89,3 +94,14 @@ def test_a_template_that_puts_the_user_first_has_no_common_beginning() -> None:
     turned = tiny_tokenizer(template)
     with pytest.raises(InvalidRequest, match="puts what follows before them"):
         conversation_prefix(turned.render_chat, turned.encode_rendered, [{"role": "system", "content": "s"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        *((CHATML, True), (QWEN_2_5, True), (QWEN_3, True), (LLAMA_3, True)),
+        *((MISTRAL_V3, False), (LLAMA_2, False), (SYSTEM_FIRST, False), (SHOUTING, False)),
+    ],
+)
+def test_which_templates_have_a_place_for_a_system_message_in_the_middle(template: str, takes: bool) -> None:
+    assert takes_notes(tiny_tokenizer(template).render_chat) is takes

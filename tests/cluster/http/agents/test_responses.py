@@ -16,6 +16,7 @@ from tests.cluster.real_engines import KEYS, ONE, TWO
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
 BODY: dict[str, Any] = {"model": "tiny", "input": "the fox"}
+BAD_LARK = {"type": "grammar", "syntax": "lark", "definition": "start: ("}
 SYSTEM = "<|im_start|>system\nbe brief<|im_end|>\n"
 TOOLS = {"tools": [{"type": "function", **each["function"]} for each in (TOOL, OTHER)]}
 NUM_PROMPT = len(TOKENIZER.encode_rendered(RENDERED))
@@ -187,10 +188,9 @@ def test_an_output_is_given_back_by_the_call_s_id() -> None:
 def test_a_call_can_be_forced(engine: FakeEngineClient, client: TestClient) -> None:
     create(client, **TOOLS, tool_choice={"type": "function", "name": "weather"})
     assert engine.requests[0].sampling.grammar is not None
-    for tools in ([{"type": "web_search"}], [{"type": "function"}]):
-        refused = client.post("/v1/responses", json={**BODY, "tools": tools})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"].startswith("tools[0]")
+    refused = client.post("/v1/responses", json={**BODY, "tools": [{"type": "function"}]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith("tools[0]")
 
 
 def diagnosed(client: TestClient, compared: str, **changes: Any) -> dict[str, Any]:
@@ -385,7 +385,14 @@ def test_another_key_knows_nothing_of_it(engine: FakeEngineClient) -> None:
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "mesage", "role": "user", "content": "x"}]}, "input[0]"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
+        ({"tools": [{"type": 5, "name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
+        ({"tools": [{"type": "custom", "name": "f", "format": BAD_LARK}]}, "tools[0].format.definition"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOLS["tools"][0]] * 2}]}, "tools"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),

@@ -139,7 +139,7 @@ def _refused(path: str = "/v1/chat/completions", **body: Any) -> tuple[str | Non
     """The field and the message of a refusal."""
     asks = {"model": "tiny", "max_tokens": 50, "tool_choice": "required", **body}
     if path != "/v1/responses":
-        asks["messages"] = CHAT["messages"]
+        asks.setdefault("messages", CHAT["messages"])
     response = post(path, asks, engine=FakeEngineClient(tiny_tokenizer(TEMPLATE)))
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -197,11 +197,53 @@ def test_no_answer_would_heed_a_schema_of_no_object() -> None:
 
 
 def test_kinds_of_tools_that_are_not_there_are_named_as_such() -> None:
-    for path, more in (("/v1/chat/completions", {}), ("/v1/responses", {"input": "x"}), ("/v1/messages", {})):
-        for kind in ("web_search", "web_search_20250305"):
-            choice = {"tool_choice": {"type": "any"}} if path == "/v1/messages" else {}
-            _, message = _refused(path, tools=[{"type": kind, "name": "web_search"}], **more, **choice)
-            assert message.startswith("tools[0].type: this kind of tool is not supported")
+    _, message = _refused(tools=[{"type": "web_search", "name": "web_search"}])
+    assert message.startswith("tools[0].type: this kind of tool is not supported")
+
+
+def test_thoughts_and_references_are_parts_of_a_message() -> None:
+    late = {"type": "function", "function": {**TOOL["function"], "name": "late", "defer_loading": True}}
+    said = [
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "I look."}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_reference", "name": "late"}, "or", {"type": "tool_reference", "name": "x"}],
+        },
+    ]
+    shows = TEMPLATE.replace("message['content'] }}", "(message['reasoning_content'] or '') + message['content'] }}")
+    sentence = CALLS.replace("now", "late")
+    answer, request = asked(sentence, shows, messages=[*CHAT["messages"], *said], tools=[TOOL, late])
+    defined = json.dumps({"type": "function", "function": {**TOOL["function"], "name": "late"}}, ensure_ascii=False)
+    assert "assistant\nHm.I look.<|im_end|>" in request.prompt_text
+    assert f"user\n{defined}\nor\nx<|im_end|>" in request.prompt_text
+    assert request.prompt_text.count('"late"') == 1  # not in the list at the head
+    assert [call["function"]["name"] for call in answer.json()["choices"][0]["message"]["tool_calls"]] == [
+        "weather",
+        "late",
+    ]
+
+
+def test_a_tool_that_was_not_found_yet_is_not_offered() -> None:
+    late = {"type": "function", "function": {**OTHER["function"], "defer_loading": True}}
+    assert [call["function"]["name"] for call in whole(tools=[TOOL, late])["message"]["tool_calls"]] == ["weather"]
+    assert _refused(tools=[late])[0] == "tool_choice"
+    named = {"type": "function", "function": {"name": "now"}}
+    assert asked(tools=[TOOL, late], tool_choice=named)[1].sampling.grammar is not None
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "thinking", "thinking": "Hm."}, "messages[0].content"),
+        ({"type": "thinking", "text": "Hm."}, "messages[0].content[0].thinking"),
+        ({"type": "tool_reference"}, "messages[0].content[0].name"),
+    ],
+)
+def test_parts_that_nobody_says_are_refused(part: dict[str, Any], param: str) -> None:
+    assert _refused(messages=[{"role": "user", "content": [part]}], tool_choice="none")[0] == param
 
 
 def test_auto_has_a_grammar_for_schemas_of_several_parts() -> None:
