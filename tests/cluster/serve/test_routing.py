@@ -26,6 +26,8 @@ from mneme.router.score import RouterConfig
 from tests.fakes.direct_calls import DirectCalls
 from tests.replicas.fake_runner import FakeRunner
 
+pytestmark = pytest.mark.engine
+
 NUM_PAGES, PAGE_SIZE, VOCAB = 64, 16, 4096
 Scenario = Callable[["Cluster"], Awaitable[None]]
 

@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,8 @@ from tests.budget import examples
 
 Schema = Any
 
-TOKENIZER = Tokenizer.load(Path(mneme.replicas.__path__[0]) / "mneme_tiny")
+MODEL = Path(mneme.replicas.__path__[0]) / "mneme_tiny"
+TOKENIZER = Tokenizer(tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json")), eos_token_ids=(3,))
 GRAMMARS = Grammars(TOKENIZER, clock=lambda: 0.0)  # what tokens cost is not what is tried here
 TEXTS = [TOKENIZER.token_text(i) for i in range(TOKENIZER.vocab_size)]
 IS_BLANK = np.array([not text.strip() for text in TEXTS])
