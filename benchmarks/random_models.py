@@ -8,7 +8,7 @@ import torch
 
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.directory import parse_model_config
-from mneme.replicas.model.families import FAMILIES
+from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.weights import build
 

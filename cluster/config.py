@@ -16,7 +16,7 @@ from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.model.directory import EMBEDDED_MODEL
-from mneme.replicas.text.dialects import with_plugin
+from mneme.replicas.text.calls.dialects import with_plugin
 from mneme.router.autoscaler import AutoscaleConfig
 from mneme.router.score import RouterConfig
 

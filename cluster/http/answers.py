@@ -22,7 +22,7 @@ from mneme.cluster.http.error_response import error_object
 from mneme.cluster.wire.openai import EmbeddingsRequest
 from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
-from mneme.replicas.text.answer_parser import AnswerParser, CallPiece, merged, whole_calls
+from mneme.replicas.text.calls.answer_parser import AnswerParser, CallPiece, merged, whole_calls
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
 

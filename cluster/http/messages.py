@@ -24,7 +24,7 @@ from mneme.cluster.wire.anthropic import CacheMark, CountRequest, MessagesReques
 from mneme.cluster.wire.openai import ChatRequest, Message, validate
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.request import KeptPrefix, SamplingParams
-from mneme.replicas.text.answer_parser import CallPiece, whole_calls
+from mneme.replicas.text.calls.answer_parser import CallPiece, whole_calls
 from mneme.replicas.text.prompts import num_common
 from mneme.replicas.truncation import Truncation
 

@@ -14,9 +14,9 @@ from mneme.cache_folder import cache_folder, locked
 from mneme.errors import CheckpointError
 from mneme.replicas.card import GGUF, read_json, refuse_other_weights
 from mneme.replicas.model.config import DecoderConfig
-from mneme.replicas.model.families import FAMILIES
+from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.fields import Fields
-from mneme.replicas.model.gguf_file import card_of
+from mneme.replicas.model.formats.gguf_file import card_of
 
 EMBEDDED_MODEL = "mneme-tiny"
 QUANTIZATIONS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4")  # of safetensors files

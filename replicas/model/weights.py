@@ -23,11 +23,11 @@ from mneme.errors import CheckpointError, shown
 from mneme.kernels.linear import make_linear
 from mneme.replicas.card import GGUF, read_json, shard_paths
 from mneme.replicas.model.config import DecoderConfig
-from mneme.replicas.model.families import FAMILIES
 from mneme.replicas.model.families.family import Family
-from mneme.replicas.model.gguf_file import ROTATIONS, GgufFile
+from mneme.replicas.model.families.table import FAMILIES
+from mneme.replicas.model.formats.gguf_file import ROTATIONS, GgufFile
+from mneme.replicas.model.formats.quantized import QuantizedTensors
 from mneme.replicas.model.parts import DecoderWeights
-from mneme.replicas.model.quantized import QuantizedTensors
 from mneme.replicas.model.tensors import Files, Source, Tensors
 
 _PIECE_BYTES = 8 << 20  # that is read and copied at once

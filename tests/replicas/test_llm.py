@@ -19,8 +19,8 @@ from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
 from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.text.answer_parser import whole_calls
-from mneme.replicas.text.tool_calls import Dialect
+from mneme.replicas.text.calls.answer_parser import whole_calls
+from mneme.replicas.text.calls.tool_calls import Dialect
 
 pytestmark = pytest.mark.engine
 
@@ -559,7 +559,7 @@ def test_bad_words_are_not_said(llm: LLM) -> None:
         ({"num_pages": 64}, 'config={"num_pages"'),
         ({"trust_remote_code": True}, "no code of a model is run"),
         ({"gpu_memory_utilization": 0.9}, 'config={"kv_cache_bytes"'),
-        ({"quantization": "fp8"}, "quantized weights are not supported"),
+        ({"quantization": "fp8"}, "a checkpoint's own is found"),
         ({"modle": "x"}, "no argument modle$"),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_flag_sets_the_key_that_is_its(
         (["--gpu-memory-utilization", "0.9"], "in its place: --set engine.kv_cache_bytes=..."),
         (["--tensor-parallel-size", "2", "./model"], "`mneme serve --replicas N` runs several"),
         (["--trust-remote-code"], "--trust-remote-code: is not supported (got True); no code of a model is run"),
-        (["--quantization", "fp8"], "--quantization: is not supported (got 'fp8'); quantized weights are"),
+        (["--quantization", "fp8"], "--quantization: is not supported (got 'fp8'); a checkpoint's own is"),
         (["--speculative-config", "{}"], "speculation is not supported"),
         (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: is not supported"),
         (["--swap-space", "4"], "in its place: --set engine.host_cache_bytes=..."),

@@ -81,7 +81,7 @@ def test_a_model_need_not_be_named_where_there_is_one(client: TestClient, model:
 
 
 def test_a_model_that_has_no_replica_leaves_the_other_alone(client: TestClient, small: FakeEngineClient) -> None:
-    assert client.get("/ready").json() == {"ready": True, "replicas": 4}
+    assert client.get("/ready").json() == {"ready": True, "replicas": 4, "state": "ready"}
     small.ready = False
     assert client.get("/ready").status_code == 503
     assert chat(client, LARGE)["model"] == LARGE

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from mneme.cluster.config import HttpConfig
 from mneme.errors import ConfigError
-from mneme.replicas.text.answer_parser import AnswerParser, value_types, whole_calls
-from mneme.replicas.text.dialects import FORMATS, REASONINGS, ToolFormat, with_plugin
+from mneme.replicas.text.calls.answer_parser import AnswerParser, value_types, whole_calls
+from mneme.replicas.text.calls.dialects import FORMATS, REASONINGS, ToolFormat, with_plugin
+from mneme.replicas.text.calls.tool_calls import Dialect
 from mneme.replicas.text.grammar import Grammars
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.text.tool_calls import Dialect
 from tests.budget import examples
 from tests.replicas.tiny_tokenizer import byte_level_backend
 
@@ -639,7 +639,7 @@ def test_a_schema_names_the_types_of_a_value() -> None:
     assert Dialect(tokenizer_of(""), "hermes").read_schemas(TOOLS) == {"get_weather": {}, "now": {}}
 
 
-IMPORT = "from mneme.replicas.text.dialects import Reasoning, ToolFormat\n"
+IMPORT = "from mneme.replicas.text.calls.dialects import Reasoning, ToolFormat\n"
 
 
 def test_references_that_meet_again_are_followed_once() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.request import Grammar, History
-from mneme.replicas.text.answer_parser import AnswerParser, Spoken, value_types, whole_calls
-from mneme.replicas.text.dialects import FORMATS, TABLE, Reasoning, Table, ToolFormat
+from mneme.replicas.text.calls.answer_parser import AnswerParser, Spoken, value_types, whole_calls
+from mneme.replicas.text.calls.dialects import FORMATS, TABLE, Reasoning, Table, ToolFormat
 from mneme.replicas.text.grammar import JSON_OPTIONS, name_options, schema_of
 from mneme.replicas.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import regex
 
-from mneme.replicas.text.dialects import OBJECT_HEAD, Reasoning, ToolFormat
+from mneme.replicas.text.calls.dialects import OBJECT_HEAD, Reasoning, ToolFormat
 
 _MAX_HEAD_CHARS = 512  # of a call, up to its arguments; of a key
 _MAX_SCHEMA_DEPTH = 16  # of what says a value's type
