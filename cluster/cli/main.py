@@ -92,6 +92,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     from mneme.cluster.cli.cache import cache as run_cache
     from mneme.cluster.cli.keys import add_keys_arguments
     from mneme.cluster.cli.keys import keys as run_keys
+    from mneme.cluster.cli.models import add_models_arguments
+    from mneme.cluster.cli.models import models as run_models
 
     parser = _Parser(
         prog="mneme",
@@ -130,6 +132,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add_cache_arguments(cache)
     cache.set_defaults(run=run_cache)
 
+    models = commands.add_parser("models", help="which models are known, here and served, and what memory they take")
+    add_models_arguments(models)
+    models.set_defaults(run=run_models)
+
     keys = commands.add_parser("keys", help="the API keys of a server: who may call, and how much")
     add_keys_arguments(keys)
     keys.set_defaults(run=run_keys)
@@ -153,7 +159,9 @@ def _load(name: str, command: argparse.ArgumentParser) -> str | None:
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="mneme-tiny (the default) or a Hugging Face model directory")
+    parser.add_argument(
+        "model", nargs="?", help="mneme-tiny (the default), smollm2, a directory, a GGUF file, or a name on the hub"
+    )
     parser.add_argument(
         "--local", action="store_true", help="one engine and its API in this process, without Ray: ready in seconds"
     )
