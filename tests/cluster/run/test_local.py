@@ -26,7 +26,8 @@ pytestmark = pytest.mark.engine
 
 # Serves until it is interrupted; then that has closed it.
 SERVE_LLM = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 from mneme import LLM
 from mneme.errors import ConfigError, MnemeError
 llm = LLM(dtype="float32", config={"max_running": 4})

@@ -55,7 +55,7 @@ def runner_of(directory: Path, dtype: torch.dtype, max_rows: int) -> Runner:
 
     def make(run: Run, pool: KvPool) -> StepGraphs:
         def stage(plan: Any) -> Any:
-            return triton_backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions)
+            return triton_backend.stage(plan, pool.slot_position, decoder.dtype, decoder.ropes[0].num_positions)
 
         def capture(step: Any) -> Any:
             raise RuntimeError("nothing is captured here")

@@ -125,7 +125,7 @@ class StagedByTriton(PlayedDevice):
     def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
         from mneme.kernels.triton.backend import stage
 
-        self._plan, positions = plan, self.decoder.rope.num_positions
+        self._plan, positions = plan, self.decoder.ropes[0].num_positions
         self.staged.append(stage(plan, self.pool.slot_position, self.decoder.dtype, positions, launch))
         return self.staged[-1]
 

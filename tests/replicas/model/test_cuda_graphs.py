@@ -201,7 +201,7 @@ class TritonDevice(PlayedDevice):
     def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
         from mneme.kernels.triton.backend import stage
 
-        rope = self._decoder.rope
+        rope = self._decoder.ropes[0]
         return stage(plan, self._pool.slot_position, self._decoder.dtype, rope.num_positions, launch)
 
 
