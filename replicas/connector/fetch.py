@@ -326,10 +326,11 @@ class Fetch:
 
         Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
         """
-        if self.is_settled or (self._has_looked and self.is_begun and is_alone):
+        with self._condition:  # all that `found` sets, or nothing: a clock without what it is of gives up at once
+            is_settled, has_looked, times = self.is_settled, self._has_looked, self._times
+        if is_settled or (has_looked and self.is_begun and is_alone):
             self.pause()
             return True
-        times = self._times
         if times is None:
             return self._num_first_rows > 0 or self._clock() >= self._look_until_s
         if times.left_to_wait_s() > 0:
@@ -360,9 +361,10 @@ class Fetch:
             if wanted:
                 layout = wanted[0].header.layout
                 self.num_layers, self._layer_bytes = layout.num_layers, wanted[0].header.layer_bytes
-            self._times = LoadClock(plan, self.num_layers, self._clock)
-            self._times.num_brought = 0 if self._far else self.num_layers
-            self._is_there, self._has_looked = not self._far, True
+            times = LoadClock(plan, self.num_layers, self._clock)
+            times.num_brought = 0 if self._far else self.num_layers
+            # In this order, for who reads one of them without the lock: what is there has been looked at, and is timed.
+            self._times, self._has_looked, self._is_there = times, True, not self._far
         for source in sources[len(wanted) :]:
             source.close()
         return bool(self._far)

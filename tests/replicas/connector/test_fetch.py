@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.policy.load_controller import LoadController
+from mneme.cachetier.policy.load_controller import LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery
 from mneme.primitives import Task
-from mneme.replicas.connector.fetch import Fetch, Fetches, ReadBudget
+from mneme.replicas.connector import fetch as fetch_module
+from mneme.replicas.connector.fetch import Fetch, Fetches, LoadClock, ReadBudget
 from mneme.replicas.connector.load import ChunkLoad
 from mneme.replicas.forest.moves import Graft, GraftPiece
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
@@ -219,6 +220,33 @@ def test_who_waits_for_the_budget_hears_of_urgency(is_over: bool, is_taken: bool
         budget.wake()
         assert taken.result(TIMEOUT_S) is is_taken
     assert budget.num_used == (100 if is_taken else 0)
+
+
+def test_an_answer_of_the_store_is_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that saw the clock of nothing, and not that there is nothing, gave up a chunk that is none."""
+    is_timed, may_go_on, seen = threading.Event(), threading.Event(), []
+
+    class SlowClock(LoadClock):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "num_brought":  # the last that is set before the answer is told
+                is_timed.set()
+                assert may_go_on.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(fetch_module, "LoadClock", SlowClock)
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
+    fetch = Fetch(query, 0, 5.0, ReadBudget(1 << 20), lambda: 1.0)
+    nothing = LoadPlan(**dict.fromkeys(LoadPlan.__dataclass_fields__, 0))
+    store = threading.Thread(target=fetch.found, args=([], nothing))
+    engine = threading.Thread(target=lambda: seen.append(fetch.is_ready(is_alone=False)))
+    store.start()
+    assert is_timed.wait(TIMEOUT_S)
+    engine.start()
+    engine.join(0.2)
+    may_go_on.set()
+    store.join(TIMEOUT_S)
+    engine.join(TIMEOUT_S)
+    assert (seen, fetch.is_given_up, fetch.is_settled) == ([True], False, True)
 
 
 class NoPages:
