@@ -57,8 +57,8 @@ from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.load import connect, load_engine
 from mneme.replicas.fuse.report import QualityReport
 from mneme.replicas.fuse.selectors import count, filter_counts, first_share
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.model.directory import model_directory
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from mneme.replicas.text.tokenizer import Tokenizer

@@ -35,7 +35,7 @@ from harness import Check, Run, at_most, options_of
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.output import MAX_EXPLANATIONS
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sessions.token_log import MAX_MARKS
 from mneme.replicas.text.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ from plots import caption_of, lines, save
 from torch import Tensor
 
 from mneme.lab.quality.tasks import read_task
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.text.parts import EncodedParts, encode_parts, prompt_parts
 from mneme.replicas.text.tokenizer import Tokenizer
 

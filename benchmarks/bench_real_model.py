@@ -24,7 +24,7 @@ import transformers
 from harness import PartResult, Run, at_least, at_most, options_of
 
 from mneme import LLM, SamplingParams
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.model.weights import open_files
 
 NEAR = 1e-3  # between two logits that float32 may swap

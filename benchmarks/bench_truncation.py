@@ -48,8 +48,8 @@ from mneme.lab.quality.coreference import px_cases
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Moves
+from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
-from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.parts import Attention
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights

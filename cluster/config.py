@@ -15,7 +15,7 @@ from mneme.cluster.keys import ApiKey, KeyList, Keyring, environment_keys
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.model.directory import EMBEDDED_MODEL
+from mneme.replicas.model.config import EMBEDDED_MODEL
 from mneme.replicas.text.calls.dialects import with_plugin
 from mneme.router.autoscaler import AutoscaleConfig
 from mneme.router.score import RouterConfig

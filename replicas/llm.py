@@ -26,7 +26,7 @@ from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.forest.pages import PUBLIC_SALT
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts

@@ -11,8 +11,8 @@ from typing import Any
 from mneme.cache_folder import cache_folder
 from mneme.errors import MnemeError
 from mneme.replicas.card import shard_paths
-from mneme.replicas.model.config import DecoderConfig
-from mneme.replicas.model.directory import EMBEDDED_MODEL, PACKAGED, load_model_config, model_directory
+from mneme.replicas.model.config import EMBEDDED_MODEL, PACKAGED, load_model_config, model_directory
+from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.families.table import FAMILIES
 
 _GIB = 2**30

@@ -27,10 +27,9 @@ from mneme.primitives import Bounded
 from mneme.replicas.card import sampling_defaults
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
-from mneme.replicas.model.directory import load_model_config, model_directory
+from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.request import Grammar, History, SamplingDefaults
 from mneme.replicas.text.calls.dialects import with_plugin
-from mneme.replicas.text.calls.tool_calls import Dialect, message_digest
 from mneme.replicas.text.grammar import GrammarChecker
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import (
@@ -42,6 +41,7 @@ from mneme.replicas.text.prompts import (
     takes_notes,
 )
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import Dialect, message_digest
 from mneme.replicas.truncation import MAX_WINDOWS, Truncation
 
 T = TypeVar("T")

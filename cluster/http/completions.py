@@ -25,7 +25,7 @@ from mneme.cluster.wire.openai import (
 from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, SamplingParams
 from mneme.replicas.text.calls.answer_parser import AnswerParser
-from mneme.replicas.text.calls.tool_calls import refused_arguments
+from mneme.replicas.text.tool_calls import refused_arguments
 from mneme.replicas.truncation import Truncation, resolved
 
 _EMBEDDED_AT_ONCE = 256  # texts of one request: chats find room in the queue beside them

@@ -31,7 +31,7 @@ from mneme.cluster.wire.openai import (
 from mneme.errors import InvalidRequest, ThreadNotFound
 from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.request import MAX_STOPS
-from mneme.replicas.text.calls.tool_calls import MAX_TOOLS
+from mneme.replicas.text.tool_calls import MAX_TOOLS
 
 MAX_CACHE_MARKS = 4
 _TTL_S = {"5m": 300.0, "1h": 3600.0}

@@ -52,8 +52,8 @@ from mneme.replicas.request import (
     Pooling,
     SamplingParams,
 )
-from mneme.replicas.text.calls.tool_calls import MAX_TOOLS
 from mneme.replicas.text.parts import Part, StandIns, prompt_parts
+from mneme.replicas.text.tool_calls import MAX_TOOLS
 from mneme.replicas.truncation import Keep, Strategy
 
 MAX_MESSAGES = 4096

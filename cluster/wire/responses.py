@@ -36,8 +36,8 @@ from mneme.cluster.wire.openai import (
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.request import Grammar, GrammarKind
-from mneme.replicas.text.calls.tool_calls import MAX_TOOLS
 from mneme.replicas.text.lark import pattern_of
+from mneme.replicas.text.tool_calls import MAX_TOOLS
 
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512  # OpenAI's
 MAX_ITEM_ID_CHARS = 256

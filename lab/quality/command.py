@@ -67,7 +67,7 @@ def quality(args: argparse.Namespace) -> int:
     from mneme.lab.quality.tasks import read_task
     from mneme.replicas.engine.load import choose_device, choose_dtype, load_engine, model_fingerprint
     from mneme.replicas.fuse.report import measured_on, report_path
-    from mneme.replicas.model.directory import load_model_config, model_directory
+    from mneme.replicas.model.config import load_model_config, model_directory
     from mneme.replicas.text.tokenizer import Tokenizer
 
     task = read_task(args.task, num_cases)

@@ -42,9 +42,9 @@ from mneme.replicas.engine.pins import warm_before_traffic
 from mneme.replicas.engine.stats import StartReport, rss_bytes
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.fuse.report import measured_on, read_gate
-from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.model.directory import load_model_config, model_directory
+from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline

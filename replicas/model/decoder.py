@@ -17,7 +17,7 @@ from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.work import Share
 from mneme.replicas.fuse.fusor import Fusor
-from mneme.replicas.model.config import DecoderConfig, RopeConfig
+from mneme.replicas.model.decoder_config import DecoderConfig, RopeConfig
 from mneme.replicas.model.parts import Attention, DecoderWeights
 from mneme.replicas.model.timeline import Timeline
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.linear import Linear, make_linear
-from mneme.replicas.model.config import DecoderConfig, ExpertsConfig
+from mneme.replicas.model.decoder_config import DecoderConfig, ExpertsConfig
 from mneme.replicas.model.parts import (
     Attention,
     Experts,

@@ -31,7 +31,7 @@ from mneme.replicas.sessions.token_log import (
     root_turn,
     turn_name,
 )
-from mneme.replicas.text.calls.tool_calls import is_known
+from mneme.replicas.text.tool_calls import is_known
 
 if TYPE_CHECKING:
     from mneme.replicas.sessions.journal import SessionLogWriter

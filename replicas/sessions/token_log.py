@@ -26,7 +26,7 @@ from mneme.cachetier.sessions.rows import SessionState
 from mneme.replicas.documents import DocumentSpan, shifted
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.text.calls.tool_calls import HISTORY_NOTE
+from mneme.replicas.text.tool_calls import HISTORY_NOTE
 
 MAX_MARKS = 8  # per log: of more, every second of the older half is dropped
 MAX_HITS = 4  # turns whose hits are remembered

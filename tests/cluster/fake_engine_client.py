@@ -22,9 +22,9 @@ from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, 
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn
-from mneme.replicas.text.calls.tool_calls import history_note
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import history_note
 from tests.replicas.asked import answer
 
 SENTENCE = "Grüße, 世界! 🙂 The quick brown fox jumps over the lazy dog. STOP here."

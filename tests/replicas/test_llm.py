@@ -17,10 +17,10 @@ import pytest
 import mneme
 from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.text.calls.answer_parser import whole_calls
-from mneme.replicas.text.calls.tool_calls import Dialect
+from mneme.replicas.text.tool_calls import Dialect
 
 pytestmark = pytest.mark.engine
 

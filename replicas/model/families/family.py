@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.fields import Fields
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mneme.replicas.model.config import DecoderConfig, read_decoder, read_windows
+from mneme.replicas.model.decoder_config import DecoderConfig, read_decoder, read_windows
 from mneme.replicas.model.families.family import Family
 from mneme.replicas.model.fields import Fields
 

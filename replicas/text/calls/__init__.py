@@ -1,5 +1,5 @@
-"""Tool calls and reasoning in what a model says: a table of families' ways, one parser, and grammars that force calls.
+"""Tool calls and reasoning in what a model says: a table of families' ways, and one parser.
 
-Public: `tool_calls.Dialect`, `answer_parser.AnswerParser`, `dialects.with_plugin`. Imports
-`text.grammar` and `text.tokenizer`; the HTTP side and sessions import it.
+Public: `answer_parser.AnswerParser`, `dialects.with_plugin`. Imports
+nothing of `text`; `text.tool_calls` and the HTTP side import it.
 """

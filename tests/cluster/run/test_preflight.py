@@ -14,7 +14,7 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.lifecycle import check_files
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
-from mneme.replicas.model.directory import EMBEDDED_MODEL, model_directory
+from mneme.replicas.model.config import EMBEDDED_MODEL, model_directory
 
 
 @pytest.fixture

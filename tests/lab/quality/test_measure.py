@@ -12,7 +12,7 @@ from mneme.lab.quality.tasks import Task, read_task
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.text.tokenizer import Tokenizer
 
 TASK = read_task("coreference:8x4", 20)

@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from mneme.replicas.card import sampling_defaults
-from mneme.replicas.model.directory import load_model_config
+from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.weights import load_weights
-from mneme.replicas.text.calls.tool_calls import FORMATS, Dialect
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import FORMATS, Dialect
 from tests.replicas.cards.model_cards import CARDS, TEXTS, write_card
 
 pytestmark = pytest.mark.engine

@@ -19,7 +19,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model import runner as runner_module
-from mneme.replicas.model.directory import load_model_config, model_directory
+from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from tests.replicas.model.test_step_load import HandInHand
 

@@ -21,8 +21,8 @@ from mneme.replicas.engine.load import (
     load_engine,
     model_fingerprint,
 )
-from mneme.replicas.model.config import DecoderConfig
-from mneme.replicas.model.directory import EMBEDDED_MODEL, load_model_config, model_directory, parse_model_config
+from mneme.replicas.model.config import EMBEDDED_MODEL, load_model_config, model_directory, parse_model_config
+from mneme.replicas.model.decoder_config import DecoderConfig
 
 pytestmark = pytest.mark.engine
 

@@ -25,7 +25,7 @@ from mneme.replicas.fuse.report import (
     read_gate,
     report_path,
 )
-from mneme.replicas.model.directory import load_model_config, model_directory
+from mneme.replicas.model.config import load_model_config, model_directory
 
 pytestmark = pytest.mark.engine
 

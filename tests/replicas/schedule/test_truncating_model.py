@@ -13,7 +13,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.commands import fork_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import check_default_truncation
-from mneme.replicas.model.directory import load_model_config, parse_model_config
+from mneme.replicas.model.config import load_model_config, parse_model_config
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from mneme.replicas.truncation import Truncation
 from tests.replicas.asked import answer

@@ -11,8 +11,8 @@ import tokenizers
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.calls.answer_parser import AnswerParser, CallPiece, Spoken, whole_calls
 from mneme.replicas.text.calls.dialects import FORMATS, REASONINGS
-from mneme.replicas.text.calls.tool_calls import Dialect
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import Dialect
 from tests.replicas.tiny_tokenizer import byte_level_backend
 
 TOOLS: dict[str, dict[str, Any]] = {"f": {}, "g": {}}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mneme.errors import CheckpointError
-from mneme.replicas.model.directory import load_model_config
+from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.weights import load_weights
 from tests.replicas.checkpoints import write_checkpoint
 
