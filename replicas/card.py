@@ -85,6 +85,6 @@ def shard_paths(model_dir: Path) -> list[Path]:
     paths = [model_dir / name for name in sorted(names)]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        others = f", nor {len(missing) - 1} others of {len(paths)}," if len(missing) > 1 else ","
+        others = f" ({len(missing)} of {len(paths)} are missing)," if len(missing) > 1 else ","
         raise CheckpointError(f"{model_dir / missing[0]}: no such file{others} which {_INDEX} names")
     return paths

@@ -22,7 +22,7 @@ from mneme.cluster.http.error_response import anthropic_error
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.wire.anthropic import CacheMark, CountRequest, MessagesRequest
 from mneme.cluster.wire.openai import ChatRequest, Message, validate
-from mneme.errors import InvalidRequest, MnemeError
+from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError
 from mneme.replicas.request import KeptPrefix, SamplingParams
 from mneme.replicas.text.calls.answer_parser import CallPiece, whole_calls
 from mneme.replicas.text.prompts import num_common
@@ -66,7 +66,10 @@ async def messages(api: ApiState, request: Request, body: MessagesRequest) -> Ru
         """Cut what was asked for to what is left, and say so: agents ask for as much as their own models may say."""
         if asked is None or asked <= left:
             return asked
-        request.state.answer_headers.append((b"x-mneme-max-tokens", str(max(left, 0)).encode()))
+        if left <= 0:  # agents know by these words that they are to compact
+            most = api.model.max_context
+            raise ContextLengthExceeded("messages", None, f"prompt is too long: {most - left} tokens > {most} maximum")
+        request.state.answer_headers.append((b"x-mneme-max-tokens", str(left).encode()))
         return None
 
     async def kept_of(prompt: Prompt) -> tuple[KeptPrefix, ...]:

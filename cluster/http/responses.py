@@ -105,6 +105,8 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     for grammar in body.grammars():
         await api.check_grammar(grammar)
     offered = body.offered([*history, *items])
+    if any(each.is_told for each in offered.values()):  # an answer is not held to it
+        request.state.answer_headers.append((b"x-mneme-ignored-fields", b"tools.format.definition"))
     about = {"id": response_id, "object": "response", "created_at": int(api.wall_clock())}
     echo = {**body.echo(), **about, "model": api.model.id}
     appends = kept is not None and all(kept.response.get(name) == echo[name] for name in _HEAD)

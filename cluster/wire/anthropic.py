@@ -200,7 +200,7 @@ class Turn(Body):
             elif block.type in ("thinking", "redacted_thinking") and self.role == "assistant":
                 thought += block.thinking or ""
             else:
-                raise InvalidRequest(f"{where}.type", block.type, f"is not a block of the {self.role}'s")
+                raise InvalidRequest(f"{where}.type", block.type, f"cannot be in a message of role {self.role}")
         if said or not others:
             message = {"role": self.role, "content": said, "tool_calls": calls, "reasoning_content": thought}
             others.append({key: value for key, value in message.items() if value or key == "content"})
@@ -330,7 +330,7 @@ class CountRequest(Body):
             turn.messages(path)
         first = next((i for i, turn in enumerate(self.messages) if turn.role != "system"), len(self.messages))
         if first == len(self.messages):
-            raise InvalidRequest("messages", None, "somebody else than the system must speak")
+            raise InvalidRequest("messages", None, "needs a message of the user, not of the system alone")
         own = [TextBlock(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
         turns: list[Turn] = []
         held: list[Turn] = []
@@ -420,6 +420,7 @@ class MessagesRequest(CountRequest):
     diagnostics: Diagnostics | None = None
     thread: Thread | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # as the beta had it
     seed: Int | None = None
     session: SessionOptions | None = None
     session_id: str | None = None
@@ -439,8 +440,9 @@ class MessagesRequest(CountRequest):
         ours = {"stream", "temperature", "top_p", "top_k", "seed", "session", "session_id", "cache_salt"}
         own = self.model_dump(include=ours | {"truncation", "blend", "timeout_s"}, exclude_unset=True)
         prompt = super().chat(reasons=reasons, strips=strips)
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"schema": self.output_config.format.schema_}
+        output = self.output_format if self.output_config is None else self.output_config.format or self.output_format
+        if output is not None:
+            schema = {"schema": output.schema_}
             own["response_format"] = {"type": "json_schema", "json_schema": schema}
         return {**own, **prompt, "max_tokens": self.max_tokens or 1, "stop": self.stop_sequences or []}
 

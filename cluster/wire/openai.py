@@ -425,7 +425,7 @@ ArgumentsSchema = Annotated[dict[str, Any], AfterValidator(_checked_arguments)]
 class Function(Body):
     """A function that an answer may call; `parameters` is the JSON schema of its arguments."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
     description: str | None = None
     parameters: ArgumentsSchema | None = None
     strict: bool | None = None

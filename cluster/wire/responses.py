@@ -42,7 +42,7 @@ from mneme.replicas.text.tool_calls import MAX_TOOLS
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512  # OpenAI's
 MAX_ITEM_ID_CHARS = 256
 
-MAX_NAME_CHARS = 64  # of a function
+MAX_NAME_CHARS = 64  # of a function that stands for a tool of a namespace
 TOOL_SEARCH = "tool_search"
 REASONING = "reasoning.encrypted_content"  # of `include`: agents that keep no text of reasoning send this back
 _SEALED = "mneme:"  # how it begins where it is ours
@@ -229,6 +229,7 @@ class Offered(NamedTuple):
     namespace: str | None
     function: dict[str, Any]
     path: str = "input"  # of the tool in the body
+    is_told: bool = False  # its grammar goes round, and is told to the model alone
 
     @property
     def flat(self) -> str:
@@ -258,7 +259,7 @@ class CustomTool(Body):
     """Takes a text, which a grammar may say more of."""
 
     type: Literal["custom"]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
     description: str | None = None
     format: InputFormat | None = None
     defer_loading: bool | None = None
@@ -272,10 +273,12 @@ class CustomTool(Body):
             about.append(f"Its input matches this {'regex' if is_regex else 'lark'} grammar:\n{grammar.text}")
             pattern = grammar.text if is_regex else pattern_of(grammar.text)
             text |= {} if pattern is None else {"pattern": f"^(?:{pattern})$"}
+        is_told = grammar is not None and "pattern" not in text
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         more = {"defer_loading": True} if self.defer_loading else {}
         function = {"description": "\n\n".join(filter(None, about)), "parameters": schema, **more}
-        yield Offered("custom_tool_call", self.name, namespace, {"name": flat_name(namespace, self.name), **function})
+        function = {"name": flat_name(namespace, self.name), **function}
+        yield Offered("custom_tool_call", self.name, namespace, function, is_told=is_told)
 
     def grammar(self, path: str) -> Grammar | None:
         """Return what its input matches; None: any text. Raises `InvalidRequest`."""
@@ -334,7 +337,10 @@ def _tool_kind(tool: Any) -> str:
 
 _Named = Annotated[FunctionTool, Tag("tool:function")] | Annotated[CustomTool, Tag("tool:custom")]
 _OtherTool = Annotated[LeftOut, Tag("tool:")]
-NamedTool = Annotated[_Named | _OtherTool, Discriminator(_tool_kind)]
+NamedTool = Annotated[
+    _Named | _OtherTool,
+    Discriminator(_tool_kind, custom_error_type="tool_type", custom_error_message="must be function or custom"),
+]
 AnyTool = Annotated[
     _Named
     | Annotated[NamespaceTool, Tag("tool:namespace")]

@@ -59,6 +59,17 @@ _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()|*+?{^$.]|[^\\]", re.DOTALL
 _ONLY_OF_CLASS = re.compile(r"\^?\[((?!\^)(?:\\.|[^\]\\])+)\]\*\$")
 _ALTERNATIVES = re.compile(r"\^(?:\((?:\?:)?([\w\s/:@|-]*)\)|([\w\s/:@-]*))\$", re.ASCII)  # of literals
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")  # among tokens of one character
+# Patterns of zod 4 with look-around that is not at the beginning alone, and the same without it.
+_SECONDS = r"\d+([.,]\d+)?S"
+_TIME = rf"T(\d+H(\d+M)?({_SECONDS})?|\d+M({_SECONDS})?|{_SECONDS})"
+_SAID_OTHERWISE = {
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)({_TIME})?|{_TIME})$"
+    ),
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+}
 _MATCHES_ALL = ("", "^", "$", ".*", "^.*", ".*$")
 
 
@@ -643,7 +654,7 @@ def _patterns(pattern: Any, place: str) -> list[str]:
     if not isinstance(pattern, str):
         _refuse(place, "must be text")
     others: list[str] = []
-    tokens: list[str] = _TOKEN.findall(pattern)
+    tokens: list[str] = _TOKEN.findall(_SAID_OTHERWISE.get(pattern, pattern))
     while tokens[:3] == ["^", "(", "?"] and tokens[3:4] in (["="], ["!"]) and not _is_choice(tokens):
         depths = _depths(tokens)
         end = depths.index(0, 1) if 0 in depths[1:] else len(tokens)

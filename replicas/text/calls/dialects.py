@@ -16,7 +16,7 @@ import regex
 
 from mneme.errors import ConfigError, shown
 
-_NAME = r"(?P<name>[\w.\-]{1,64})"
+_NAME = r"(?P<name>[\w.\-]{1,128})"
 OBJECT_HEAD = r'\{\s*"name"\s*:\s*"' + _NAME + r'"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _ARGUMENTS_CALL = r'"{{\"name\": \"{name}\", \"arguments\": " {arguments} "}}"'
 _PARAMETERS_CALL = r'"{{\"name\": \"{name}\", \"parameters\": " {arguments} "}}"'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -184,3 +185,30 @@ def test_an_answer_may_be_as_long_as_the_window_leaves(num_asked: int) -> None:
     assert answer.headers["x-mneme-max-tokens"] == str(left)
     assert answer.json()["usage"]["output_tokens"] == left
     assert "x-mneme-max-tokens" not in asked(max_tokens=left)[0].headers
+
+
+def test_what_is_longer_than_the_window_is_told_in_words_that_agents_know() -> None:
+    """They compact when they read them; no limit is told with a refusal."""
+    answer = post("/v1/messages", {**BODY, "messages": [{"role": "user", "content": "the fox " * MODEL.max_context}]})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert re.search(rf"prompt is too long: \d+ tokens > {MODEL.max_context} maximum", message)
+    assert "x-mneme-max-tokens" not in answer.headers
+
+
+@pytest.mark.parametrize("field", ["output_format", "output_config"])
+def test_an_answer_matches_its_schema_in_either_spelling(field: str) -> None:
+    schema = {"type": "json_schema", "schema": {"const": "yes"}}
+    given = {"output_format": schema} if field == "output_format" else {"output_config": {"format": schema}}
+    engine = FakeEngineClient(tiny_tokenizer(TEMPLATE))
+    assert post("/v1/messages", {**BODY, **given}, engine=engine).status_code == 200
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+    assert "yes" in grammar.text
+
+
+def test_names_of_tools_may_be_as_long_as_servers_of_mcp_make_them() -> None:
+    name = "mcp__claude_ai_Atlassian_Rovo__getConfluencePageInlineCommentReplies"
+    tool = {"name": name, "input_schema": {"type": "object", "properties": {}}}
+    assert asked(tools=[tool])[0].status_code == 200
+    assert post("/v1/messages", {**BODY, "tools": [{**tool, "name": "a" * 129}]}).status_code == 400

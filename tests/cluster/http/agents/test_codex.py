@@ -157,8 +157,10 @@ def test_a_grammar_is_told_and_held_to() -> None:
     pattern = json.loads(line.partition("%json ")[2])["properties"]["input"]["pattern"]
     assert pattern == r"^(?:\*\*\* Begin\n(?:\+(?:.*)\n)+\*\*\* End)$"
     around = {**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": 'start: a\na: "(" a ")" | "x"'}}
-    free = asked(tools=[around], tool_choice="required")[1].sampling.grammar
-    assert "pattern" not in free.text  # no regular expression says it: it is only told
+    answer, free = asked(tools=[around], tool_choice="required")
+    assert "pattern" not in free.sampling.grammar.text  # no regular expression says it: it is only told
+    assert "tools.format.definition" in answer.headers["x-mneme-ignored-fields"]
+    assert "tools.format.definition" not in asked(tools=[PATCH])[0].headers.get("x-mneme-ignored-fields", "")
     regex = {**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "[ab]+"}}
     assert "^(?:[ab]+)$" in asked(tools=[regex], tool_choice="required")[1].sampling.grammar.text
 

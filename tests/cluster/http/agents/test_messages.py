@@ -129,11 +129,11 @@ def test_a_session_goes_on() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages: somebody else"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages: needs a message of the user"),
         ({"messages": [*CHAT["messages"], {"role": "system", "content": [IMAGE]}]}, "messages[1].content[0].type"),
         (
             {"messages": [*CHAT["messages"], {"role": "system", "content": [{"type": "tool_use"}]}]},
-            "messages[1].content[0].type: is not a block of the system's",
+            "messages[1].content[0].type: cannot be in a message of role system",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "server_tool_us"}]}]}, "messages[0].content[0].type"),
         (
