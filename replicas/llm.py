@@ -135,7 +135,7 @@ def _foreign_keys(others: Mapping[str, object]) -> dict[str, Any]:
 class LLM:
     """Answer in batches: `LLM("mneme-tiny").chat([{"role": "user", "content": "Hello"}]).outputs[0].text`.
 
-    model   "mneme-tiny" (embedded) or a Hugging Face model directory
+    model   "mneme-tiny" (embedded), "smollm2", a model directory, a GGUF file, or a name on the Hugging Face hub
     device  "auto", "cpu", "cuda", "cuda:1"
     dtype   "float32", "bfloat16", "float16"; None: bfloat16 where the hardware has it (on a CPU for 16-bit checkpoints)
     config  `EngineConfig` or a mapping of its fields

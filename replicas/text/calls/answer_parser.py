@@ -113,7 +113,9 @@ class AnswerParser:
             pairs = self._format.pairs
             self._pairs, self._key = pairs, regex.compile(pairs.key)
             self._pair_marks = _Marks((pairs.opening, pairs.end, *closings, *openings))
-            self._value_ends = _Marks((f"\n{pairs.value_end}" if pairs.trims else "", pairs.value_end))
+            self._next_opening = f"\n{pairs.opening}" if pairs.trims else ""
+            ends = (f"\n{pairs.value_end}" if pairs.trims else "", pairs.value_end)
+            self._value_ends = _Marks((*ends, self._next_opening))
         self._text = ""  # what was not taken yet
         self._raw = ""  # of the call that is being read, from its opening: content if it is none
         self._called: str | None = None  # the function of the last call
@@ -323,6 +325,8 @@ class AnswerParser:
             self._text = self._text.removeprefix("\n")
         self._is_fresh_value = False
         said, mark, rest = self._value_ends.find(self._text, is_last=False)
+        if mark and mark == self._next_opening:
+            return self._meet_key(said, rest)
         follows = self._pair_marks.begins(rest.lstrip()) if mark and rest.strip() else None
         is_end = bool(mark) and (follows or (follows is None and self._is_ended))
         self._text = mark + rest if mark and follows is None and not is_end else rest
@@ -331,6 +335,28 @@ class AnswerParser:
             self._end_value()
             self._step = self._read_pair
         return bool(is_end or follows is False)
+
+    def _meet_key(self, said: str, rest: str) -> bool:
+        """End a value whose own end was forgotten, if what stands behind it is a key of the tool's."""
+        self._text = self._pairs.opening + rest
+        found = self._matched(self._key)
+        self._add_to_value(said)
+        if found is not None and found.partial and not self._is_ended:
+            self._text = self._next_opening + rest
+            return False
+        if found is not None and not found.partial and found["key"] in self._properties():
+            self._end_value()
+            self._step = self._read_pair
+        else:
+            self._add_to_value(self._next_opening)
+            self._text = rest
+        return True
+
+    def _properties(self) -> Mapping[str, Any]:
+        """Return the schemas of the called tool's arguments, as far as it says them."""
+        schema = self._tools[self._called or ""]
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        return properties if isinstance(properties, Mapping) else {}
 
     def _read_keyword(self) -> bool:
         """Read the key of a literal, or the end; a value without a key is dropped."""
@@ -368,10 +394,8 @@ class AnswerParser:
             return
         self._text = self._text[key.end() :]
         self._value_key = key["key"]
-        schema = self._tools[self._called or ""]
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
         if self._pairs.value_end:
-            own = properties.get(self._value_key) if isinstance(properties, Mapping) else None
+            own, schema = self._properties().get(self._value_key), self._tools[self._called or ""]
             self._value_types = value_types(own, schema, self._known_types)
             self._is_raw_value = key.groupdict().get("kind") == "true" or self._value_types == {"string"}
         if self._is_raw_value:

@@ -32,7 +32,7 @@ class Pairs:
     opening  how a key begins, where `value_end` is given
     value_end  stands behind a value; empty: values are literals, parted by commas
     end      stands behind the last value; empty: what closes the call does
-    trims    a line's end at either side of a value is not of it
+    trims    a line's end at either side of a value is not of it; a line that begins with a key of the tool's ends one
     """
 
     key: str
@@ -139,11 +139,11 @@ def _listed(opening: str, closing: str = "", *in_template: str, also: tuple[str,
 
 
 def _tagged(opening: str, closing: str, *in_template: str) -> ToolFormat:
-    """Describe `<function=NAME><parameter=KEY>` between two marks."""
+    """Describe `<function=NAME><parameter=KEY>` between two marks, of which models leave out the first at times."""
     return ToolFormat(
-        openings=(opening,),
+        openings=(opening, "<function="),
         closings=(closing,),
-        head=r"<function=\s*" + _NAME + r"\s*>",
+        head=r"(?:<function=)?\s*" + _NAME + r"\s*>",
         pairs=Pairs(
             key=r"<parameter=\s*(?P<key>[^>\n]{1,256}?)\s*>",
             opening="<parameter=",

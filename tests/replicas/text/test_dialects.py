@@ -363,7 +363,19 @@ W, N = "get_weather", ("now", "{}")
             [N],
         ),
         ("qwen3_coder", "<tool_call>\n<function=nope>\n</function>\n</tool_call>", None, []),
-        ("qwen3_coder", "Type <tool_call> to call <function=now> here.", None, []),
+        ("qwen3_coder", "Type <tool_call> to call <function=later> here.", None, []),
+        (  # models leave out the mark before a call, and the end of a value
+            "qwen3_coder",
+            "<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+            "",
+            [(W, '{"city": "Paris", "days": 3}')],
+        ),
+        (  # a line that begins as a key, but is none of the function's, is of the value
+            "qwen3_coder",
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\na\n<parameter=b>\nc\n</parameter>\n</function>\n</tool_call>",
+            "",
+            [(W, '{"city": "a\\n<parameter=b>\\nc"}')],
+        ),
         ("glm45", "Checking.<tool_call>now</tool_call>", "Checking.", [N]),
         ("glm45", "  \n  <tool_call>now\n</tool_call>", "", [N]),
         (
