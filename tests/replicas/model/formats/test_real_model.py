@@ -38,9 +38,9 @@ def test_it_answers(llm: LLM) -> None:
 def test_a_second_turn_finds_the_first(llm: LLM) -> None:
     talk = [{"role": "user", "content": QUESTIONS[1]}]
     greedy = SamplingParams(temperature=0, max_tokens=24)
-    first = llm.chat(talk, greedy)[0]
+    first = llm.chat(talk, greedy)
     talk += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And three more?"}]
-    second = llm.chat(talk, greedy)[0]
+    second = llm.chat(talk, greedy)
     assert second.num_cached_tokens >= len(first.prompt_token_ids)
 
 
@@ -63,7 +63,7 @@ def test_its_tokens_are_those_of_transformers(llm: LLM) -> None:
     model.tie_weights()
     assert config.tied_embeddings
     for question in QUESTIONS:
-        answer = llm.chat([{"role": "user", "content": question}], SamplingParams(temperature=0, max_tokens=40))[0]
+        answer = llm.chat([{"role": "user", "content": question}], SamplingParams(temperature=0, max_tokens=40))
         ids, said = list(answer.prompt_token_ids), list(answer.outputs[0].token_ids)
         with torch.no_grad():
             logits = model(torch.tensor([ids + said])).logits[0, len(ids) - 1 : -1]
