@@ -19,12 +19,13 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from mneme.cluster.run.environment import bound_socket
-from mneme.cluster.run.lifecycle import Foreground, Progress, check_files
+from mneme.cluster.run.lifecycle import Foreground, check_files
 from mneme.cluster.serve import http_protocol
 from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.local_client import NAME, LocalEngineClient
 from mneme.errors import ConfigError, ReplicaUnavailable
 from mneme.primitives import Workers
+from mneme.replicas.model.config import Progress
 
 if TYPE_CHECKING:
     from mneme.replicas.engine.loop import EngineLoop

@@ -158,8 +158,9 @@ class LLM:
         if cache is not None and not isinstance(cache, CacheConfig):
             cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
-        self.tokenizer = Tokenizer.load(model_directory(model))
-        self._sampling_defaults = sampling_defaults(model_directory(model), base.generation_config)
+        directory = model_directory(model)
+        self.tokenizer = Tokenizer.load(directory)
+        self._sampling_defaults = sampling_defaults(directory, base.generation_config)
         self._config = replace(base, device=chosen.device, dtype=chosen.dtype, **foreign)
         self.engine = load_engine(model, self._config, tokenizer=self.tokenizer, cache=cache)
         self._tier_answered = threading.Event()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.environment import bound_socket
-from mneme.cluster.run.lifecycle import Foreground, LocalCluster, Placements, Progress
+from mneme.cluster.run.lifecycle import Foreground, LocalCluster, Placements
 from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.replicas.model.config import Progress
 
 if TYPE_CHECKING:
     from mneme.cluster.local import LocalServer

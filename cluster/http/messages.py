@@ -21,7 +21,7 @@ from mneme.cluster.http.completions import renamed, run_chat
 from mneme.cluster.http.error_response import anthropic_error
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.wire.anthropic import CacheMark, CountRequest, MessagesRequest
-from mneme.cluster.wire.openai import ChatRequest, Message, validate
+from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, Message, validate
 from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError
 from mneme.replicas.request import KeptPrefix, SamplingParams
 from mneme.replicas.text.calls.answer_parser import CallPiece, whole_calls
@@ -91,7 +91,7 @@ async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> d
 async def _placed(api: ApiState, request: Request, body: B) -> tuple[B, ChatRequest]:
     """Return the body with system messages where the template takes them, and the chat request that it is."""
     if body.thinking is not None and body.thinking.type != "disabled" and api.dialect.reasoning is None:
-        request.state.answer_headers.append((b"x-mneme-ignored-fields", b"thinking"))
+        request.state.answer_headers.append((IGNORED_HEADER, b"thinking"))
     if body.has_notes:
         body = body.placed(folds=not await api.takes_notes())
     given = body.chat(reasons=api.dialect.reasoning is not None, strips=api.config.strip_client_lines)

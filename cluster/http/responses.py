@@ -30,7 +30,7 @@ from mneme.cluster.http.messages import kept_prefixes, parsed_arguments
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
 from mneme.cluster.serve.engine_client import look_up_session
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, session_key
-from mneme.cluster.wire.openai import ChatRequest, validate
+from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, validate
 from mneme.cluster.wire.responses import (
     REASONING,
     Items,
@@ -106,7 +106,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
         await api.check_grammar(grammar)
     offered = body.offered([*history, *items])
     if any(each.is_told for each in offered.values()):  # an answer is not held to it
-        request.state.answer_headers.append((b"x-mneme-ignored-fields", b"tools.format.definition"))
+        request.state.answer_headers.append((IGNORED_HEADER, b"tools.format.definition"))
     about = {"id": response_id, "object": "response", "created_at": int(api.wall_clock())}
     echo = {**body.echo(), **about, "model": api.model.id}
     appends = kept is not None and all(kept.response.get(name) == echo[name] for name in _HEAD)

@@ -35,7 +35,7 @@ from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_models
 from mneme.cluster.serve.start_failure import reason_of
 from mneme.errors import CheckpointError, MnemeError
 from mneme.replicas.card import read_json, sampling_defaults, shard_paths
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.config import Progress, load_model_config, model_directory, silent
 from mneme.replicas.model.formats.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)
@@ -53,14 +53,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Placements = Sequence[EnginePlacement]  # of each model
 BuildApplication = Callable[[Placements], object]
-Progress = Callable[[str, float], None]  # what is going on, fraction done
 
 
 class StartFailed(MnemeError):
     """The cluster did not come up; the message is one line."""
 
 
-def check_files(config: ClusterConfig, on_progress: Progress = lambda _what, _share: None) -> None:
+def check_files(config: ClusterConfig, on_progress: Progress = silent) -> None:
     """Check the models' files and the cache's folder before anything is started; tensors are for replicas to check.
 
     Raises `ConfigError` or `CheckpointError`.

@@ -42,13 +42,13 @@ from mneme.replicas.engine.pins import warm_before_traffic
 from mneme.replicas.engine.stats import StartReport, rss_bytes
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.fuse.report import measured_on, read_gate
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.config import Progress, load_model_config, model_directory, silent
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.model.weights import Progress, load_weights
+from mneme.replicas.model.weights import load_weights
 from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Immovable
@@ -69,10 +69,6 @@ _CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
 _NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope", "local_rope")
 
 OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
-
-
-def _silent(_what: str, _share: float) -> None:
-    pass
 
 
 def load_engine(
@@ -104,7 +100,7 @@ def load_engine(
 
     def report(stage: str, share: float, num_bytes: int | None = None) -> None:
         start.note(stage, num_bytes)
-        (on_progress or _silent)(stage, share)
+        (on_progress or silent)(stage, share)
 
     tokenizer = tokenizer or Tokenizer.load(model_dir)
     report("tokenizer", 1.0)

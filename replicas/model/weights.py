@@ -7,7 +7,7 @@ neither a large allocation nor a wrong model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +22,7 @@ from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
 from mneme.kernels.linear import make_linear
 from mneme.replicas.card import GGUF, read_json, shard_paths
+from mneme.replicas.model.config import Progress, silent
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.families.family import Family
 from mneme.replicas.model.families.table import FAMILIES
@@ -35,11 +36,6 @@ _SMALL_BYTES = 1 << 20  # a tensor that is not worth a piece
 _NUM_READERS = 4
 _NUM_SPARE_POSITIONS = 2  # rows before OPT's first position
 _UNUSED = ("rotary_emb.inv_freq", "lm_head.weight", *ROTATIONS)  # that old files have beside what they need
-Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
-
-
-def _silent(_what: str, _share: float) -> None:
-    pass
 
 
 def load_weights(
@@ -47,7 +43,7 @@ def load_weights(
     config: DecoderConfig,
     device: torch.device,
     dtype: torch.dtype,
-    on_progress: Progress = _silent,
+    on_progress: Progress = silent,
 ) -> DecoderWeights:
     """Read every tensor; raises `CheckpointError` that names the file and the tensor."""
     family = FAMILIES[config.family]
@@ -59,7 +55,7 @@ def load_weights(
         return build(family, files, config, on_progress)
 
 
-def build(family: Family, source: Source, config: DecoderConfig, on_progress: Progress = _silent) -> DecoderWeights:
+def build(family: Family, source: Source, config: DecoderConfig, on_progress: Progress = silent) -> DecoderWeights:
     """Build a decoder of a source's tensors."""
     prefix = next((each for each in family.prefixes if source.has(each + family.embedding)), family.prefixes[0])
     tensors, hidden = Tensors(source, config, prefix), config.hidden_size

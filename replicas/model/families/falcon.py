@@ -37,18 +37,17 @@ def read(fields: Fields) -> DecoderConfig:
         o_bias=is_biased,
         mlp_bias=is_biased,
         is_parallel=True,
-        num_norms=num_norms if is_grouped else 1,
+        has_mlp_norm=is_grouped and num_norms == 2,
         tied=True,
     )
 
 
 def layer(tensors: Tensors, config: DecoderConfig, _index: int) -> Layer:
     """Build a layer; the matrix of queries, keys and values has them group by group."""
-    is_double = config.num_norms == 2
     return tensors.layer(
-        attention_norm=tensors.layer_norm("ln_attn" if is_double else "input_layernorm"),
+        attention_norm=tensors.layer_norm("ln_attn" if config.has_mlp_norm else "input_layernorm"),
         attention=tensors.under("self_attention.").attention(qkv=("query_key_value",), o="dense", by_group=True),
-        mlp_norm=tensors.layer_norm("ln_mlp") if is_double else None,
+        mlp_norm=tensors.layer_norm("ln_mlp") if config.has_mlp_norm else None,
         mlp=tensors.under("mlp.").plain_mlp(up="dense_h_to_4h", down="dense_4h_to_h"),
     )
 

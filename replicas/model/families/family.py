@@ -10,19 +10,25 @@ from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.fields import Fields
 
 if TYPE_CHECKING:
-    from mneme.replicas.model.parts import Layer, Norm
+    from mneme.replicas.model.parts import Attention, Layer, Mlp, Norm
     from mneme.replicas.model.tensors import Tensors
 
 
 def plain_layer(tensors: Tensors, config: DecoderConfig, index: int) -> Layer:
     """Build a layer of Llama's names: norms before attention and before an MLP, or before experts."""
-    experts = config.experts
+    experts, mlp = config.experts, tensors.under("mlp.")
     is_sparse = experts is not None and index not in experts.dense_layers
+    attention = tensors.under("self_attn.").attention()
+    return pre_norm_layer(tensors, attention, mlp.experts() if is_sparse else mlp.gated_mlp())
+
+
+def pre_norm_layer(tensors: Tensors, attention: Attention, mlp: Mlp) -> Layer:
+    """Build a layer of Llama's norms around these parts."""
     return tensors.layer(
         attention_norm=tensors.rms_norm("input_layernorm"),
-        attention=tensors.under("self_attn.").attention(),
+        attention=attention,
         mlp_norm=tensors.rms_norm("post_attention_layernorm"),
-        mlp=tensors.under("mlp.").experts() if is_sparse else tensors.under("mlp.").gated_mlp(),
+        mlp=mlp,
     )
 
 

@@ -55,9 +55,7 @@ def read_gemma3_with_vision(fields: Fields) -> DecoderConfig:
 
 
 def _read(fields: Fields, family: str, *, every: int, window: int, **own: Any) -> DecoderConfig:
-    fields = (
-        fields if "sliding_window" in fields.raw else Fields({**fields.raw, "sliding_window": window}, fields.where)
-    )
+    fields = fields.with_defaults(sliding_window=window)
     is_biased = fields.boolean("attention_bias", False)
     hidden_size = fields.integer("hidden_size", 2304)
     return read_decoder(
@@ -72,7 +70,6 @@ def _read(fields: Fields, family: str, *, every: int, window: int, **own: Any) -
         embedding_scale=math.sqrt(hidden_size),
         qkv_bias=is_biased,
         o_bias=is_biased,
-        num_norms=4,
         **own,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mneme.replicas.model.decoder_config import DecoderConfig, ExpertsConfig, read_decoder, read_rope, read_windows
-from mneme.replicas.model.families.family import Family
+from mneme.replicas.model.families.family import Family, pre_norm_layer
 from mneme.replicas.model.fields import Fields
 
 if TYPE_CHECKING:
@@ -51,12 +51,8 @@ def read(fields: Fields) -> DecoderConfig:
 
 
 def layer(tensors: Tensors, _config: DecoderConfig, _index: int) -> Layer:
-    return tensors.layer(
-        attention_norm=tensors.rms_norm("input_layernorm"),
-        attention=tensors.under("self_attn.").attention(),
-        mlp_norm=tensors.rms_norm("post_attention_layernorm"),
-        mlp=tensors.under("mlp.").fused_experts(),
-    )
+    experts = tensors.under("mlp.").fused_experts()
+    return pre_norm_layer(tensors, tensors.under("self_attn.").attention(), experts)
 
 
 FAMILY = Family(read=read, layer=layer)

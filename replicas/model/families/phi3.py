@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mneme.replicas.model.decoder_config import DecoderConfig, read_decoder, read_windows
-from mneme.replicas.model.families.family import Family
+from mneme.replicas.model.families.family import Family, pre_norm_layer
 from mneme.replicas.model.fields import Fields
 
 if TYPE_CHECKING:
@@ -27,12 +27,8 @@ def read(fields: Fields) -> DecoderConfig:
 
 
 def layer(tensors: Tensors, config: DecoderConfig, _index: int) -> Layer:
-    return tensors.layer(
-        attention_norm=tensors.rms_norm("input_layernorm"),
-        attention=tensors.under("self_attn.").attention(qkv=("qkv_proj",)),
-        mlp_norm=tensors.rms_norm("post_attention_layernorm"),
-        mlp=tensors.under("mlp.").gated_mlp(gate_up=("gate_up_proj",)),
-    )
+    attention = tensors.under("self_attn.").attention(qkv=("qkv_proj",))
+    return pre_norm_layer(tensors, attention, tensors.under("mlp.").gated_mlp(gate_up=("gate_up_proj",)))
 
 
 FAMILY = Family(read=read, layer=layer)

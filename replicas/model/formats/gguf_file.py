@@ -201,8 +201,11 @@ class GgufFile:
         if type(alignment) is not int or not 1 <= alignment <= 1 << 16:
             raise CheckpointError(f"{self.path}: general.alignment: must be a small integer (got {shown(alignment)})")
         listed = [self._tensor() for _ in range(self._count(num_tensors, 24))]
+        import gguf  # here: it brings all of its tables along
+
         start = -(-self._place // alignment) * alignment
-        return metadata, {name: self._placed(name, info, start) for name, info in listed}
+        sizes = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+        return metadata, {name: self._placed(name, info, start, sizes) for name, info in listed}
 
     def _tensor(self) -> tuple[str, TensorInfo]:
         name = self._text()
@@ -213,11 +216,11 @@ class GgufFile:
         kind, offset = self._read("IQ")
         return name, TensorInfo(shape, kind, offset, 0)
 
-    def _placed(self, name: str, info: TensorInfo, start: int) -> TensorInfo:
-        """Return where in the file it is; raises `CheckpointError` for one that is not inside."""
-        import gguf
+    def _placed(self, name: str, info: TensorInfo, start: int, sizes: Mapping[int, tuple[int, int]]) -> TensorInfo:
+        """Return where in the file it is; raises `CheckpointError` for one that is not inside.
 
-        sizes = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+        sizes  numbers and bytes of a block, of each kind
+        """
         if info.kind not in sizes:
             raise CheckpointError(f"{self.path}: {shown(name)} is of a kind that is not known, {info.kind}")
         per_block, block_bytes = sizes[info.kind]
