@@ -497,9 +497,15 @@ class Scheduler:
             return self._take_compared(sequence, budget)
         path, ids = sequence.path, sequence.context
         assert path is not None
+        num_had = path.num_tokens
         self._forest.extend(path, ids, len(ids))
         if path.num_tokens + 1 < len(ids) and self._budget.follows(path, ids):
             return None
+        if budget > 1 and path.num_tokens > num_had:  # rows behind what it found now take longer
+            budget = min(budget, self._budget.num_rows(path.num_tokens))
+            if budget == 0:
+                self._budget.cut(sequence, path.num_tokens, self._num_missing_pages(sequence))
+                return None
         found = sequence.found
         if found is not None:  # more of it may be said to be in a tier before these are computed
             waits = path.num_tokens < len(ids) and not found.is_overdue  # not where only its logits are missing
