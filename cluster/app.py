@@ -54,7 +54,7 @@ def build_application(
 
     placements  of each model; tests give functions of their own
     """
-    each = zip(config.each_model(), placements, strict=True)
+    each = list(zip(config.each_model(), placements, strict=True))
     engines = [_engines(i, *model, load_engine or _load_engine) for i, model in enumerate(each)]
     ingress = serve.deployment(
         name=INGRESS_DEPLOYMENT,
@@ -66,7 +66,8 @@ def build_application(
         ray_actor_options={"num_cpus": config.ingress.cpus},
         logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
-    return ingress.bind(config.as_mapping(), engines, build_api or _build_api)
+    wanted = [placement.replicas if model.autoscale is None else None for model, placement in each]
+    return ingress.bind(config.as_mapping(), engines, wanted, build_api or _build_api)
 
 
 def _engines(index: int, config: ClusterConfig, placement: EnginePlacement, load_engine: LoadEngine) -> Application:
@@ -86,7 +87,12 @@ def _engines(index: int, config: ClusterConfig, placement: EnginePlacement, load
         request_router_config=RequestRouterConfig(request_router_class="mneme.router.serve_router.MnemeRequestRouter"),
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": placement.gpus_per_replica},
         logging_config=_LOGGING,
-    )(EngineReplica).bind(config.as_mapping(), placement, load_engine)
+    )(EngineReplica).bind(_of_engines(config), placement.device, placement.gpus_per_replica, load_engine)
+
+
+def _of_engines(config: ClusterConfig) -> dict[str, Any]:
+    """What engines are loaded with: where this changes Serve starts them anew, and not for a number or an API key."""
+    return {name: value for name, value in config.as_mapping().items() if name in EngineReplica.READS}
 
 
 def _number(config: ClusterConfig, placement: EnginePlacement, deployment: str) -> dict[str, Any]:

@@ -44,14 +44,20 @@ BuildApi = Callable[[Sequence[EngineClient], ClusterConfig], FastAPI]  # a clien
 class Ingress:
     """Built by Serve in each ingress process; Serve asks it for the ASGI application."""
 
-    def __init__(self, config: dict[str, Any], engines: Sequence[DeploymentHandle[Any]], build_api: BuildApi) -> None:
-        """`engines`: each model's."""
+    def __init__(
+        self,
+        config: dict[str, Any],
+        engines: Sequence[DeploymentHandle[Any]],
+        wanted: Sequence[int | None],
+        build_api: BuildApi,
+    ) -> None:
+        """`engines`: each model's; `wanted`: how many there should be, None: as the autoscaler says."""
         log_to_serve()
         keep_to_loopback()
         http_protocol.use_everywhere()  # of the server that Serve starts next
         self._config = parse(ClusterConfig, config)
         self._build_api = build_api
-        self._clients = [_client(*model) for model in zip(self._config.each_model(), engines, strict=True)]
+        self._clients = [_client(*model) for model in zip(self._config.each_model(), engines, wanted, strict=True)]
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         api = self._build_api(self._clients, self._config)
@@ -65,7 +71,7 @@ class Ingress:
         await asyncio.sleep(_LAST_EVENTS_S)
 
 
-def _client(config: ClusterConfig, engines: DeploymentHandle[Any]) -> RayEngineClient:
+def _client(config: ClusterConfig, engines: DeploymentHandle[Any], wanted: int | None) -> RayEngineClient:
     """Follow a model's replicas, on this event loop; `config` is of this model alone."""
     deployment, loop = engines.deployment_name, asyncio.get_running_loop()
     client = RayEngineClient(
@@ -73,7 +79,7 @@ def _client(config: ClusterConfig, engines: DeploymentHandle[Any]) -> RayEngineC
         name=own_replica_id(),
         router=config.router,
         warm_up=_WARM_UP,
-        num_wanted=partial(read_wanted, deployment),
+        num_wanted=partial(read_wanted, deployment) if wanted is None else lambda: wanted,
         read_condition=partial(read_condition, own_application(), deployment),
         starts_from_zero=config.autoscale is not None and not config.autoscale.min,
         has_session_logs=config.cache.enabled and config.cache.disk is not None,

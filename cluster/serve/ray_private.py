@@ -45,11 +45,6 @@ def own_replica_id() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
-def own_deployment() -> str:
-    """The Serve deployment that this process is a replica of."""
-    return str(serve.get_replica_context().deployment)
-
-
 def own_application() -> str:
     """The Serve application that this process is part of."""
     return str(serve.get_replica_context().app_name)

@@ -31,7 +31,7 @@ from mneme.cluster.serve.calls import (
     WrongReplica,
 )
 from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
-from mneme.cluster.serve.gpus import EnginePlacement, count_machine_gpus
+from mneme.cluster.serve.gpus import count_machine_gpus
 from mneme.config import parse
 from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query
@@ -221,7 +221,10 @@ class ReplicaServer:
 class EngineReplica(ReplicaServer):
     """Loads an engine in Serve's replica process and answers for it."""
 
-    def __init__(self, config: dict[str, Any], placement: EnginePlacement, load_engine: LoadEngine) -> None:
+    READS = frozenset({"model", "engine", "cache", "drain_grace_s"})
+
+    def __init__(self, config: dict[str, Any], device: str, gpus: float, load_engine: LoadEngine) -> None:
+        """`config`: what it `READS` of a `ClusterConfig`; `device`, `gpus`: as in `EnginePlacement`."""
         # Not in the process that only builds the application, nor where there is no Ray.
         import ray
 
@@ -230,9 +233,7 @@ class EngineReplica(ReplicaServer):
         from mneme.cluster.serve.ray_private import (
             at_stop,
             keep_to_loopback,
-            note_wanted,
             own_application,
-            own_deployment,
             own_replica_id,
             report_progress,
         )
@@ -243,11 +244,11 @@ class EngineReplica(ReplicaServer):
         replica_id = own_replica_id()
         engine = load_engine(
             cluster.model,
-            replace(cluster.engine, device=placement.device),
+            replace(cluster.engine, device=device),
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),
-            device_share=placement.gpus_per_replica or 1.0,
+            device_share=gpus or 1.0,
             node=ray.get_runtime_context().get_node_id(),
-            machine_share=placement.gpus_per_replica / max(1, count_machine_gpus()) or 1.0,
+            machine_share=gpus / max(1, count_machine_gpus()) or 1.0,
             cache=lifecycle.of_this_node(cluster.cache),
             open_store=lambda cache, _: lifecycle.start_cache_tier(
                 cache, own_application(), session_ttl_s=cluster.engine.session_ttl_s
@@ -255,12 +256,10 @@ class EngineReplica(ReplicaServer):
             open_session_logs=lambda cache, ttl_s: lifecycle.start_session_logs(cache, own_application(), ttl_s),
         )
         engine.start()
-        gpu = own_gpu() if placement.device == "cuda" else None
+        gpu = own_gpu() if device == "cuda" else None
         super().__init__(replica_id, engine, gpu=gpu, drain_grace_s=cluster.drain_grace_s)
         self._meter = LoadMeter()
         at_stop(lambda: self.drain(cluster.drain_grace_s))
-        if cluster.autoscale is None:
-            note_wanted(own_deployment(), placement.replicas)
         report_progress(replica_id, "ready", 1.0)
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -498,7 +498,7 @@ def test_two_models_share_a_server_and_nothing_else(tmp_path: Path) -> None:
             assert texts[MODEL] != texts["other"]
             replicas = {http.get(f"/v1/sessions/s?model={name}").json()["replica"] for name in texts}
             assert len(replicas) == 2
-            assert http.get("/ready").json() == {"ready": True, "replicas": 2}
+            assert http.get("/ready").json() == {"ready": True, "replicas": 2, "state": "ready"}
         process.stop()
         assert process.left_behind() == []
     finally:

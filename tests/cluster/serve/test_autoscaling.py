@@ -172,3 +172,24 @@ def test_serve_takes_our_options_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AutoscalingConfig(**serve_options(AutoscaleConfig(), "engine"))
+
+
+def test_what_engines_do_not_read_may_change_without_a_restart_of_theirs() -> None:
+    """Serve compares what a deployment is bound with, and starts its replicas anew where that differs."""
+
+    def bound(given: dict[str, Any]) -> tuple[Any, ...]:
+        config = parse(ClusterConfig, {"engine": CPU, **given})
+        engines = build_application(config, [place_engines(config, 0)])._bound_deployment.init_args[1][0]
+        args: tuple[Any, ...] = engines._bound_deployment.init_args
+        return args
+
+    changes = {
+        "replicas": 5,
+        "autoscale": {"min": 0, "max": 3},
+        "http": {"keys": [{"name": "one", "sha256": "0" * 64}]},
+        "router": {"policy": "random"},
+        "ingress": {"replicas": 2},
+    }
+    for name, change in changes.items():
+        assert bound({name: change}) == bound({}), name
+    assert bound({"engine": {**CPU, "num_pages": 7}}) != bound({})

@@ -12,7 +12,6 @@ from mneme.cachetier.distributed import lifecycle as ray_tier
 from mneme.cachetier.pins import PinName
 from mneme.cluster.serve import ray_private, replica
 from mneme.cluster.serve.calls import WrongReplica
-from mneme.cluster.serve.gpus import EnginePlacement
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import Overloaded
 from mneme.replicas.config import EngineConfig
@@ -26,19 +25,18 @@ pytestmark = pytest.mark.engine
 def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the engine is loaded with."""
     monkeypatch.setattr(replica, "log_to_serve", lambda: None)
-    for name in ("keep_to_loopback", "report_progress", "note_wanted", "at_stop"):
+    for name in ("keep_to_loopback", "report_progress", "at_stop"):
         monkeypatch.setattr(ray_private, name, lambda *_: None)
     monkeypatch.setattr(ray_private, "own_replica_id", lambda: "r")
-    monkeypatch.setattr(ray_private, "own_deployment", lambda: "engine")
     return {}
 
 
-def load(loaded: dict[str, Any], placement: EnginePlacement, cache: dict[str, Any]) -> None:
+def load(loaded: dict[str, Any], device: str, gpus: float, cache: dict[str, Any]) -> None:
     def load_engine(model: str, engine: EngineConfig, **options: Any) -> FakeEngineLoop:
         loaded.update(options, device=engine.device)
         return FakeEngineLoop()
 
-    replica.EngineReplica({"model": "m", "cache": cache}, placement, load_engine)
+    replica.EngineReplica({"model": "m", "cache": cache}, device, gpus, load_engine)
 
 
 def test_the_caches_folder_is_that_of_the_replicas_node_for_whoever_reads_it(
@@ -46,7 +44,7 @@ def test_the_caches_folder_is_that_of_the_replicas_node_for_whoever_reads_it(
 ) -> None:
     """The calibration of the disk too, which knows nothing of nodes."""
     monkeypatch.setattr(ray_tier, "_own_node", lambda: {"NodeName": "machine"})
-    load(loaded, EnginePlacement(2, "cpu", 0.0), {"disk": {"folder": "/kv/%n", "capacity_bytes": 1}})
+    load(loaded, "cpu", 0.0, {"disk": {"folder": "/kv/%n", "capacity_bytes": 1}})
     assert loaded["cache"].disk.folder == "/kv/machine"
 
 
@@ -63,7 +61,7 @@ def test_an_engine_is_told_its_device_and_its_part_of_it(
 ) -> None:
     monkeypatch.setattr(replica, "count_machine_gpus", lambda: machine_gpus)
     device = "cuda" if gpus_per_replica else "cpu"
-    load(loaded, EnginePlacement(2, device, gpus_per_replica), {"enabled": False})
+    load(loaded, device, gpus_per_replica, {"enabled": False})
     assert (loaded["device"], (loaded["device_share"], loaded["machine_share"])) == (device, shares)
 
 
