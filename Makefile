@@ -59,15 +59,15 @@ check-tests: $(DEV_READY)
 test: $(DEV_READY) # the test suite: ten minutes
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(DEV_READY) # what `make test` leaves out: many examples of each property, long fault loops, whole benchmarks
-	MNEME_TEST_BUDGET=large $(PYTEST) -m "(slow or hypothesis) and not gpu" $(PYTEST_ARGS)
+test-all: $(DEV_READY) # what `make test` leaves out: long runs of properties and fault loops, whole benchmarks
+	MNEME_TEST_BUDGET=large $(PYTEST) -m "(slow or at_length) and not gpu" $(PYTEST_ARGS)
 
 # Of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
 FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/connector/test_cached_traffic.py
 FAULT_TESTS += $(wildcard tests/e2e/nodes/test_nodes.py)
 
-faults: $(DEV_READY) # long fault and kill loops of the cache tier, four times as long as in test-all
-	MNEME_TEST_BUDGET=faults $(PYTEST) -m "slow or hypothesis" $(FAULT_TESTS) $(PYTEST_ARGS)
+faults: $(DEV_READY) # long fault and kill loops of the cache tier, ten times as long as in test-all
+	MNEME_TEST_BUDGET=faults $(PYTEST) -m "slow or at_length" $(FAULT_TESTS) $(PYTEST_ARGS)
 
 kernels-compile: $(DEV_READY) # Triton's kernels for GPUs, without one
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.triton_compile

@@ -1,34 +1,45 @@
-"""A real checkpoint beside `transformers`: greedy tokens, perplexity of real text, and best tokens that are the same.
+"""A real checkpoint beside `transformers`: greedy tokens, perplexity of real text, best tokens, and how far dtypes are.
 
-    python benchmarks/bench_real_model.py [--model smollm2] [--quick] [--out FOLDER]
+    python benchmarks/bench_real_model.py [--model smollm2] [--only greedy|text]... [--quick] [--out FOLDER]
 
 The text is Python's own documentation (`pydoc_data.topics`, PSF licence), which every interpreter has. `transformers`
 gets the tensors that the engine reads, so a quantized file is compared as what it is dequantized to. Greedy tokens are
 equal if each is the best of `transformers`' logits for the same prompt and the tokens before, or within 1e-3 of it.
-Bound by arithmetic: 2 x parameters x tokens for each of the four arms.
+`KL` is from `transformers` in float32, nats a token. A GGUF file is also written in other formats (by the `gguf`
+package, from what it dequantizes to) and read as float32: what a format alone costs, on top of the file's own.
+Bound by arithmetic: 2 x parameters x tokens for each arm.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
+from unittest import mock
 
+import gguf
 import torch
 import transformers
 from harness import PartResult, Run, at_least, at_most, options_of
 
 from mneme import LLM, SamplingParams
+from mneme.replicas.model import runner, sampler
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.model.weights import open_files
+from mneme.replicas.request import PromptLogprobs
 
 NEAR = 1e-3  # between two logits that float32 may swap
 BATCH = 8  # requests at a time: a prefix is shared by none
+PARTS = ("greedy", "text")
+KINDS = ("BF16", "Q8_0", "Q4_1", "Q4_0")
 
 
 def reference(directory: Path) -> Any:
@@ -83,39 +94,70 @@ def windows(llm: LLM, count: int, size: int) -> list[list[int]]:
     return [joined[start : start + size] for start in range(0, count * size, size)]
 
 
-def ours(llm: LLM, ids: list[list[int]]) -> tuple[float, list[int]]:
-    """Perplexity, and the best token at each place."""
-    outputs = llm.generate(ids, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
-    found = [each for output in outputs for each in (output.prompt_logprobs or ()) if each is not None]
-    return math.exp(-sum(each.logprob for each in found) / len(found)), [each.top[0][0] for each in found]
+def ours(llm: LLM, window: list[int]) -> torch.Tensor:
+    """What the engine thinks of all tokens behind the first; float32 [tokens - 1, vocab], logarithms."""
+    heard: list[torch.Tensor] = []
+
+    def note(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
+        heard.append(logits.float().log_softmax(-1))
+        return sampler.prompt_logprobs(logits, token_ids, num_top)
+
+    with mock.patch.object(runner, "prompt_logprobs", note):
+        llm.generate([window], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    return torch.cat(heard)
 
 
-def theirs(model: Any, ids: list[list[int]]) -> tuple[float, list[int]]:
+def theirs(model: Any, window: list[int]) -> torch.Tensor:
     """The same of `transformers`."""
-    total, best = 0.0, []
-    for window in ids:
-        logprobs = logits_of(model, window)[:-1].log_softmax(-1)
-        total -= float(logprobs.gather(-1, torch.tensor(window[1:])[:, None]).sum())
-        best += logprobs.argmax(-1).tolist()
-    return math.exp(total / len(best)), best
+    return logits_of(model, window)[:-1].log_softmax(-1)
 
 
-def read(args: Any, model: Any, ids: list[list[int]], config: dict[str, Any]) -> PartResult:
-    """Perplexity of both in both dtypes, and the share of places whose best token is float32's."""
+def rewritten(directory: Path, kind: str, folder: Path) -> Path:
+    """A GGUF file's copy whose matrices have another format; norms stay as they are."""
+    source, path = gguf.GGUFReader(directory / "model.gguf"), folder / f"{kind}.gguf"
+    fields = {name: each for name, each in source.fields.items() if not name.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(path, fields.pop("general.architecture").contents())
+    for name, each in fields.items():
+        writer.add_key_value(name, each.contents(), each.types[0], each.types[-1] if len(each.types) > 1 else None)
+    wanted = gguf.GGMLQuantizationType[kind]
+    for tensor in source.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        kept = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else wanted
+        writer.add_tensor(tensor.name, gguf.quantize(values, kept), raw_dtype=kept)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def read(args: Any, directory: Path, model: Any, ids: list[list[int]], config: dict[str, Any]) -> PartResult:
+    """Perplexity of both in both dtypes, and how far each is from float32."""
     part = PartResult(name="text", title=f"{sum(map(len, ids)):,} tokens of Python's documentation")
-    exact, reference_best = theirs(model, ids)
+    exact = [theirs(model, window) for window in ids]
     agreement: dict[str, float] = {}
 
-    def row(name: str, perplexity: float, best: list[int]) -> None:
-        same = sum(a == b for a, b in zip(best, reference_best, strict=True)) / len(best)
-        agreement[name] = same
-        part.rows.append({"arm": name, "perplexity": perplexity, "best token as in float32": same})
+    def row(name: str, think: Callable[[list[int]], torch.Tensor]) -> None:
+        nats, divergence, num_same, count = 0.0, 0.0, 0, 0
+        for window, full in zip(ids, exact, strict=True):
+            own = think(window)
+            nats -= float(own.gather(-1, torch.tensor(window[1:])[:, None]).sum())
+            divergence += float((full.exp() * (full - own)).sum())
+            num_same += int((own.argmax(-1) == full.argmax(-1)).sum())
+            count += len(own)
+        agreement[name] = num_same / count
+        figures = {"perplexity": math.exp(nats / count), "KL": divergence / count}
+        part.rows.append({"arm": name, **figures, "best token as in float32": agreement[name]})
 
-    row("transformers float32", exact, reference_best)
+    row("transformers float32", partial(theirs, model))
     for dtype in ("float32", "bfloat16"):
         with LLM(args.model, dtype=dtype, config=config) as llm:
-            row(f"mneme {dtype}", *ours(llm, ids))
-    row("transformers bfloat16", *theirs(copy.deepcopy(model).to(torch.bfloat16), ids))
+            row(f"mneme {dtype}", partial(ours, llm))
+    row("transformers bfloat16", partial(theirs, copy.deepcopy(model).to(torch.bfloat16)))
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in KINDS if (directory / "model.gguf").exists() else ():
+            with LLM(str(rewritten(directory, kind, Path(folder))), dtype="float32", config=config) as llm:
+                row(f"mneme float32, file in {kind}", partial(ours, llm))
     part.checks = [
         at_least("best tokens of float32 that are transformers'", agreement["mneme float32"], 0.9995, "of places"),
         at_least(
@@ -132,16 +174,20 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--windows", type=int, default=16, help="of 512 tokens")
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be given more than once")
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.tokens, args.windows = 4, 24, 2
     run = Run("real_model", args, threads=1, model=args.model, transformers=transformers.__version__)
-    model = reference(model_directory(args.model))
+    directory = model_directory(args.model)
+    model, parts, wanted = reference(directory), [], args.only or PARTS
     config = {"max_context": 2048, "max_running": BATCH, "generation_config": "none"}
     with LLM(args.model, dtype="float32", config=config) as llm:
         ids = windows(llm, args.windows, 512)
-        parts = [run.show(greedy(llm, model, args.prompts, args.tokens))]
-    parts.append(run.show(read(args, model, ids, config)))
+        if "greedy" in wanted:
+            parts.append(run.show(greedy(llm, model, args.prompts, args.tokens)))
+    if "text" in wanted:
+        parts.append(run.show(read(args, directory, model, ids, config)))
     run.end([asdict(part) for part in parts])
 
 

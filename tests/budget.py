@@ -11,8 +11,8 @@ assert _BUDGET in ("small", "default", "large", "faults"), f"MNEME_TEST_BUDGET: 
 def examples(number: int, *, at_length: int | None = None) -> int:
     """Return how many examples this run tries: `number` in `make test`, a fifth of that in `make check`.
 
-    at_length   in `make test-all`, and four times as many in `make faults`; None: three times as many as in `make test`
+    at_length   in `make test-all`, and ten times as many in `make faults`, which run tests marked so; None: `number`
     """
-    most = 3 * number if at_length is None else at_length
-    numbers = {"small": max(number // 5, 1), "default": number, "large": most, "faults": 4 * most}
+    most = number if at_length is None else at_length
+    numbers = {"small": max(number // 5, 1), "default": number, "large": most, "faults": 10 * most}
     return numbers[_BUDGET]

@@ -255,7 +255,7 @@ def test_half_a_header_does_not_hold_its_connection(each_server: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_connecting_and_leaving_leaks_nothing(server: str, server_process: ServerProcess) -> None:
-    num_cycles = 1000
+    num_cycles = 400
     sixteen_streams(server)
     # What is allocated once, the page pool too, is allocated now. On a busy machine engines grow by 60 MiB over the
     # first 5,000 cycles, less each time, and then no more.

@@ -59,4 +59,4 @@ def test_whoever_is_killed_leaves_whole_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whoever_is_killed_again_and_again_leaves_whole_turns(tmp_path: Path) -> None:
-    kill_loop(tmp_path, examples(25, at_length=25))
+    kill_loop(tmp_path, examples(8, at_length=8))

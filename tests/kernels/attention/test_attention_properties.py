@@ -23,12 +23,13 @@ from mneme.kernels.torch import backend as torch_backend
 from tests.budget import examples
 from tests.kernels.cases import CPU_BACKENDS, Scene, assert_close, make_scene, needs_native, scenes
 
-bounded = settings(max_examples=examples(60, at_length=300))
+bounded = settings(max_examples=examples(60, at_length=150))
 each_backend = pytest.mark.parametrize("backend", CPU_BACKENDS)
 
 
 @each_backend
 @given(scene=scenes())
+@pytest.mark.at_length
 @bounded
 def test_sharing_always_never_and_by_cost_equal_the_reference(backend: str, scene: Scene) -> None:
     wanted = scene.attend(scene.plan(), backend="reference")
@@ -54,6 +55,7 @@ def test_16_bit_types_equal_the_reference(backend: str, dtype: torch.dtype, data
 
 
 @given(scene=scenes(most_rows=40))
+@pytest.mark.at_length
 @bounded
 def test_torch_computes_few_rows_at_a_time_where_they_have_many_keys(scene: Scene) -> None:
     wanted = scene.attend(scene.plan(), backend="reference")
@@ -96,6 +98,7 @@ def test_real_sizes_equal_the_reference(
 
 @each_backend
 @given(scene=scenes(), data=st.data())
+@pytest.mark.at_length
 @bounded
 def test_a_row_does_not_depend_on_the_other_rows(backend: str, scene: Scene, data: Any) -> None:
     plan = scene.plan()
@@ -107,6 +110,7 @@ def test_a_row_does_not_depend_on_the_other_rows(backend: str, scene: Scene, dat
 
 @each_backend
 @given(scene=scenes(), data=st.data())
+@pytest.mark.at_length
 @bounded
 def test_edited_plans_equal_fresh_ones(backend: str, scene: Scene, data: Any) -> None:
     """New pages and other rows, in any order, against a plan built from the final tables and rows."""

@@ -38,7 +38,8 @@ each_build = pytest.mark.usefixtures("_build")
 @each_build
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=examples(10, at_length=120))
+@pytest.mark.at_length
+@settings(max_examples=examples(10, at_length=40))
 def test_any_shape_equals_the_reference(dtype: torch.dtype, data: Any) -> None:
     scene = data.draw(scenes(dtype=dtype, most_rows=40, heads=HEADS, head_dims=HEAD_DIMS))
     wanted = scene.attend(scene.plan(), backend="reference")

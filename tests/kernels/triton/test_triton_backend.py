@@ -61,6 +61,7 @@ def ranges_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dtypes
 @given(data=st.data())
+@pytest.mark.at_length
 @few
 def test_sharing_always_and_never_equal_the_reference(
     triton_device: torch.device, dtype: torch.dtype, data: st.DataObject
@@ -73,6 +74,7 @@ def test_sharing_always_and_never_equal_the_reference(
 
 @pytest.mark.usefixtures("ranges_of_a_page")
 @given(scene=scenes(most_rows=40), share=st.sampled_from(SHARES), prefill=st.booleans())
+@pytest.mark.at_length
 @few
 def test_many_parts_and_large_tiles_equal_the_reference(
     triton_device: torch.device, scene: Scene, share: str, prefill: bool
@@ -145,6 +147,7 @@ def test_partial_rotation(triton_device: torch.device, head_dim: int, rotary_dim
 
 
 @given(scene=scenes(plain=True), data=st.data())
+@pytest.mark.at_length
 @settings(few, max_examples=examples(2, at_length=6))
 def test_steps_that_follow_each_other_equal_the_reference(
     triton_device: torch.device, scene: Scene, data: st.DataObject

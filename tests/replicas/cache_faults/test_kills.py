@@ -103,4 +103,4 @@ def test_an_engine_that_is_killed_leaves_only_sound_chunks(kills: Kills) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_engine_that_is_killed_again_and_again_leaves_only_sound_chunks(kills: Kills) -> None:
-    kills.loop(examples(15, at_length=15))
+    kills.loop(examples(5, at_length=5))

@@ -88,7 +88,7 @@ def test_a_bit_is_flipped(next_turn: NextTurn) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_bit_is_flipped_at_any_of_many_places(next_turn: NextTurn) -> None:
-    check_flips(next_turn, examples(300, at_length=300), 2)
+    check_flips(next_turn, examples(120, at_length=120), 2)
 
 
 def test_a_file_is_deleted_before_it_is_opened(next_turn: NextTurn) -> None:

@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,7 +104,8 @@ pools = st.builds(
 )
 
 
-@settings(max_examples=examples(100, at_length=1000))
+@pytest.mark.at_length
+@settings(max_examples=examples(100, at_length=300))
 @given(st.lists(arrivals, min_size=1, max_size=10), pools)
 def test_any_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
     Play(traffic, pool).run()

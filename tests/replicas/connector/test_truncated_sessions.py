@@ -220,7 +220,8 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=examples(40, at_length=200))
+@pytest.mark.at_length
+@settings(max_examples=examples(40, at_length=100))
 @given(
     turns,
     st.sampled_from([Truncation(), Truncation(keep_first=5), Truncation(ratio=0.3)]),

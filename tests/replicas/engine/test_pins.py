@@ -365,7 +365,8 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=examples(100, at_length=600))
+@pytest.mark.at_length
+@settings(max_examples=examples(100, at_length=250))
 @given(turns, st.integers(10, 14), st.lists(st.tuples(st.integers(1, 20), st.integers(1, 24)), min_size=1, max_size=4))
 def test_no_pin_ends_or_refuses_what_was_taken_before_it(
     traffic: list[Any], num_pages: int, pinning: list[tuple[int, int]]

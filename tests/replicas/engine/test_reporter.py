@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count, pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,7 +163,8 @@ def test_the_load_counts_what_waits_and_runs() -> None:
     assert report.free_page_share < 1
 
 
-@settings(max_examples=examples(8, at_length=50))
+@pytest.mark.at_length
+@settings(max_examples=examples(8, at_length=25))
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 14), st.integers(0, 40)), min_size=1, max_size=12),
     st.sampled_from([0, 12, 40]),

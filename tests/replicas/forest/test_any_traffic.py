@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,8 @@ traffic_and_pool = st.tuples(
 )
 
 
-@settings(max_examples=examples(150, at_length=800))
+@pytest.mark.at_length
+@settings(max_examples=examples(150, at_length=400))
 @given(traffic_and_pool)
 def test_any_traffic_computes_what_each_request_alone_would(case: tuple[Any, ...]) -> None:
     check_traffic(*case)

@@ -453,9 +453,10 @@ class ForestMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.hypothesis
+@pytest.mark.at_length
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_forest_is_what_the_model_says(policy: str) -> None:
     machine = type(f"Forest_{policy}", (ForestMachine,), {"policy": policy})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples(100, at_length=300), stateful_step_count=40)
+        machine, settings=settings(max_examples=examples(100, at_length=200), stateful_step_count=40)
     )

@@ -128,7 +128,8 @@ def borders(request: GenerationRequest, end: int = 1 << 30) -> list[int]:
 PARTS = st.lists(st.sampled_from([A, B, C, (3,), (4, 0)]), min_size=1, max_size=4)
 
 
-@settings(max_examples=examples(30, at_length=300))
+@pytest.mark.at_length
+@settings(max_examples=examples(30, at_length=100))
 @given(traffic=st.lists(st.tuples(PARTS, st.sampled_from([(), (2,), (3, 3)])), min_size=3, max_size=9))
 def test_what_two_prompts_began_with_is_found_by_the_third(traffic: list[tuple[list[Any], tuple[int, ...]]]) -> None:
     """Up to a border of a document, with which the common text ends; the prompt's last token is computed always."""

@@ -96,7 +96,8 @@ def test_documents_of_different_messages_do_not_change_places() -> None:
 
 
 @given(asked=st.lists(st.permutations("ABCD").flatmap(lambda p: st.integers(1, 4).map(lambda n: p[:n])), max_size=5))
-@settings(max_examples=examples(12, at_length=75))
+@pytest.mark.at_length
+@settings(max_examples=examples(12, at_length=40))
 def test_any_traffic_answers_as_the_order_that_it_names_and_finds_no_less(asked: list[list[str]]) -> None:
     """The answers are those of a fresh engine that was asked for this very order. Documents are of one length here:
     a greedy choice of the longest might find less in all.

@@ -205,7 +205,8 @@ def test_any_traffic_ends_and_its_steps_keep_to_their_time(
     assert len(played.first_s) == len(requests)
 
 
-@settings(max_examples=examples(40, at_length=400))
+@pytest.mark.at_length
+@settings(max_examples=examples(40, at_length=150))
 @given(
     num_pages=st.integers(20, 40),
     stream=st.tuples(st.integers(1, 4), st.integers(40, 60)),

@@ -219,7 +219,8 @@ def test_tokens_that_took_the_place_of_kept_ones_are_noticed() -> None:
     assert usage_of(events).cached_tokens == 0
 
 
-@settings(max_examples=examples(75, at_length=500))
+@pytest.mark.at_length
+@settings(max_examples=examples(75, at_length=200))
 @given(
     st.lists(
         st.tuples(

@@ -64,9 +64,10 @@ class DurableMachine(SessionMachine):
         self.folder.cleanup()
 
 
-DURABLE = settings(SETTINGS, max_examples=examples(20, at_length=150))
+DURABLE = settings(SETTINGS, max_examples=examples(20, at_length=60))
 
 
 @pytest.mark.hypothesis
+@pytest.mark.at_length
 def test_sessions_over_restarts_against_a_dictionary() -> None:
     run_state_machine_as_test(DurableMachine, settings=DURABLE)

@@ -184,9 +184,10 @@ class SessionMachine(RuleBasedStateMachine):
             self.begin(name, turns[0])
 
 
-SETTINGS = settings(max_examples=examples(60, at_length=400), stateful_step_count=40)
+SETTINGS = settings(max_examples=examples(60, at_length=200), stateful_step_count=40)
 
 
 @pytest.mark.hypothesis
+@pytest.mark.at_length
 def test_sessions_against_a_dictionary() -> None:
     run_state_machine_as_test(SessionMachine, settings=SETTINGS)

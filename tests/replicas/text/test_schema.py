@@ -640,7 +640,8 @@ def _composed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(SCALARS, _composed, max_leaves=8)
 
 
-@settings(max_examples=examples(100, at_length=2000))
+@pytest.mark.at_length
+@settings(max_examples=examples(100, at_length=600))
 @given(st.tuples(SCHEMAS, SCHEMAS, SCHEMAS).map(lambda three: three[0] | {"$defs": {"d": three[1], "e": three[2]}}))
 def test_any_schema_is_refused_or_every_answer_is_valid(schema: dict[str, Any]) -> None:
     try:
