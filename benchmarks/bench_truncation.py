@@ -1,6 +1,7 @@
-"""What truncation that keeps KV costs in quality and saves in time, on `mneme-tiny`.
+"""What truncation that keeps KV costs in quality and saves in time, on `mneme-tiny`, or on a real model.
 
     python benchmarks/bench_truncation.py [--quick] [--only perplexity|retrieval|turns]... [--seed 0] [--out FOLDER]
+    python benchmarks/bench_truncation.py --model smollm2  # perplexity alone
 
 AttentionStore 3.4, 4.3.4 and 4.3.7 (Tables 1 and 2, Fig. 22). The arms:
 *TT*    `recompute`: the oldest go, the rest is computed anew
@@ -48,7 +49,7 @@ from mneme.lab.quality.coreference import px_cases
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.parts import Attention
 from mneme.replicas.model.runner import Runner
@@ -59,13 +60,13 @@ from mneme.replicas.sequence import StepRows
 from mneme.replicas.truncation import Truncation, plan_truncation
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "replicas" / "mneme_tiny"
 sys.path.insert(0, str(ROOT / "training"))
 
 from tiny_checks import encode_ids  # noqa: E402
 from tiny_corpus import library_documents  # noqa: E402
 
 PARTS = ("perplexity", "retrieval", "turns")
+TINY = "mneme-tiny"
 TT, OURS, NKVT = "TT", "ours", "NKVT"
 STRATEGIES = {TT: "recompute", OURS: "reuse_kv", NKVT: "reuse_kv"}
 SETTINGS: dict[str, dict[str, Any]] = {"": {}, "first 4": {"keep_first": 4}, "important": {"keep": "important"}}
@@ -93,6 +94,8 @@ class Scale(NamedTuple):
 
 FULL = Scale((256, 512, 1024), (0.25, 0.5, 0.75), 1024, (256, 512), 400, (512, 2048), 60)
 QUICK = Scale((256,), (0.5,), 512, (256,), 200, (512,), 25)
+REAL = Scale((256, 512, 1024), (0.25, 0.5, 0.75), 512, (), 0, (), 0)
+MOST_TEXTS = 8  # of a real model: a step of theirs reads all of its weights
 
 
 class Thought(NamedTuple):
@@ -279,8 +282,8 @@ class Question(NamedTuple):
     answer: int
 
 
-def load_tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+def load_tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def held_out_ids(tokenizer: Tokenizer) -> list[int]:
@@ -312,18 +315,19 @@ def questions(tokenizer: Tokenizer, text: list[int], num_cases: int, num_history
 class Bench:
     """The model under both kinds of attention, and the text."""
 
-    def __init__(self, scale: Scale, seed: int) -> None:
-        self._scale, self._seed = scale, seed
-        self._decoder: Decoder = load_decoder(MODEL)
-        self._dense = load_decoder(MODEL, DenseDecoder)
+    def __init__(self, scale: Scale, seed: int, model: str) -> None:
+        folder = model_directory(model)
+        self._scale, self._seed, self._is_tiny = scale, seed, model == TINY
+        self._decoder: Decoder = load_decoder(folder)
+        self._dense = load_decoder(folder, DenseDecoder)
         assert isinstance(self._dense, DenseDecoder)
-        self._tokenizer = load_tokenizer()
+        self._tokenizer = load_tokenizer(folder)
         self._text = held_out_ids(self._tokenizer)
 
     def perplexity(self) -> PartResult:
         rows = []
         for window in self._scale.windows:
-            texts = streams(self._text, window + self._scale.num_behind)
+            texts = streams(self._text, window + self._scale.num_behind)[: None if self._is_tiny else MOST_TEXTS]
             for ratio in self._scale.ratios:
                 rows += self._perplexity_rows(texts, window, ratio)
         ratios = {arm: [row["over TT"] for row in rows if row["arm"] == arm and not row["keeps"]] for arm in STRATEGIES}
@@ -347,7 +351,7 @@ class Bench:
 
     def _perplexity_rows(self, texts: torch.Tensor, window: int, ratio: float) -> list[dict[str, Any]]:
         rows = []
-        for keeps, setting in SETTINGS.items():
+        for keeps, setting in SETTINGS.items() if self._is_tiny else [("", SETTINGS[""])]:
             means: dict[str, list[float]] = {}
             for arm in arms_of(keeps):
                 truncation = Truncation(strategy=STRATEGIES[arm], ratio=ratio, **setting)  # type: ignore[arg-type]
@@ -466,10 +470,12 @@ def checks_of_retrieval(below: float | None = None) -> list[Check]:
 def main() -> None:
     parser = options_of(__doc__, quick="one window, one ratio, 200 questions; at most 90 s", out=True)
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be given more than once")
+    parser.add_argument("--model", default=TINY)
     args = parser.parse_args()
-    run = Run("truncation", args, threads=1, python=platform.python_version(), dtype="float32", model="mneme-tiny")
-    bench = Bench(QUICK if args.quick else FULL, args.seed)
-    parts = [getattr(bench, name)() for name in args.only or PARTS]
+    run = Run("truncation", args, threads=1, python=platform.python_version(), dtype="float32", model=args.model)
+    is_tiny = args.model == TINY
+    bench = Bench(QUICK if args.quick else FULL if is_tiny else REAL, args.seed, args.model)
+    parts = [getattr(bench, name)() for name in args.only or (PARTS if is_tiny else PARTS[:1])]
     results = {run.show(part).name: part.rows for part in parts}
     for name, checks in (("perplexity", checks_of_perplexity()), ("retrieval", checks_of_retrieval())):
         run.check(*(checks if name not in results else ()))
@@ -496,7 +502,7 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
                 "window, tokens" + ("; share of it that goes" if "ratio" in group else ""),
                 "milliseconds" if part == "turns" else column,
             )
-            save(folder / f"truncation_{part}.png", title, f"mneme-tiny, {caption_of(closing)}",
+            save(folder / f"truncation_{part}.png", title, f"{closing['model']}, {caption_of(closing)}",
                  partial(bars, groups=groups, series=series, x_label=labels[0], y_label=labels[1]))  # fmt: skip
 
 

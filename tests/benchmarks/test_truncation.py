@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from bench_truncation import (
-    MODEL,
     NUM_BEFORE,
     NUM_SPARE,
     Arm,
@@ -24,16 +23,17 @@ from bench_truncation import (
     streams,
 )
 
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import PromptUsage
 from mneme.replicas.truncation import Truncation
 
-WINDOW = 96
+WINDOW, MODEL = 96, model_directory("mneme-tiny")
 
 
 @pytest.fixture(scope="module")
 def texts() -> torch.Tensor:
-    return streams(held_out_ids(load_tokenizer())[: 4 * 256], 256)
+    return streams(held_out_ids(load_tokenizer(MODEL))[: 4 * 256], 256)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_recompute_reads_the_text_that_is_left(decoder: Decoder, dense: DenseDec
 
 
 def test_a_story_ends_its_history_and_its_answer_is_one_token() -> None:
-    tokenizer = load_tokenizer()
+    tokenizer = load_tokenizer(MODEL)
     text = held_out_ids(tokenizer)
     for asked in questions(tokenizer, text, 10, WINDOW * 2 - NUM_SPARE, seed=3):
         assert len(asked.history) == WINDOW * 2 - NUM_SPARE
