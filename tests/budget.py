@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 _BUDGET = os.environ.get("MNEME_TEST_BUDGET", "default")
 assert _BUDGET in ("small", "default", "large", "faults"), f"MNEME_TEST_BUDGET: {_BUDGET}"
@@ -16,3 +20,8 @@ def examples(number: int, *, at_length: int | None = None) -> int:
     most = number if at_length is None else at_length
     numbers = {"small": max(number // 5, 1), "default": number, "large": most, "faults": 10 * most}
     return numbers[_BUDGET]
+
+
+def rarer(cases: Iterable[Any]) -> list[Any]:
+    """Return parameters of a test that `make test-all` tries, beside those of `make test`."""
+    return [pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.slow) for each in cases]

@@ -33,7 +33,8 @@ from mneme.replicas.sequence import Sequence as EngineSequence
 from mneme.replicas.text.parts import EncodedParts, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.tokenizer import Tokenizer
 
-BATCH = 16  # cases that run at once
+BATCH = 16  # cases that run at once, where their KV fits
+_COPIES = 3  # of a case's KV that are there at once: its documents, and what two requests computed with them
 _KEPT_BYTES = 1 << 29  # of the distributions of their full answers, at most
 _OFF = BlendOptions(mode="off")
 
@@ -86,6 +87,7 @@ def measure(
     """
     talker, rows, num_left_out = _Talker(engine, tokenizer, task, max_tokens), [], 0
     batch_size = max(min(BATCH, _KEPT_BYTES // (4 * max_tokens * engine.runner.vocab_size)), 1)
+    num_tokens = engine.runner.num_pages * engine.runner.page_size
     for layout, cases in task.cases_by_layout.items():
         fitting = [(case, prompt) for case in cases if (prompt := talker.prompt(case)) is not None]
         num_left_out += len(cases) - len(fitting)
@@ -93,6 +95,8 @@ def measure(
             room = f"{engine.capacity} tokens with {max_tokens} of its answer"
             raise ConfigError(f"task: no case of {layout} fits {room}")
         full_tally, tallies = _Tally(), [_Tally() for _ in arms]
+        longest = max(len(prompt.ids) for _, prompt in fitting) + max_tokens
+        batch_size = max(min(batch_size, num_tokens // (_COPIES * longest)), 1)
         for start in range(0, len(fitting), batch_size):
             batch = fitting[start : start + batch_size]
             prompts = [prompt for _, prompt in batch]

@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "clients"))
 import coding_agent as recorded
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # test_agent_dialects.py has an agent over a kill in `make test`
 
 
 def test_nearly_all_of_every_prompt_is_found(tmp_path: Path) -> None:

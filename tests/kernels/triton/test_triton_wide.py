@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mneme.kernels.attention import PageRef, QueryRows
 from mneme.kernels.triton.configs import WideConfig
-from tests.budget import examples
+from tests.budget import examples, rarer
 from tests.kernels.cases import Scene, assert_close, scenes
 from tests.kernels.triton.test_triton_backend import (
     SHARES,
@@ -86,7 +86,7 @@ def many_rows(dtype: torch.dtype, head_dim: int, rotary_dim: int | None = None) 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "rotary_dim"), [(torch.bfloat16, 128, None), (torch.float16, 64, 16)], ids=str
+    ("dtype", "head_dim", "rotary_dim"), [(torch.bfloat16, 128, None), *rarer([(torch.float16, 64, 16)])], ids=str
 )
 def test_heads_of_models_in_pages_of_64(
     triton_device: torch.device, small_wide_tiles: list[int], dtype: torch.dtype, head_dim: int, rotary_dim: int | None

@@ -97,7 +97,7 @@ def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kills:
 
 
 def test_an_engine_that_is_killed_leaves_only_sound_chunks(kills: Kills) -> None:
-    kills.loop(2)
+    kills.loop(1)
 
 
 @pytest.mark.slow

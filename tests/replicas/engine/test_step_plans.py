@@ -18,6 +18,7 @@ from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sequence import StepRows
+from tests.budget import rarer
 from tests.kernels.test_lineages import pieces_of, segments_of
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.schedule.test_engine_policy import make_request
@@ -75,7 +76,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return decoder_of(directory)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *rarer([1, 2, 3])])
 @pytest.mark.parametrize(("share", "runs_ahead"), [("auto", False), ("always", False), ("always", True)])
 def test_each_steps_plan_is_that_of_its_tables(
     decoder: Decoder, seed: int, share: Any, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch

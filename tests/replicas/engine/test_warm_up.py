@@ -26,6 +26,7 @@ from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import Graph, MakeGraphs, Run, StepGraphs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from tests.budget import rarer
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.engine.test_engine_loop import subscribe, until_finished
 from tests.replicas.model.played_device import PlayedDevice
@@ -231,7 +232,7 @@ def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
     assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), ("mistral", "float32")])
+@pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), *rarer([("mistral", "float32")])])
 def test_the_variants_that_are_compiled_are_those_that_traffic_launches(model: str, dtype: str, tmp_path: Path) -> None:
     """With norms of heads, and with windows; see `played_triton.py`, which needs a process of its own."""
     pytest.importorskip("triton")

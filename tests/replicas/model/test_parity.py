@@ -19,6 +19,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from tests.budget import rarer
 from tests.replicas.checkpoints import CHECKPOINTS, RecordingRunner, decoder_of, make_model, write_checkpoint
 
 FLOAT32_TOLERANCE = 2e-4
@@ -100,7 +101,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", ["chunked", *rarer(["batch", "shared prefix"])])
 def test_float32_logits_and_tokens(checkpoint: tuple[Path, Any], scenario: str) -> None:
     directory, model = checkpoint
     options, ids_by_request = SCENARIOS[scenario]
@@ -138,7 +139,7 @@ def generated(model: Any, ids: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", ["batch", *rarer(["chunked", "shared prefix"])])
 def test_bfloat16_logits_and_tokens(checkpoint: tuple[Path, Any], scenario: str) -> None:
     """Experts are compared by their error alone (test_families): near ties of a router choose others."""
     directory, model = checkpoint
