@@ -68,7 +68,7 @@ def test_its_steps_make_a_server_that_answers(tmp_path: Path) -> None:
     """It listens to this machine alone, on a port that is free, and is otherwise what a container starts."""
     steps = steps_of("cpu")
     environment = tmp_path / "python"
-    subprocess.run([python_of(steps[0].text), "-m", "venv", environment], check=True, timeout=120)
+    subprocess.run([python_of(steps[0].text), "-m", "venv", environment], check=True, timeout=600)
     passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     own = {"HOME": str(tmp_path / "image/home/mneme"), "PIP_NO_COMPILE": "1"}  # a minute less: it compiles what it runs
     build = Build(tmp_path / "image", environment / "bin", passed_on | own)
