@@ -24,7 +24,12 @@ class Step(NamedTuple):
 
 
 class StepFailed(Exception):
-    """The message is the step, and the end of what it said."""
+    """The message is the step, and what it said."""
+
+
+def is_without_index(said: str) -> bool:
+    """Return whether pip said that it reaches no index, and found nothing elsewhere."""
+    return "Retrying (Retry(" in said and "No matching distribution found" in said
 
 
 def steps_of(target: str) -> list[Step]:
@@ -121,4 +126,4 @@ class Build:
             command, cwd=self.workdir, env=self.environment, capture_output=True, text=True, timeout=600, check=False
         )
         if done.returncode != 0:
-            raise StepFailed(f"RUN {step.text}: {done.stdout[-1000:]} {done.stderr[-3000:]}")
+            raise StepFailed(f"RUN {step.text}: {done.stdout} {done.stderr}")

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from mneme.cluster.cli.main import LABORATORY
+from tests.docker.dockerfile import is_without_index
 from tests.e2e.server_process import free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +88,7 @@ def run(*command: str | Path, folder: Path, environment: dict[str, str]) -> str:
     done = subprocess.run(
         list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
-    if "Retrying (Retry(" in done.stderr and "No matching distribution found" in done.stderr:
+    if is_without_index(done.stderr):
         pytest.skip(f"pip reaches no index that has what it asks for: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, f"{command}: {done.stdout[-1000:]} {done.stderr[-3000:]}"
     return done.stdout
