@@ -150,9 +150,9 @@ def _read(path: Path) -> str:
 
 
 @contextmanager
-def running(*command: str) -> Iterator[ServerProcess]:
-    """Start a process; whatever happens within, nothing of it is left."""
-    process = ServerProcess(command)
+def running(*command: str, **settings: str) -> Iterator[ServerProcess]:
+    """Start a process, with `settings` in its environment; whatever happens within, nothing of it is left."""
+    process = ServerProcess(command, **settings)
     try:
         yield process
     finally:

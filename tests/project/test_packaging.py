@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,9 +11,12 @@ import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mneme.cluster.cli.main import LABORATORY
+from tests.docker.dockerfile import is_without_index
+from tests.e2e.server_process import free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -78,3 +82,39 @@ def test_the_wheel_runs_where_the_repository_is_not(wheel: Path, tmp_path: Path)
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.split() == [str(tmp_path / "mneme" / "__init__.py"), "True"], done.stderr
+
+
+def run(*command: str | Path, folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    if is_without_index(done.stderr):
+        pytest.skip(f"pip reaches no index that has what it asks for: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, f"{command}: {done.stdout[-1000:]} {done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_who_installs_the_wheel_has_a_server_and_all_commands(wheel: Path, tmp_path: Path) -> None:
+    """In an environment that has nothing of this one, with the versions that are tested together."""
+    away, home = tmp_path / "away", tmp_path / "home"
+    away.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environment |= {"HOME": str(home), "PATH": f"{tmp_path / 'python' / 'bin'}:/usr/bin:/bin", "PIP_NO_COMPILE": "1"}
+    run(sys.executable, "-m", "venv", tmp_path / "python", folder=away, environment=environment)
+    programs = tmp_path / "python" / "bin"
+    constraints = ROOT / "constraints.txt"
+    run(programs / "pip", "install", "--quiet", "-c", constraints, wheel, folder=away, environment=environment)
+    mneme = programs / "mneme"
+    assert "serve" in run(mneme, "--help", folder=away, environment=environment)
+    for command in LABORATORY:
+        assert run(mneme, command, "--help", folder=away, environment=environment).startswith(f"usage: mneme {command}")
+    assert "mneme-tiny" in run(mneme, "models", folder=away, environment=environment)
+    door = ("--host", "127.0.0.1", "--port", str(free_port()))
+    with running(str(mneme), "serve", "--local", *door, **environment, PYTHONPATH="") as server:
+        asked = {"model": "mneme-tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+        url = f"{server.await_ready()}/v1/chat/completions"
+        assert httpx.post(url, json=asked, timeout=60).raise_for_status().json()["usage"]["completion_tokens"] > 0
+        server.stop()
+        assert server.process.returncode == 0, server.lines
+    assert [*(home / ".cache" / "mneme").glob("libmneme_*.so")]  # of the C++ sources in it

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.docker.dockerfile import ROOT, steps_of
+
 _LINE = re.compile(r"([A-Za-z0-9._-]+)==([\w.]+)(?:\+cpu)? --hash=sha256:[0-9a-f]{64}")
 
 
@@ -26,7 +26,7 @@ def constraints() -> dict[str, str]:
 def locked(name: str) -> dict[str, str]:
     """Return versions; raises `AssertionError` for a line that has no hash."""
     found = {}
-    for line in (ROOT / "k8s" / name).read_text().splitlines():
+    for line in (ROOT / "docker" / name).read_text().splitlines():
         if not line.startswith(("#", "-r requirements.txt")):
             match = _LINE.fullmatch(line)
             assert match is not None, line
@@ -45,7 +45,7 @@ def test_torch_is_another_file_for_cpus_and_for_cuda() -> None:
     assert cpu.keys() == {"torch"}
     assert {"torch", "triton", "nvidia-cublas"} <= cuda.keys()
     assert not common.keys() & cuda.keys()
-    assert re.search(r"^torch==\S+\+cpu ", (ROOT / "k8s" / "requirements-cpu.txt").read_text(), re.MULTILINE)
+    assert re.search(r"^torch==\S+\+cpu ", (ROOT / "docker" / "requirements-cpu.txt").read_text(), re.MULTILINE)
 
 
 def needed(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
@@ -76,10 +76,12 @@ def test_everything_that_is_needed_has_its_hash() -> None:
     assert "setuptools" in common  # the project itself is built without a build environment of its own
 
 
-def test_the_image_installs_nothing_without_a_hash() -> None:
-    commands = re.findall(r"^RUN (pip install .+)$", (ROOT / "k8s" / "Dockerfile").read_text(), re.MULTILINE)
-    assert len(commands) == 2
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_the_image_installs_nothing_without_a_hash(target: str) -> None:
+    commands = [step.text for step in steps_of(target) if step.keyword == "RUN" and "pip " in step.text]
+    assert len(commands) == 3
     for command in commands:
+        assert command.startswith("pip install ")
         assert "--require-hashes" in command or {"--no-index", "--no-deps", "--no-build-isolation"} <= {
             *command.split()
         }
