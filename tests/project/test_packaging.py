@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,12 +10,10 @@ import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
-import httpx
 import pytest
 
 from mneme.cluster.cli.main import LABORATORY
 from tests.docker.dockerfile import is_without_index
-from tests.e2e.server_process import free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -92,29 +89,3 @@ def run(*command: str | Path, folder: Path, environment: dict[str, str]) -> str:
         pytest.skip(f"pip reaches no index that has what it asks for: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, f"{command}: {done.stdout[-1000:]} {done.stderr[-3000:]}"
     return done.stdout
-
-
-@pytest.mark.slow
-def test_who_installs_the_wheel_has_a_server_and_all_commands(wheel: Path, tmp_path: Path) -> None:
-    """In an environment that has nothing of this one, with the versions that are tested together."""
-    away, home = tmp_path / "away", tmp_path / "home"
-    away.mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    environment |= {"HOME": str(home), "PATH": f"{tmp_path / 'python' / 'bin'}:/usr/bin:/bin", "PIP_NO_COMPILE": "1"}
-    run(sys.executable, "-m", "venv", tmp_path / "python", folder=away, environment=environment)
-    programs = tmp_path / "python" / "bin"
-    constraints = ROOT / "constraints.txt"
-    run(programs / "pip", "install", "--quiet", "-c", constraints, wheel, folder=away, environment=environment)
-    mneme = programs / "mneme"
-    assert "serve" in run(mneme, "--help", folder=away, environment=environment)
-    for command in LABORATORY:
-        assert run(mneme, command, "--help", folder=away, environment=environment).startswith(f"usage: mneme {command}")
-    assert "mneme-tiny" in run(mneme, "models", folder=away, environment=environment)
-    door = ("--host", "127.0.0.1", "--port", str(free_port()))
-    with running(str(mneme), "serve", "--local", *door, **environment, PYTHONPATH="") as server:
-        asked = {"model": "mneme-tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-        url = f"{server.await_ready()}/v1/chat/completions"
-        assert httpx.post(url, json=asked, timeout=60).raise_for_status().json()["usage"]["completion_tokens"] > 0
-        server.stop()
-        assert server.process.returncode == 0, server.lines
-    assert [*(home / ".cache" / "mneme").glob("libmneme_*.so")]  # of the C++ sources in it
