@@ -221,7 +221,7 @@ turns = st.lists(
 
 
 @pytest.mark.at_length
-@settings(max_examples=examples(40, at_length=100))
+@settings(max_examples=examples(20, at_length=100))
 @given(
     turns,
     st.sampled_from([Truncation(), Truncation(keep_first=5), Truncation(ratio=0.3)]),

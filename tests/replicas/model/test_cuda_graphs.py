@@ -25,6 +25,7 @@ from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import CudaCapture, Graph, MakeGraphs, Run, StepGraphs, step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from tests.budget import rarer
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows
 from tests.replicas.model.played_device import PlayedDevice
@@ -36,7 +37,7 @@ TOLERANCE_BY_DTYPE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
 VOCAB_SIZE = 320
 
 
-@pytest.fixture(scope="module", params=["llama-3", "mistral"])
+@pytest.fixture(scope="module", params=["llama-3", *rarer(["mistral"])])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     directory: Path = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, directory)
