@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from mneme.errors import CheckpointError
+from mneme.replicas.model.config import model_directory
+
 jsonschema = pytest.importorskip("jsonschema")
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -198,3 +201,22 @@ def test_bench_kv_deviation(tmp_path: Path) -> None:
         "hkvd_nearer_than_random_at_every_share",
     ]
     assert {path.name for path in tmp_path.iterdir()} >= {"kv_deviation.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mneme-tiny", "smollm2"])
+def test_bench_restart(model: str, tmp_path: Path) -> None:
+    """The claim of README's picture, over HTTP: also of a real model, where its package can be had."""
+    try:
+        model_directory(model)
+    except CheckpointError as error:
+        pytest.skip(f"{model} cannot be had here: {error}")
+    found = closing_line(["benchmarks/bench_restart.py", "--quick", "--model", model, "--out", str(tmp_path)])
+    rows = {row["prompt is"]: row for row in found["results"]["restart"]}
+    assert [row["tokens"] > 800 for row in rows.values()] == [True] * 3
+    assert rows["computed"]["recomputed"] > 0.9 * rows["computed"]["tokens"]
+    assert rows["found on the device"]["recomputed"] == 1
+    assert rows["found on the disk, after a restart"]["disk"] > 0.9 * rows["computed"]["tokens"]
+    assert found["checks"][0]["name"] == "answers that changed"
+    assert found["checks"][0]["ok"]
+    assert (tmp_path / "restart.svg").read_text().count("<rect") == 3
