@@ -159,6 +159,17 @@ def pss_mib(processes: dict[int, str]) -> float:
     return kib / 1024
 
 
+def lacks_of(logits: torch.Tensor, said: list[int], end: int) -> list[float]:
+    """By how much each token's logit is less than the best one's, up to where `end` has the best one.
+
+    logits  float32 [tokens, vocab], each behind the tokens before
+    """
+    best = logits.max(-1)
+    lacks: list[float] = (best.values - logits.gather(-1, torch.tensor(said)[:, None])[:, 0]).tolist()
+    ends = (best.indices == end).nonzero()
+    return lacks[: int(ends[0])] if len(ends) else lacks
+
+
 class Judge:
     """`transformers` in float32, which thinks of each token of an answer."""
 
@@ -168,23 +179,18 @@ class Judge:
 
     @torch.no_grad()
     def lacks(self, asked: Asked) -> list[float]:
-        """By how much each token's logit is less than the best one's, up to where the best one ends the answer.
-
-        Tokens are those of the answer's text.
-        """
+        """`lacks_of` an answer; its tokens are those of its text."""
         prompt = self._tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, tokenize=False)
         ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         said = self._tokenizer.encode(asked.answer.text, add_special_tokens=False)
         logits = self.model(torch.tensor([ids + said]), logits_to_keep=len(said) + 1).logits[0, :-1]
-        best = logits.max(-1)
-        lacks = (best.values - logits.gather(-1, torch.tensor(said)[:, None])[:, 0]).tolist()
-        ends = (best.indices == self._tokenizer.eos_token_id).nonzero()
-        return lacks[: int(ends[0])] if len(ends) else lacks
+        return lacks_of(logits, said, self._tokenizer.eos_token_id)
 
     def row(self, arm: str, asked: list[Asked]) -> dict[str, Any]:
         """What is said of these answers."""
         found = [self.lacks(each) for each in asked]
-        first_gaps = [first for each in found if (first := next((lack for lack in each if lack > NEAR), None))]
+        others = [next((lack for lack in each if lack > NEAR), None) for each in found]
+        first_gaps = [lack for lack in others if lack is not None]
         num_equal = sum(not any(each) for each in found)
         lacks = [lack for each in found for lack in each]
         return {
