@@ -37,6 +37,7 @@ import re
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -314,6 +315,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         arms = start(args, judge, directory, Path(folder), stack)
+        run.say(f"servers are ready after {time.perf_counter() - run.started_s:.0f} s")
         for arm in arms.values():  # as many at once as there will be, so that nothing is made in a turn
             asyncio.run(play(arm, text.sessions(max(args.in_flight), 1, 8, seed=-1), max(args.in_flight)))
         for number in args.in_flight:
