@@ -17,10 +17,7 @@ rows alone); the first is held against the peer. `cpu s` is what the server's pr
 from __future__ import annotations
 
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
 import torch  # noqa: E402
 from harness import PartResult, Run, at_least, at_most, median_ratio, options_of, take_turns  # noqa: E402
-from peers.beside import TurnProcess  # noqa: E402
+from peers.beside import TurnProcess, vllm_server  # noqa: E402
 from workloads import MODEL_SHAPE, VOCAB_SIZE, write_random_llama  # noqa: E402
 
 from benchmarks.bench_serving import cpu_s  # noqa: E402
@@ -124,49 +121,6 @@ class Client(TurnProcess):
         return self.ask(json.dumps([*names, *SHAPES[shape], "--ignore-eos", "--disable-tqdm", *load]))
 
 
-class PeerServer:
-    """vLLM's own server, with a process group of its own."""
-
-    def __init__(self, python: str, model: Path, log: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2",
-               "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
-        command += [MODEL, "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--no-enable-log-requests"]
-        path = f"{Path(python).parent}:{os.environ['PATH']}"
-        with log.open("w") as sink:
-            self._process = subprocess.Popen(
-                command, stdout=sink, stderr=sink, env={**os.environ, **own, "PATH": path}, start_new_session=True
-            )
-        deadline = time.monotonic() + 300
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM did not start: {log.read_text()[-3000:]}")
-            time.sleep(1)
-
-    def _is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health").is_success
-        except httpx.HTTPError:
-            return False
-
-    def processes(self) -> dict[int, str]:
-        listed = subprocess.run(
-            ["ps", "-o", "pid=,comm=", "-g", str(self._process.pid)], capture_output=True, text=True, check=True
-        )
-        return {int(pid): name for pid, name in (line.split(maxsplit=1) for line in listed.stdout.splitlines())}
-
-    def stop(self) -> None:
-        os.killpg(self._process.pid, signal.SIGTERM)
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-
 def cpu_of(processes: dict[int, str]) -> Counter[str]:
     """Seconds of CPU time so far, by kind of process."""
     found = Counter[str]()
@@ -202,9 +156,10 @@ def main() -> None:
             stack.callback(server.discard)
             urls[arm] = server.await_ready()
             took[arm] = partial(cpu_of, server.processes())
-        peer = PeerServer(args.peer, model, Path(folder) / "vllm.log")
+        peer = vllm_server(args.peer, model, MODEL, free_port(), Path(folder) / "vllm.log")
         stack.callback(peer.stop)
-        urls["vllm"], took["vllm"] = peer.url, partial(cpu_of, peer.processes())
+        urls["vllm"] = peer.await_ready()
+        took["vllm"] = partial(cpu_of, peer.processes())
         seeds = iter(range(1, 1 << 20))
         for shape in args.shapes:
             for number in in_flight:
