@@ -32,7 +32,7 @@ from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.prompts import ROLES, Appended, conversation_prefix, num_system_tokens
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.truncation import Truncation, resolved
+from mneme.replicas.truncation import Truncation, default_for, resolved
 from mneme.replicas.vllm_options import FOREIGN, engine_keys
 
 _TENANT = tenant_id("")  # the only one
@@ -166,7 +166,8 @@ class LLM:
         self._tier_answered = threading.Event()
         if self.engine.connector is not None:
             self.engine.connector.tell(self._tier_answered.set)
-        self._default_truncation, self._default_blend = base.truncation, base.blend
+        self._default_truncation = default_for(base.truncation, self.engine.runner.immovable)
+        self._default_blend = base.blend
         self._ids = itertools.count()
         self._random = random.Random()
         self._name = model

@@ -81,6 +81,13 @@ class Truncation:
             raise InvalidRequest("truncation.keep", self.keep, rule)
 
 
+def default_for(configured: Truncation, immovable: Immovable | None) -> Truncation:
+    """Return the default of a model: where nobody configured one, and all KV serves its own position, "recompute"."""
+    if configured == Truncation() and immovable == "learned_positions":
+        return replace(configured, strategy="recompute")
+    return configured
+
+
 def resolved(given: Mapping[str, Any] | None, default: Truncation, *, has_session: bool) -> Truncation | None:
     """Return what a request asks for, and `default` where it says nothing; None: it is refused when it is too long.
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from mneme.cache_folder import cache_folder
-from mneme.errors import MnemeError
-from mneme.replicas.card import shard_paths
+from mneme.errors import CheckpointError, ConfigError, MnemeError, shown
+from mneme.replicas.card import read_json, shard_paths
 from mneme.replicas.model.config import EMBEDDED_MODEL, PACKAGED, load_model_config, model_directory
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.families.table import FAMILIES
 
 _GIB = 2**30
 _BYTES = {"float32": 4}  # of a number; else 2
+_BESIDE_WEIGHTS = ("scales", "qzeros", "g_idx", "_scale", "_scale_inv", "_zero_point", "weight_shape")
 
 
 def add_models_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,14 +73,21 @@ def _of_hub() -> Iterator[dict[str, Any]]:
 
 
 def _of_folder(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.iterdir()):
-        if (path / "config.json").exists():
+    """Yield the model directories and the GGUF files in a folder; raises `ConfigError` where it is none."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"folder: {shown(str(folder))} cannot be listed: {error.strerror}") from error
+    for path in paths:
+        is_file = path.is_file() and path.suffix == ".gguf"
+        if is_file or (path / "config.json").exists() or any(path.glob("*.gguf")):
             yield _described(str(path), path)
 
 
 def _described(name: str, directory: Path) -> dict[str, Any]:
     """Say what a model takes, or why it is not served; its weights are what their files hold, by the engine's dtype."""
     try:
+        directory = model_directory(str(directory))  # of a GGUF file
         config = load_model_config(directory)
         num_weights = _num_weights(directory)
     except MnemeError as error:
@@ -100,19 +109,31 @@ def _kv_bytes(config: DecoderConfig, size: int) -> int:
 
 def _num_weights(directory: Path) -> int:
     """Count the numbers of all tensors by the files' headers, packed ones as what they are unpacked to."""
-    from math import prod
-
     from mneme.replicas.model.formats.gguf_file import GgufFile
 
+    quantization = read_json(directory / "config.json").get("quantization_config") or {}
+    groups = (quantization.get("config_groups") or {}).values()  # `load_model_config` has looked at it
+    bits = next((each["weights"]["num_bits"] for each in groups if each.get("weights")), None)
+    per_word = {"qweight": 32 // quantization.get("bits", 4), "weight_packed": 32 // (bits or 4), "_blocks": 2}
     total = 0
     for path in shard_paths(directory):
         if path.suffix == ".gguf":
             total += sum(prod(info.shape) for info in GgufFile(path).tensors.values())
             continue
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, info in header.items():
-            if name != "__metadata__" and not name.endswith(("scales", "qzeros", "g_idx", "_scale", "_scale_inv")):
-                per_word = 8 if name.endswith(("qweight", "weight_packed")) else 2 if name.endswith("_blocks") else 1
-                total += prod(info["shape"]) * per_word
+        for name, shape in _shapes(path).items():
+            if not name.endswith(_BESIDE_WEIGHTS):
+                total += prod(shape) * next((num for end, num in per_word.items() if name.endswith(end)), 1)
     return total
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes of a safetensors file, by its header; raises `CheckpointError` for one that is not sound."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(size))
+        return {name: list(info["shape"]) for name, info in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a sound safetensors file ({error})") from error

@@ -42,7 +42,7 @@ from mneme.replicas.text.prompts import (
 )
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import Dialect, message_digest
-from mneme.replicas.truncation import MAX_WINDOWS, Truncation
+from mneme.replicas.truncation import MAX_WINDOWS, Truncation, default_for
 
 T = TypeVar("T")
 
@@ -84,7 +84,8 @@ class Backend(NamedTuple):
         directory = model_directory(config.model)
         tokenizer = Tokenizer.load(directory)
         tokenizer.warm_up()  # before /ready is asked: while the replicas load
-        max_context = load_model_config(directory).max_context
+        described = load_model_config(directory)
+        max_context = described.max_context
         model = ServedModel(
             id=config.model_name,
             max_context=min(max_context, config.engine.max_context or max_context),
@@ -97,7 +98,7 @@ class Backend(NamedTuple):
             client,
             model,
             tokenizer,
-            truncation=config.engine.truncation,
+            truncation=default_for(config.engine.truncation, described.immovable),
             blend=config.engine.blend,
             default_timeout_s=config.engine.request_timeout_s,
             max_waiting=config.engine.max_waiting,

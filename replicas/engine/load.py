@@ -51,7 +51,7 @@ from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.truncation import Immovable
+from mneme.replicas.truncation import Immovable, default_for
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +178,9 @@ def check_default_truncation(config: EngineConfig, window: int, *, immovable: Im
     immovable  why KV of the model cannot be moved
     """
     try:
-        config.truncation.check_window(window)
-        config.truncation.check_model(immovable)
+        truncation = default_for(config.truncation, immovable)
+        truncation.check_window(window)
+        truncation.check_model(immovable)
     except InvalidRequest as error:
         raise ConfigError(f"engine.{error}") from None
 

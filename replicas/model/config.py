@@ -167,3 +167,26 @@ def _check_quantization(fields: Fields) -> None:
         raise fields.error("bits", "must be 4, or 8 with gptq")
     if method == "awq" and str(fields.raw.get("version", "gemm")).lower() != "gemm":
         raise fields.error("version", "must be gemm")
+    if fields.raw.get("group_size", -1) != -1:
+        fields.integer("group_size")
+    block = fields.raw.get("weight_block_size")
+    is_block = isinstance(block, list) and len(block) == 2 and all(map(_is_size, block))
+    if block is not None and not is_block:
+        raise fields.error("weight_block_size", "must be two positive integers")
+    groups = fields.raw.get("config_groups")
+    if groups is None:
+        return
+    if not isinstance(groups, dict) or not all(isinstance(each, dict) for each in groups.values()):
+        raise fields.error("config_groups", "must be an object of objects")
+    for name in groups:
+        group = fields.inner("config_groups").inner(name)
+        if "weights" in group:
+            weights = group.inner("weights")
+            if weights.integer("num_bits") not in (4, 8):
+                raise weights.error("num_bits", "must be 4 or 8")
+            if weights.raw.get("group_size") not in (None, -1):
+                weights.integer("group_size")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 24

@@ -196,13 +196,13 @@ def read_rope(fields: Fields, head_dim: int, max_context: int, theta: float = 10
     rotary_dim = int(head_dim * fields.positive("partial_rotary_factor", 1.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise fields.error("partial_rotary_factor", "must leave an even rotary dimension")
-    theta = fields.positive("rope_theta", theta)
+    theta = _within(fields, "rope_theta", theta, least=1.0)
     kind = next(filter(None, kinds), "default")
     plain = [theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2)]
     if kind == "default":
         return RopeConfig(inv_freq=tuple(plain))
     if kind == "linear":
-        factor = fields.positive("factor")
+        factor = _within(fields, "factor")
         return RopeConfig(inv_freq=tuple(f / factor for f in plain))
     if kind == "llama3":
         return RopeConfig(inv_freq=tuple(_llama3(plain, fields, max_context)))
@@ -214,6 +214,14 @@ def read_rope(fields: Fields, head_dim: int, max_context: int, theta: float = 10
         f"{fields.where}: rope_scaling.rope_type: must be one of default, linear, llama3, yarn, longrope "
         f"(got {shown(kind)})"
     )
+
+
+def _within(fields: Fields, name: str, default: float | None = None, *, least: float = 1e-3) -> float:
+    """Read a number that rotations can be computed with, over `least`."""
+    value = fields.positive(name, default)
+    if not least < value < 1e9:
+        raise fields.error(name, f"must be over {least:g} and under 1e9")
+    return value
 
 
 def _longrope(plain: list[float], fields: Fields, max_context: int) -> RopeConfig:
@@ -234,7 +242,7 @@ def _longrope(plain: list[float], fields: Fields, max_context: int) -> RopeConfi
 
 def _llama3(plain: list[float], fields: Fields, max_context: int) -> list[float]:
     """Divide long wavelengths by `factor`, keep short ones, with a linear ramp between."""
-    factor = fields.positive("factor")
+    factor = _within(fields, "factor")
     low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
     original = fields.positive("original_max_position_embeddings", max_context)
 
@@ -253,13 +261,13 @@ def _llama3(plain: list[float], fields: Fields, max_context: int) -> list[float]
 def _yarn(plain: list[float], rotary_dim: int, theta: float, fields: Fields, max_context: int) -> RopeConfig:
     """Interpolate slow dimensions, keep fast ones, with a ramp between; scale cos and sin by the attention factor."""
     original = fields.positive("original_max_position_embeddings", max_context)
-    factor = fields.positive("factor")
+    factor = _within(fields, "factor")
 
     def dimension_of(rotations: float) -> float:
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension_of(fields.positive("beta_fast", 32.0))
-    high = dimension_of(fields.positive("beta_slow", 1.0))
+    low = dimension_of(_within(fields, "beta_fast", 32.0))
+    high = dimension_of(_within(fields, "beta_slow", 1.0))
     if fields.boolean("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)

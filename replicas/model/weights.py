@@ -164,6 +164,12 @@ class SafetensorsFiles:
             raise CheckpointError(f"{path}: {name} has shape {list(found)}, config.json implies {list(shape)}")
         return (name,)
 
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return a tensor's shape, and its dtype as safetensors calls it."""
+        _, handle = self._lookup(name)
+        part = handle.get_slice(name)
+        return tuple(part.get_shape()), str(part.get_dtype())
+
     def tensor(self, name: str, *_shape: int) -> torch.Tensor:
         """See `Source`; the shape has been checked."""
         tensor = self.read(name)

@@ -31,6 +31,10 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 ROTATIONS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # no weights of layers
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_KINDS = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS"),
+)
 _MAX_DIMS = 4
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _HEADS_BY_PART = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
@@ -52,6 +56,9 @@ _FIELDS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+
+
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 
 
 class Dialect(NamedTuple):
@@ -157,13 +164,35 @@ class GgufFile:
                 found[name] = value
         if self.dialect.model_type == "mixtral":
             found["num_local_experts"] = found.pop("num_experts")
+        if "token_embd.weight" not in self.tensors:
+            raise CheckpointError(f"{self.path}: tensor token_embd.weight is missing")
         found.setdefault("vocab_size", self.tensors["token_embd.weight"].shape[0])
+        found |= self._attention(found)
         found["tie_word_embeddings"] = "output.weight" not in self.tensors
         found["eos_token_id"] = metadata.get("tokenizer.ggml.eos_token_id")
         found["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
         kinds = {info.kind for name, info in self.tensors.items() if name.endswith(".weight")}
         found["torch_dtype"] = "float32" if kinds == {0} else "bfloat16"
         return {**found, **self._rope(found)}
+
+    def _attention(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Read how many dimensions of a head are rotated, and how its scores are scaled, where the default is another.
+
+        Gemma's files do not say the latter: in its 27B models it is by the hidden size's part of a head, else by the
+        head's own size.
+        """
+        found: dict[str, Any] = {}
+        hidden, num_heads = config.get("hidden_size"), config.get("num_attention_heads")
+        if not (type(hidden) is int and type(num_heads) is int and hidden > 0 and num_heads > 0):
+            return found  # said where the configuration is read
+        head_dim = config.get("head_dim", hidden // num_heads)
+        num_rotated = self.metadata.get(f"{self.architecture}.rope.dimension_count", head_dim)
+        if num_rotated != head_dim and type(num_rotated) is int:
+            found["partial_rotary_factor"] = num_rotated / head_dim
+        if config["model_type"] in _LAYERS_OF_27B:
+            is_27b = config.get("num_hidden_layers") == _LAYERS_OF_27B[config["model_type"]]
+            found["query_pre_attn_scalar"] = hidden / num_heads if is_27b else head_dim
+        return found
 
     def _rope(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Read how rotations are stretched: by a factor, by YaRN, or by a factor for each frequency, in a tensor."""
@@ -204,8 +233,17 @@ class GgufFile:
         import gguf  # here: it brings all of its tables along
 
         start = -(-self._place // alignment) * alignment
-        sizes = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
-        return metadata, {name: self._placed(name, info, start, sizes) for name, info in listed}
+        known = {gguf.GGMLQuantizationType[name] for name in _KINDS}
+        sizes = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items() if kind in known}
+        placed = {name: self._placed(name, info, start, sizes) for name, info in listed}
+        end, before = start, ""
+        for name, info in sorted(placed.items(), key=lambda each: each[1].start):
+            if info.start < end or (info.start - start) % alignment:
+                where = f"lies at byte {info.start}"
+                rule = f"within {shown(before)}" if info.start < end else f"which is no multiple of {alignment}"
+                raise CheckpointError(f"{self.path}: {shown(name)} {where}, {rule}")
+            end, before = info.start + info.num_bytes, name
+        return metadata, placed
 
     def _tensor(self) -> tuple[str, TensorInfo]:
         name = self._text()
@@ -222,7 +260,8 @@ class GgufFile:
         sizes  numbers and bytes of a block, of each kind
         """
         if info.kind not in sizes:
-            raise CheckpointError(f"{self.path}: {shown(name)} is of a kind that is not known, {info.kind}")
+            kinds = ", ".join(_KINDS)
+            raise CheckpointError(f"{self.path}: {shown(name)} is of kind {info.kind}; must be one of {kinds}")
         per_block, block_bytes = sizes[info.kind]
         begin, num_bytes = start + info.start, prod(info.shape) // per_block * block_bytes
         if not prod(info.shape) or info.shape[-1] % per_block or begin + num_bytes > len(self._bytes):

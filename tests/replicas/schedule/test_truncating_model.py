@@ -15,7 +15,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import check_default_truncation
 from mneme.replicas.model.config import load_model_config, parse_model_config
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
-from mneme.replicas.truncation import Truncation
+from mneme.replicas.truncation import Truncation, default_for
 from tests.budget import rarer
 from tests.replicas.asked import answer
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
@@ -298,6 +298,17 @@ def test_sliding_windows_refuse_what_they_would_hide(checkpoints: dict[str, tupl
             check_default_truncation(EngineConfig(truncation=truncation), WINDOW, immovable="sliding_window")
     check_default_truncation(EngineConfig(), WINDOW, immovable="sliding_window")
     assert not engine.has_work
+
+
+def test_the_default_of_a_model_with_learned_positions_computes_anew() -> None:
+    """So it starts without a word of truncation; what is configured and cannot be is refused."""
+    check_default_truncation(EngineConfig(), WINDOW, immovable="learned_positions")
+    assert default_for(Truncation(), "learned_positions") == Truncation(strategy="recompute")
+    assert default_for(Truncation(), "sliding_window") == default_for(Truncation(), None) == Truncation()
+    configured = Truncation(ratio=0.25)
+    assert default_for(configured, "learned_positions") == configured
+    with pytest.raises(ConfigError, match="learned positions"):
+        check_default_truncation(EngineConfig(truncation=configured), WINDOW, immovable="learned_positions")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "bloom"])

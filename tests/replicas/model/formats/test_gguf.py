@@ -217,3 +217,47 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "mamba", {"token_embd.weight": torch.zeros(8, 32)}, {"block_count": 1})
     with pytest.raises(CheckpointError, match=r"general\.architecture must be one of gemma2, .* \(got 'mamba'\)"):
         GgufFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_tensors_that_overlap_or_lie_askew_are_refused(tmp_path: Path, offset: int) -> None:
+    tensors = {"token_embd.weight": torch.zeros(8, 32), "output.weight": torch.zeros(8, 32)}
+    write(tmp_path / "m.gguf", "qwen2", tensors, {"block_count": 1})
+    content = (tmp_path / "m.gguf").read_bytes()
+    place = content.index(b"output.weight") + len("output.weight") + 4 + 2 * 8 + 4
+    (tmp_path / "bad.gguf").write_bytes(content[:place] + struct.pack("<Q", offset) + content[place + 8 :])
+    with pytest.raises(CheckpointError, match=r"lies at byte \d+, (within 'token_embd|which is no multiple)"):
+        GgufFile(tmp_path / "bad.gguf")
+
+
+def test_a_kind_that_cannot_be_dequantized_and_a_file_without_embedding_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "qwen2", {"output.weight": torch.zeros(8, 32)}, {"block_count": 1})
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight is missing"):
+        GgufFile(tmp_path / "m.gguf").config()
+    content = (tmp_path / "m.gguf").read_bytes()
+    place = content.index(b"output.weight") + len("output.weight") + 4 + 2 * 8
+    (tmp_path / "bad.gguf").write_bytes(content[:place] + struct.pack("<I", 24) + content[place + 4 :])  # I8
+    with pytest.raises(CheckpointError, match="is of kind 24; must be one of F32"):
+        GgufFile(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "scalar"),
+    [("gemma2", 46, 4608 / 32), ("gemma3", 62, 5376 / 32), ("gemma3", 26, 256)],
+)
+def test_scores_of_gemma_are_scaled_as_its_own_checkpoints_say(
+    tmp_path: Path, architecture: str, num_layers: int, scalar: float
+) -> None:
+    """`query_pre_attn_scalar` of google/gemma-2-27b (144), gemma-3-27b (168) and the smaller ones (256)."""
+    fields = {
+        "block_count": num_layers, "embedding_length": 4608 if architecture == "gemma2" else 5376,
+        "attention.head_count": 32, "attention.key_length": 128 if scalar != 256 else 256,
+    }  # fmt: skip
+    write(tmp_path / "m.gguf", architecture, {"token_embd.weight": torch.zeros(8, 32)}, fields)
+    assert GgufFile(tmp_path / "m.gguf").config()["query_pre_attn_scalar"] == scalar
+
+
+def test_a_part_of_a_head_that_is_rotated(tmp_path: Path) -> None:
+    fields = {"embedding_length": 64, "attention.head_count": 4, "rope.dimension_count": 8}
+    write(tmp_path / "m.gguf", "phi3", {"token_embd.weight": torch.zeros(8, 64)}, fields)
+    assert GgufFile(tmp_path / "m.gguf").config()["partial_rotary_factor"] == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mneme.errors import CheckpointError
 from mneme.replicas.model.config import load_model_config
@@ -166,6 +168,11 @@ def test_a_format_is_read_as_what_it_stands_for(plain: Path, tmp_path: Path, nam
         ({}, "quant_method"),
         ({"quant_method": "gptq", "bits": 3}, "bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "16"}, "group_size"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 32]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": 32}, "weight_block_size"),
+        ({"quant_method": "compressed-tensors", "config_groups": "all"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": None}}, "config_groups"),
     ],
 )
 def test_what_cannot_be_read_is_named(plain: Path, tmp_path: Path, said: dict[str, Any], field: str) -> None:
@@ -176,12 +183,113 @@ def test_what_cannot_be_read_is_named(plain: Path, tmp_path: Path, said: dict[st
         load_model_config(directory)
 
 
-def test_parts_that_do_not_fit_are_refused(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "field"), [({"num_bits": None}, "num_bits"), ({"num_bits": "four"}, "num_bits"), ("x", "weights")]
+)
+def test_a_group_that_cannot_be_read_is_named(plain: Path, tmp_path: Path, weights: Any, field: str) -> None:
+    directory = Path(shutil.copytree(plain, tmp_path / "model"))
+    path = directory / "config.json"
+    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
+    with pytest.raises(CheckpointError, match=rf"{field}: must be"):
+        load_model_config(directory)
+
+
+def _of_floats(part: Tensor) -> Tensor:
+    return part.float()
+
+
+def _half(part: Tensor) -> Tensor:
+    return part[: len(part) // 2]
+
+
+def _flat(part: Tensor) -> Tensor:
+    return part.reshape(-1)
+
+
+def _turned(part: Tensor) -> Tensor:
+    return part.mT
+
+
+def _integers(part: Tensor) -> Tensor:
+    return part.int()
+
+
+DAMAGE = [
+    ("gptq", "o_proj.scales", _half), ("gptq", "o_proj.scales", _flat), ("gptq", "o_proj.qzeros", _half),
+    ("gptq", "o_proj.qweight", _of_floats), ("gptq", "o_proj.g_idx", _half), ("gptq", "o_proj.scales", _integers),
+    ("awq", "k_proj.scales", _half), ("awq", "k_proj.qzeros", _turned), ("awq", "k_proj.qweight", _half),
+    ("fp8 of tensors", "up_proj.weight", _turned), ("fp8 of tensors", "k_proj.weight", _integers),
+    ("fp8 of blocks", "up_proj.weight_scale_inv", _half), ("fp8 of blocks", "up_proj.weight_scale_inv", _flat),
+    ("compressed-tensors, int8", "k_proj.weight_scale", _half), ("compressed-tensors, int8", "k_proj.weight", _half),
+    ("compressed-tensors, 4 bits", "k_proj.weight_scale", _half),
+    ("compressed-tensors, 4 bits", "k_proj.weight_scale", _turned),
+    ("compressed-tensors, 4 bits", "k_proj.weight_packed", _of_floats),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "part", "damage"), DAMAGE)
+def test_a_part_of_another_shape_or_dtype_is_refused(
+    plain: Path, tmp_path: Path, form: str, part: str, damage: Callable[[Tensor], Tensor]
+) -> None:
+    """By the headers, before anything is read."""
+    quantize(plain, tmp_path / "quantized", form)
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith(part))
+    save_file({**tensors, key: damage(tensors[key]).contiguous()}, path)
+    config = load_model_config(tmp_path / "quantized")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key.rsplit('.', 1)[0])}\S* has shape .*"):
+        load_weights(tmp_path / "quantized", config, torch.device("cpu"), torch.float32)
+
+
+def test_groups_beyond_the_scales_are_refused(plain: Path, tmp_path: Path) -> None:
     quantize(plain, tmp_path / "quantized", "gptq")
     path = tmp_path / "quantized" / "model.safetensors"
     tensors = load_file(path)
-    key = next(key for key in tensors if key.endswith("o_proj.scales"))
-    save_file({**tensors, key: tensors[key][:1].contiguous()}, path)
+    key = next(key for key in tensors if key.endswith("o_proj.g_idx"))
+    save_file({**tensors, key: tensors[key] + 1}, path)
     config = load_model_config(tmp_path / "quantized")
-    with pytest.raises(CheckpointError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="names groups that"):
         load_weights(tmp_path / "quantized", config, torch.device("cpu"), torch.float32)
+
+
+def test_a_method_that_no_tensor_has_is_refused(plain: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(plain, tmp_path / "model"))
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(CheckpointError, match="says fp8"):
+        load_weights(directory, load_model_config(directory), torch.device("cpu"), torch.float32)
+
+
+def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    """gpt-oss as it is published: two numbers of 4 bits in a byte, with a power of two for each 32."""
+    write_checkpoint("gpt-oss", tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    inner = 96  # of the checkpoint's 112: blocks are whole
+    tensors = {k: t[..., : 2 * inner] if "gate_up_proj" in k else t for k, t in tensors.items()}
+    rng = torch.Generator().manual_seed(4)
+    stored, meant = {}, {}
+    for key, tensor in tensors.items():
+        if not key.endswith(("gate_up_proj", "down_proj")):
+            stored[key] = meant[key] = tensor
+            continue
+        num_experts, num_inputs, num_outputs = tensor.shape
+        num_inputs -= num_inputs % 32  # of a whole number of blocks
+        blocks = torch.randint(0, 256, (num_experts, num_outputs, num_inputs // 32, 16), generator=rng).to(torch.uint8)
+        scales = torch.randint(118, 124, blocks.shape[:-1], generator=rng).to(torch.uint8)
+        stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        meant[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for name, content in (("mxfp4", stored), ("meant", meant)):
+        shutil.copytree(tmp_path / "plain", tmp_path / name)
+        save_file({key: value.contiguous() for key, value in content.items()}, tmp_path / name / "model.safetensors")
+    for name, said in (("mxfp4", {"quantization_config": {"quant_method": "mxfp4"}}), ("meant", {})):
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": inner, **said}))
+    config = load_model_config(tmp_path / "mxfp4")
+    ours, theirs = (
+        load_weights(tmp_path / name, config, torch.device("cpu"), torch.float32) for name in ("mxfp4", "meant")
+    )
+    x = torch.randn(3, config.hidden_size, generator=rng)
+    for layer, exact in zip(ours.layers, theirs.layers, strict=True):
+        assert torch.equal(layer.mlp(x, x.dtype), exact.mlp(x, x.dtype))
