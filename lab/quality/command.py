@@ -47,7 +47,7 @@ _OPTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=quality)
-    parser.add_argument("model", help="mneme-tiny, or a Hugging Face model directory")
+    parser.add_argument("model", help="as `mneme serve` takes it: mneme-tiny, smollm2, a directory, a GGUF file")
     parser.add_argument("--task", required=True, metavar="TASK", help=_TASK_HELP)
     add_options(parser, _OPTIONS)
     quick = f"{_QUICK_CASES} cases at ratio {_QUICK_RATIOS}; no report, unless --out says where"

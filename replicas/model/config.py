@@ -56,11 +56,11 @@ def model_directory(model: str, on_progress: Progress = silent) -> Path:
     if model == EMBEDDED_MODEL:
         return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
     if model in PACKAGED:
-        return card_of(_packaged_file(model, on_progress), _folder("models"))
+        return card_of(_packaged_file(model, on_progress), _folder("models"), parse_model_config)
     path = Path(model).expanduser()
     if path.is_file():
-        if path.suffix == ".gguf":
-            return card_of(path, _folder("models"))
+        if path.suffix.lower() == ".gguf":
+            return card_of(path, _folder("models"), parse_model_config)
         refuse_other_weights([path])
         raise CheckpointError(f"{model}: is a file; name the directory that it is in")
     if path.is_dir():
@@ -83,7 +83,7 @@ def _with_card(directory: Path) -> Path:
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise CheckpointError(f"{directory}: has several GGUF files, name one of them: {names}")
-    return card_of(files[0], _folder("models"))
+    return card_of(files[0], _folder("models"), parse_model_config)
 
 
 def _packaged_file(model: str, on_progress: Progress) -> Path:
@@ -111,6 +111,7 @@ def _packaged_file(model: str, on_progress: Progress) -> Path:
 def _from_hub(model: str, on_progress: Progress) -> Path:
     """Return the snapshot of a model in the hub's own cache, which is completed where there is a network."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
 
     def fetch(*, is_local: bool) -> Path:
         return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES), local_files_only=is_local))
@@ -123,10 +124,11 @@ def _from_hub(model: str, on_progress: Progress) -> Path:
         if not isinstance(error, OSError | ValueError):
             raise
     try:
-        on_progress(f"downloading {model}", 0.0)
+        if not HF_HUB_OFFLINE:
+            on_progress(f"downloading {model}", 0.0)
         return fetch(is_local=False)
     except Exception as error:  # network, rights, names: the hub's own error trees
-        reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:160]
+        reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:400]
         name = model.partition("/")[2]
         there = f"`hf download {model} --local-dir {name}` where there is a network, then give {name!r}"
         rule = f"no such model directory, and not to be had from the hub ({reason}): {there}"
@@ -154,7 +156,10 @@ def load_model_config(model_dir: Path) -> DecoderConfig:
 def parse_model_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     """Return the decoder of a parsed config.json; `where` begins each error message."""
     fields = Fields(raw, where)
-    family = fields.one_of("model_type", tuple(FAMILIES))
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        rule = f"must be one of {', '.join(FAMILIES)}; docs/adding-a-model.md says what each can do, and how to add one"
+        raise fields.error("model_type", rule)
     if "quantization_config" in fields:
         _check_quantization(fields.inner("quantization_config"))
     return FAMILIES[family].read(fields)

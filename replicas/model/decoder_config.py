@@ -211,8 +211,7 @@ def read_rope(fields: Fields, head_dim: int, max_context: int, theta: float = 10
     if kind in ("longrope", "su"):
         return _longrope(plain, fields, max_context)
     raise CheckpointError(
-        f"{fields.where}: rope_scaling.rope_type: must be one of default, linear, llama3, yarn, longrope "
-        f"(got {shown(kind)})"
+        f"{fields.where}: rope_type: must be one of default, linear, llama3, yarn, longrope (got {shown(kind)})"
     )
 
 

@@ -1,4 +1,4 @@
 """Formats of weights beside plain safetensors: GGUF files, and quantized checkpoints, read to the engine's dtype.
 
-Public: `gguf_file.GgufFile`, `gguf_file.card_of`, `quantized.QuantizedTensors`. `weights` and `directory` import it.
+Public: `gguf_file.GgufFile`, `gguf_file.card_of`, `quantized.QuantizedTensors`. `weights` and `config` import it.
 """

@@ -301,10 +301,11 @@ class GgufFile:
         return [self._text() for _ in range(self._count(count, 8))]
 
 
-def card_of(path: Path, folder: Path) -> Path:
+def card_of(path: Path, folder: Path, check: Callable[[Mapping[str, Any], str], object]) -> Path:
     """Return a model directory for a GGUF file, made in `folder` where it is not there yet.
 
-    A file that changed has another directory. Raises `CheckpointError`.
+    A file that changed has another directory. `check` is given the configuration and the file's name, and raises
+    `CheckpointError` for one that is not served, as this does for what is not sound.
     """
     path = path.resolve()
     status = path.stat()
@@ -315,6 +316,7 @@ def card_of(path: Path, folder: Path) -> Path:
         return directory
     file = GgufFile(path)
     config = file.config()
+    check(config, str(path))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".made-") as made:
         begun = Path(made) / "model"

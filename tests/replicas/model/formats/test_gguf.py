@@ -14,7 +14,7 @@ import torch
 
 from mneme.errors import CheckpointError
 from mneme.replicas.card import GGUF, shard_paths
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.config import load_model_config, model_directory, parse_model_config
 from mneme.replicas.model.formats.gguf_file import GgufFile, card_of
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -163,7 +163,7 @@ def test_each_quantization_is_what_the_gguf_package_makes_of_it(tmp_path: Path, 
 def test_a_card_has_the_tokenizer_and_the_template(tmp_path: Path) -> None:
     tensors, fields, _ = converted("llama")
     write(tmp_path / "m.gguf", "llama", tensors, fields)
-    directory = card_of(tmp_path / "m.gguf", tmp_path / "cards")
+    directory = card_of(tmp_path / "m.gguf", tmp_path / "cards", parse_model_config)
     assert shard_paths(directory) == [directory / GGUF]
     ours, exact = Tokenizer.load(directory), Tokenizer.load(TINY)
     talk = [{"role": "user", "content": "Naïve  café\n\n 12 <|im_end|>"}]
@@ -171,7 +171,7 @@ def test_a_card_has_the_tokenizer_and_the_template(tmp_path: Path) -> None:
     assert ours.render_chat(talk) == text
     assert ours.encode_rendered(text) == exact.encode_rendered(text)
     assert ours.eos_token_ids == (3,)
-    assert card_of(tmp_path / "m.gguf", tmp_path / "cards") == directory
+    assert card_of(tmp_path / "m.gguf", tmp_path / "cards", parse_model_config) == directory
     assert model_directory(str(directory)) == directory
 
 
