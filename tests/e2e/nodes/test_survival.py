@@ -151,9 +151,8 @@ def test_a_stream_goes_on_from_the_tiers_kv_when_its_replica_is_killed(
             assert found["host"] + found["disk"] >= 0.99 * (found["history"] - 1)
 
 
-@pytest.mark.parametrize(
-    "is_met", [pytest.param(True, id="met"), pytest.param(False, id="never met", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_met", [True, False], ids=["met", "never met"])
 def test_text_that_may_begin_a_stop_string_is_withheld_over_a_kill(
     process: ServerProcess, http: httpx.Client, undisturbed: list[str], is_met: bool
 ) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mneme.kernels.attention import PageRef, QueryRows, RopeTable
 from mneme.kernels.native import library as native_library
-from tests.budget import examples
+from tests.budget import examples, rarer
 from tests.kernels.cases import Scene, assert_close, make_scene, needs_native, scenes
 from tests.kernels.native.native_variants import VARIANTS, use_variant
 
@@ -26,7 +26,7 @@ HEAD_DIMS = (5, 6, 16, 20, 48, 64, 80, 96, 128, 256)
 HEADS = ((1, 1), (2, 2), (1, 3), (2, 4), (1, 5), (1, 8), (1, 40))
 
 
-@pytest.fixture(scope="module", params=(*VARIANTS, "native -mno-avx512bf16"))
+@pytest.fixture(scope="module", params=(*VARIANTS, *rarer(["native -mno-avx512bf16"])))
 def _build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with use_variant(request.param, tmp_path_factory.getbasetemp() / "variants"):
         yield
