@@ -112,8 +112,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups, and pytest the markers that are asked for, behind it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test's layer. With several workers, one runs all that starts a Ray cluster, first; other files go to
-    whichever is idle.
+    """Mark each test's layer. With several workers, one runs all that starts a Ray cluster, first, but for what names a
+    group of its own; other files go to whichever is idle.
 
     Where a change is judged (CI=true), what fails beside a real cluster is tried once more, so that one
     stall of a machine does not hide what the others say; the first failure is printed, and is a defect all the same.
@@ -126,4 +126,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("e2e") else item.path.stem))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("e2e") else item.path.stem))

@@ -74,6 +74,7 @@ def python_of(image: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.e2e
+@pytest.mark.xdist_group("image")  # most of it is pip
 def test_its_steps_make_a_server_that_answers(tmp_path: Path) -> None:
     """It listens to this machine alone, on a port that is free, and is otherwise what a container starts."""
     steps = steps_of("cpu")
