@@ -12,7 +12,7 @@ from typing import Any
 from mneme.cache_folder import cache_folder
 from mneme.errors import CheckpointError, ConfigError, MnemeError, shown
 from mneme.replicas.card import read_json, shard_paths
-from mneme.replicas.model.config import EMBEDDED_MODEL, PACKAGED, load_model_config, model_directory
+from mneme.replicas.model.config import EMBEDDED_MODEL, PACKAGED, load_model_config, model_directory, weights_of_groups
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.families.table import FAMILIES
 
@@ -112,9 +112,8 @@ def _num_weights(directory: Path) -> int:
     from mneme.replicas.model.formats.gguf_file import GgufFile
 
     quantization = read_json(directory / "config.json").get("quantization_config") or {}
-    groups = (quantization.get("config_groups") or {}).values()  # `load_model_config` has looked at it
-    bits = next((each["weights"]["num_bits"] for each in groups if each.get("weights")), None)
-    per_word = {"qweight": 32 // quantization.get("bits", 4), "weight_packed": 32 // (bits or 4), "_blocks": 2}
+    bits = weights_of_groups(quantization).get("num_bits", 4)
+    per_word = {"qweight": 32 // quantization.get("bits", 4), "weight_packed": 32 // bits, "_blocks": 2}
     total = 0
     for path in shard_paths(directory):
         if path.suffix == ".gguf":

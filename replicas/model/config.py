@@ -196,5 +196,12 @@ def _check_quantization(fields: Fields) -> None:
                 weights.integer("group_size")
 
 
+def weights_of_groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what `config_groups` says of weights; empty where it says nothing."""
+    groups = quantization.get("config_groups") or {}
+    found: Mapping[str, Any] = next((each["weights"] for each in groups.values() if each.get("weights")), {})
+    return found
+
+
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 < value < 1 << 24

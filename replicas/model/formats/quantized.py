@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mneme.errors import CheckpointError
+from mneme.replicas.model.config import weights_of_groups
 from mneme.replicas.model.tensors import Files
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight numbers of a word lie
@@ -153,27 +154,24 @@ class QuantizedTensors:
     def _integers(self, name: str, stem: str) -> Tensor:
         """Read a matrix of 8 bits, less its offsets, which have the form of its scales."""
         weight, zeros = self._read(name).float(), f"{stem}weight_zero_point"
-        if not self._files.has(zeros):
-            return weight
-        offsets = self._read(zeros).float()
-        if offsets.numel() == 1:
-            return weight - offsets.reshape(())
-        offsets = offsets[:, None] if offsets.ndim == 1 else offsets
-        return weight - offsets.repeat_interleave(weight.shape[1] // offsets.shape[1], 1)
+        return weight - self._spread(self._read(zeros), weight.shape) if self._files.has(zeros) else weight
 
     def _read(self, name: str) -> Tensor:
         return self._files.read(name)
 
     def _scaled(self, weight: Tensor, stem: str) -> Tensor:
         """Multiply by the scale of the whole, of rows, of groups of inputs, or of blocks."""
-        scale = self._read(self._scale_of(stem)).float()
-        if scale.numel() == 1:
-            return weight * scale.reshape(())
-        scale = scale[:, None] if scale.ndim == 1 else scale
-        rows, columns = weight.shape
-        height, width = self._block or (-(-rows // scale.shape[0]), -(-columns // scale.shape[1]))
-        spread = scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
-        return weight * spread
+        return weight * self._spread(self._read(self._scale_of(stem)), weight.shape)
+
+    def _spread(self, part: Tensor, shape: torch.Size) -> Tensor:
+        """Return a matrix's scales, or its offsets, for each of its numbers; float32, as large or of one number."""
+        part = part.float()
+        if part.numel() == 1:
+            return part.reshape(())
+        part = part[:, None] if part.ndim == 1 else part
+        rows, columns = shape
+        height, width = self._block or (-(-rows // part.shape[0]), -(-columns // part.shape[1]))
+        return part.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
 
     def _unpacked(self, stem: str, rows: int, columns: int) -> Tensor:
         """Read compressed-tensors' words: numbers of a row follow each other, with an offset of half their range."""
@@ -200,13 +198,6 @@ class QuantizedTensors:
             raise CheckpointError(f"{self.model_dir}: {stem}g_idx names groups that {stem}scales has not")
         found: Tensor = (numbers - offsets[group]).float() * scales.float()[group]
         return found.mT
-
-
-def weights_of_groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what `config_groups` says of weights; empty where it says nothing."""
-    groups = quantization.get("config_groups") or {}
-    found: Mapping[str, Any] = next((each["weights"] for each in groups.values() if each.get("weights")), {})
-    return found
 
 
 def _parts_of(form: str) -> tuple[str, ...]:
