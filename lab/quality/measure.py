@@ -86,7 +86,7 @@ def measure(
     Nothing else uses the engine meanwhile. Raises `ConfigError` where no case fits, or nothing can be reused.
     """
     talker, rows, num_left_out = _Talker(engine, tokenizer, task, max_tokens), [], 0
-    batch_size = max(min(BATCH, _KEPT_BYTES // (4 * max_tokens * engine.runner.vocab_size)), 1)
+    most = max(min(BATCH, _KEPT_BYTES // (4 * max_tokens * engine.runner.vocab_size)), 1)
     num_tokens = engine.runner.num_pages * engine.runner.page_size
     for layout, cases in task.cases_by_layout.items():
         fitting = [(case, prompt) for case in cases if (prompt := talker.prompt(case)) is not None]
@@ -96,7 +96,7 @@ def measure(
             raise ConfigError(f"task: no case of {layout} fits {room}")
         full_tally, tallies = _Tally(), [_Tally() for _ in arms]
         longest = max(len(prompt.ids) for _, prompt in fitting) + max_tokens
-        batch_size = max(min(batch_size, num_tokens // (_COPIES * longest)), 1)
+        batch_size = max(min(most, num_tokens // (_COPIES * longest)), 1)
         for start in range(0, len(fitting), batch_size):
             batch = fitting[start : start + batch_size]
             prompts = [prompt for _, prompt in batch]

@@ -159,10 +159,8 @@ def load_model_config(model_dir: Path) -> DecoderConfig:
 def parse_model_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     """Return the decoder of a parsed config.json; `where` begins each error message."""
     fields = Fields(raw, where)
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        rule = f"must be one of {', '.join(FAMILIES)}; docs/adding-a-model.md says what each can do, and how to add one"
-        raise fields.error("model_type", rule)
+    hint = "; docs/adding-a-model.md says what each can do, and how to add one"
+    family = fields.one_of("model_type", tuple(FAMILIES), hint=hint)
     if "quantization_config" in fields:
         _check_quantization(fields.inner("quantization_config"))
     return FAMILIES[family].read(fields)

@@ -72,12 +72,13 @@ class Fields:
             raise self.error(name, "must be true or false")
         return value
 
-    def one_of(self, name: str, choices: tuple[str, ...], default: str | None = None) -> str:
+    def one_of(self, name: str, choices: tuple[str, ...], default: str | None = None, *, hint: str = "") -> str:
+        """Read one of some words; `hint` says more of them in the error."""
         value = self.raw.get(name)
         if value is None:
             value = default
         if value not in choices:
-            raise self.error(name, f"must be one of {', '.join(choices)}")
+            raise self.error(name, f"must be one of {', '.join(choices)}{hint}")
         return str(value)
 
     def inner(self, name: str) -> Fields:
