@@ -25,6 +25,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from mneme import LLM, SamplingParams
 from mneme.replicas.model.config import model_directory
+from tests.budget import rarer
 from tests.e2e.metrics import await_idle, await_metric, read_metrics
 from tests.e2e.replica_processes import cpu_seconds, replica_pids
 from tests.e2e.server_process import SERVE, ServerProcess, free_port
@@ -217,7 +218,7 @@ def test_a_client_that_leaves_frees_its_request(each_server: str) -> None:
     assert pages["free"] + pages["cached"] + pages["in_use"] == pages["total"]
 
 
-@pytest.mark.parametrize("stays_s", [0.02, *(pytest.param(seconds, marks=pytest.mark.slow) for seconds in (0.0, 0.1))])
+@pytest.mark.parametrize("stays_s", [0.02, *rarer([0.0, 0.1])])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_leaves_before_its_answer_frees_its_request(
     each_server: str, is_stream: bool, stays_s: float

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.budget import rarer
 from tests.e2e.metrics import await_metric
 from tests.e2e.replica_processes import cpu_seconds, replica_pids
 from tests.e2e.server_process import SERVE, ServerProcess, free_port
@@ -140,7 +141,7 @@ def killed(
     pytest.fail("no answer was resumed")
 
 
-@pytest.mark.parametrize("num_before", [5, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 20))])
+@pytest.mark.parametrize("num_before", [5, *rarer([0, 20])])
 def test_a_stream_goes_on_from_the_tiers_kv_when_its_replica_is_killed(
     process: ServerProcess, http: httpx.Client, undisturbed: list[str], num_before: int
 ) -> None:

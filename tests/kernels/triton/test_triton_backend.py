@@ -234,7 +234,7 @@ def test_own_buffers_keep_a_plan_while_others_run(triton_device: torch.device) -
 
 
 @pytest.mark.usefixtures("ranges_of_a_page")
-@pytest.mark.parametrize("num_programs", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 1000))])
+@pytest.mark.parametrize("num_programs", [3, *rarer([1, 1000])])
 def test_few_programs_take_many_tiles_and_many_programs_few(
     triton_device: torch.device, num_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

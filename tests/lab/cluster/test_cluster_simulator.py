@@ -20,6 +20,7 @@ from mneme.lab.cluster.routers import ROUTERS
 from mneme.lab.cluster.scenarios import SCENARIOS
 from mneme.lab.cluster.workload import Turn, infinite_hit_ratio, scaled, turns_of
 from mneme.router.autoscaler import AutoscaleConfig
+from tests.budget import rarer
 from tests.lab.trace_cases import BLOCK_TOKENS, random_trace, request
 
 # A second for ten tokens of a prompt, and for each token of any batch.
@@ -124,7 +125,7 @@ def test_one_replica_with_room_finds_what_an_infinite_cache_does() -> None:
 
 
 @pytest.mark.parametrize("router", ["mneme", "power-of-two"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *rarer([1, 2, 3])])
 def test_runs_of_decodes_are_what_their_steps_are(router: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One event for a run of alike steps changes no figure."""
     draw = random.Random(seed)

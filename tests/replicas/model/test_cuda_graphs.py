@@ -139,7 +139,7 @@ def replayed_prompt_steps(runner: RecordingRunner, graphs: StepGraphs) -> list[i
     return found
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.slow)])  # interpreted: 14 s
+@pytest.mark.parametrize("backend", ["auto", *rarer(["triton"])])  # interpreted: 14 s
 def test_replayed_prompts_give_the_logits_of_eager_ones(
     decoder: Decoder, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
