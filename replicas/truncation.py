@@ -21,6 +21,7 @@ Keep = Literal["system", "important"]
 # Why a model's KV cannot be moved to other positions.
 Immovable = Literal["sliding_window", "learned_positions"]
 
+SINKS = 4  # first tokens that attention leans on whatever they say; StreamingLLM 3.2 keeps as many
 MIN_RUN_TOKENS = 16  # of what `important` keeps: shorter runs say little, and each costs a delta of its own
 MAX_WINDOWS = 16  # tokens of a prompt, or of an answer, that is truncated, in windows
 MAX_RUNS = 32  # of what `important` keeps: longer runs instead of more
@@ -33,7 +34,8 @@ class Truncation:
     strategy    "reuse_kv" drops tokens and keeps the KV of the others as it is (needs a session); "recompute" drops
                 the same tokens and computes the others anew; "error" refuses the request
     ratio       the share of the window that is dropped at least
-    keep_first  the first tokens, which stay: attention sinks
+    keep_first  how many of the first tokens stay; None: with "reuse_kv" `SINKS`, else none, as a text that is computed
+                anew has sinks of its own
     keep        "system": the system prompt stays too; "important": half of what stays is what attention chose
 
     Raises `InvalidRequest` with the field, the value and the rule.
@@ -41,7 +43,7 @@ class Truncation:
 
     strategy: Strategy = "reuse_kv"
     ratio: float = 0.5
-    keep_first: int = 0
+    keep_first: int | None = None
     keep: Keep | None = None
 
     def __post_init__(self) -> None:
@@ -51,15 +53,22 @@ class Truncation:
         if not is_number or not 0 < self.ratio < 1:  # NaN fails every comparison
             raise InvalidRequest("ratio", self.ratio, "must be a number over 0 and under 1")
         is_count = isinstance(self.keep_first, int) and not isinstance(self.keep_first, bool)
-        if not is_count or self.keep_first < 0:
-            raise InvalidRequest("keep_first", self.keep_first, "must be an integer from 0")
+        if self.keep_first is not None and (not is_count or self.keep_first < 0):
+            raise InvalidRequest("keep_first", self.keep_first, "must be null or an integer from 0")
         if self.keep is not None and self.keep not in get_args(Keep):
             raise InvalidRequest("keep", self.keep, f"must be null or one of {', '.join(get_args(Keep))}")
+
+    @property
+    def num_first(self) -> int:
+        """How many of the first tokens stay."""
+        if self.keep_first is None:
+            return SINKS if self.strategy == "reuse_kv" else 0
+        return self.keep_first
 
     def check_window(self, window: int) -> None:
         """Raise `InvalidRequest` if `keep_first` is more than a truncation leaves of `window` tokens."""
         most = int(window * (1 - self.ratio))
-        if self.strategy != "error" and self.keep_first > most:
+        if self.strategy != "error" and self.keep_first is not None and self.keep_first > most:
             rule = f"at most {most} tokens: what a ratio of {self.ratio:g} leaves of a window of {window}"
             raise InvalidRequest("truncation.keep_first", self.keep_first, rule)
 
@@ -75,16 +84,21 @@ class Truncation:
             rule = "not on a model with learned positions, whose KV serves its own position alone; recompute works"
             raise InvalidRequest("truncation.strategy", self.strategy, rule)
         rule = "not with reuse_kv on a model with sliding-window layers, which would hide what is kept of the beginning"
-        if self.keep_first:
+        if self.num_first:
             raise InvalidRequest("truncation.keep_first", self.keep_first, rule)
         if self.keep is not None:
             raise InvalidRequest("truncation.keep", self.keep, rule)
 
 
 def default_for(configured: Truncation, immovable: Immovable | None) -> Truncation:
-    """Return the default of a model: where nobody configured one, and all KV serves its own position, "recompute"."""
+    """Return the default of a model, which is what is configured and, where nothing is, what its KV allows.
+
+    Where all KV serves its own position that is "recompute"; behind sliding windows no first tokens stay.
+    """
     if configured == Truncation() and immovable == "learned_positions":
         return replace(configured, strategy="recompute")
+    if configured.keep_first is None and immovable == "sliding_window":
+        return replace(configured, keep_first=0)
     return configured
 
 
@@ -126,7 +140,7 @@ def plan_truncation(
     overflow = num_tokens + num_new - window
     if overflow <= 0:
         return _ranges([(0, num_tokens)])
-    wanted = max(truncation.keep_first, num_system if truncation.keep == "system" else 0)
+    wanted = max(truncation.num_first, num_system if truncation.keep == "system" else 0)
     spared = max(num_tokens - wanted, 0)
     num_dropped = max(overflow, min(math.ceil(truncation.ratio * window), spared))
     if num_tokens > window:  # not the overflow alone: it would be over again at once

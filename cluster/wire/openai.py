@@ -134,7 +134,7 @@ class TruncationOptions(Body):
 
     strategy: Strategy = "error"
     ratio: float = 0.5
-    keep_first: Int = 0
+    keep_first: Int | None = None
     keep: Keep | None = None
 
     def given(self) -> dict[str, Any]:

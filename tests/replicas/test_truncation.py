@@ -21,7 +21,7 @@ from tests.replicas.schedule.test_engine_policy import make_engine, make_request
 
 def plan(num_tokens: int, window: int, num_new: int = 1, **options: Any) -> list[tuple[int, int]]:
     more = {name: options.pop(name) for name in ("num_system", "important") if name in options}
-    return plan_truncation(num_tokens, window, num_new, Truncation(**options), **more)
+    return plan_truncation(num_tokens, window, num_new, Truncation(**{"keep_first": 0} | options), **more)
 
 
 def test_the_oldest_half_of_the_window_goes() -> None:
@@ -34,6 +34,8 @@ def test_the_oldest_half_of_the_window_goes() -> None:
 
 
 def test_sinks_and_the_system_prompt_stay() -> None:
+    assert plan(100, 100, keep_first=None) == [(0, 4), (54, 100)]
+    assert plan(100, 100, keep_first=None, strategy="recompute") == [(50, 100)]
     assert plan(100, 100, keep_first=4) == [(0, 4), (54, 100)]
     assert plan(100, 100, keep="system", num_system=20) == [(0, 20), (70, 100)]
     assert plan(100, 100, keep="system", num_system=20, keep_first=30) == [(0, 30), (80, 100)]

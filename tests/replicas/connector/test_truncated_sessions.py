@@ -49,7 +49,11 @@ pytestmark = pytest.mark.engine
 
 WINDOW = 300
 TOLERANCE = 1e-4
-TRUNCATIONS = {"oldest half": Truncation(), "keep_first": Truncation(ratio=0.4, keep_first=5)}
+TRUNCATIONS = {
+    "oldest half": Truncation(keep_first=0),
+    "sinks": Truncation(),
+    "keep_first": Truncation(ratio=0.4, keep_first=5),
+}
 KEY = ("tenant", "s")
 
 
@@ -145,7 +149,7 @@ OTHERS = {"session": (("tenant", "t"), {}), "tenant": (("another", "s"), {}), "e
 
 @pytest.mark.parametrize(("key", "more"), OTHERS.values(), ids=OTHERS)
 def test_nobody_else_finds_it(checkpoint: tuple[Decoder, Any], key: SessionKey, more: dict[str, Any]) -> None:
-    talk = Conversation(checkpoint, Truncation())
+    talk = Conversation(checkpoint, Truncation(keep_first=0))
     talk.say(100, 240)
     talk.move(key, **more)
     talk.forget()
@@ -224,7 +228,7 @@ turns = st.lists(
 @settings(max_examples=examples(20, at_length=100))
 @given(
     turns,
-    st.sampled_from([Truncation(), Truncation(keep_first=5), Truncation(ratio=0.3)]),
+    st.sampled_from([Truncation(), Truncation(keep_first=0), Truncation(ratio=0.3)]),
     st.sampled_from(["host", "disk"]),
     st.sampled_from([0.0, 0.05, 0.3]),
     st.sampled_from([None, 1, 2]),

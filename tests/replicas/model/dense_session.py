@@ -99,8 +99,8 @@ class DenseSession:
         num_dropped = max(len(places) + num_new - self._window, math.ceil(self._truncation.ratio * self._window))
         if len(places) > self._window:  # far over: what stays leaves room
             room = int((1 - self._truncation.ratio) * self._window)
-            num_dropped = max(num_dropped, len(places) - max(room, self._truncation.keep_first))
-        first = self._truncation.keep_first
+            num_dropped = max(num_dropped, len(places) - max(room, self._truncation.num_first))
+        first = self._truncation.num_first
         return places[:first] + places[first + num_dropped :]
 
     def _truncate(self, num_history: int, num_new: int) -> None:

@@ -22,7 +22,7 @@ from tests.replicas.losses import lose
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
 
 WINDOW = 32
-REUSE, RECOMPUTE = Truncation(), Truncation(strategy="recompute")
+REUSE, RECOMPUTE = Truncation(keep_first=0), Truncation(strategy="recompute")
 
 
 def engine_of(num_pages: int = 64, num_host_pages: int = 0, **options: Any) -> Engine:
@@ -235,7 +235,7 @@ def test_tokens_that_took_the_place_of_kept_ones_are_noticed() -> None:
     ),
     st.integers(12, 30),
     st.sampled_from([0, 4, 40]),
-    st.sampled_from([REUSE, RECOMPUTE, Truncation(keep_first=5), Truncation(ratio=0.3), Truncation(ratio=0.9)]),
+    st.sampled_from([REUSE, RECOMPUTE, Truncation(), Truncation(ratio=0.3), Truncation(ratio=0.9)]),
     st.lists(st.integers(0, 1000), max_size=6),
 )
 def test_any_turns_end_and_every_row_sees_its_context(

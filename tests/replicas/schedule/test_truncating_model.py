@@ -27,13 +27,13 @@ pytestmark = pytest.mark.engine
 WINDOW = 48
 APPROXIMATE_TOLERANCE = 1e-4
 EXACT_TOLERANCE = 2e-4
-REUSE, RECOMPUTE = Truncation(), Truncation(strategy="recompute")
+REUSE, RECOMPUTE = Truncation(keep_first=0), Truncation(strategy="recompute")
 MODELS = ("llama-2", "llama-yarn", "qwen3")
 TRUNCATIONS = {
     "oldest half": REUSE,
-    "keep_first": Truncation(keep_first=4),
+    "keep_first": Truncation(),
     "a quarter": Truncation(ratio=0.25, keep_first=19),
-    "nearly all": Truncation(ratio=0.9),
+    "nearly all": Truncation(ratio=0.9, keep_first=0),
 }
 
 
@@ -226,7 +226,7 @@ def visible_after(seen: list[int], output: list[int], truncation: Truncation) ->
 
 def cut(seen: list[int], truncation: Truncation) -> list[int]:
     """One truncation if it is over the window; in these tests the ratio is always more than what is over."""
-    first = truncation.keep_first
+    first = truncation.num_first
     return seen if len(seen) <= WINDOW else seen[:first] + seen[first + WINDOW // 2 :]
 
 
@@ -290,13 +290,18 @@ def test_the_oldest_go_under_sliding_windows(checkpoints: dict[str, tuple[Path, 
 def test_sliding_windows_refuse_what_they_would_hide(checkpoints: dict[str, tuple[Path, Any]], model_name: str) -> None:
     directory, _ = checkpoints[model_name]
     engine = engine_of(directory)
-    for truncation in (Truncation(keep_first=1), Truncation(keep="system"), Truncation(keep="important")):
+    for truncation in (
+        Truncation(keep_first=1),
+        Truncation(keep_first=0, keep="system"),
+        Truncation(keep_first=0, keep="important"),
+    ):
         with pytest.raises(InvalidRequest, match="sliding-window") as refused:
             submit(engine, "t", [1, 2], 4, session_id="s", truncation=truncation)
         assert refused.value.field in ("truncation.keep_first", "truncation.keep")
         with pytest.raises(ConfigError, match=r"engine\.truncation\.keep"):
             check_default_truncation(EngineConfig(truncation=truncation), WINDOW, immovable="sliding_window")
     check_default_truncation(EngineConfig(), WINDOW, immovable="sliding_window")
+    assert default_for(Truncation(ratio=0.25), "sliding_window") == Truncation(ratio=0.25, keep_first=0)
     assert not engine.has_work
 
 
@@ -304,7 +309,7 @@ def test_the_default_of_a_model_with_learned_positions_computes_anew() -> None:
     """So it starts without a word of truncation; what is configured and cannot be is refused."""
     check_default_truncation(EngineConfig(), WINDOW, immovable="learned_positions")
     assert default_for(Truncation(), "learned_positions") == Truncation(strategy="recompute")
-    assert default_for(Truncation(), "sliding_window") == default_for(Truncation(), None) == Truncation()
+    assert default_for(Truncation(), None) == Truncation()
     configured = Truncation(ratio=0.25)
     assert default_for(configured, "learned_positions") == configured
     with pytest.raises(ConfigError, match="learned positions"):
