@@ -33,7 +33,7 @@ from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Owner, Path
-from mneme.replicas.forest.tiers import OutOfPages
+from mneme.replicas.forest.store import OutOfPages
 
 PAGE_SIZE = 32
 _VOCAB = list(range(32_000))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mneme.cachetier.policy.cost_model import CostModel
     from mneme.replicas.engine.engine import Engine
     from mneme.replicas.forest.forest import PrefixForest
-    from mneme.replicas.forest.page_pool import PagePool
+    from mneme.replicas.forest.store import Tier
 
 
 class StartReport:
@@ -131,7 +131,7 @@ def _page_counts(forest: PrefixForest) -> dict[str, int]:
     return {**_by_state(forest.device), **pinned}
 
 
-def _by_state(tier: PagePool) -> dict[str, int]:
+def _by_state(tier: Tier) -> dict[str, int]:
     """Count pages by state; those in use on the host have a copy on the device that sequences hold."""
     return {
         "free": len(tier.free),

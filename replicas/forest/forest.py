@@ -12,9 +12,9 @@ Every token that a running sequence has computed, or computes in the step being 
 sequences of one step already share. A sequence whose next token is here follows this page instead of writing its
 own; slots above its position are hidden from it by causality, so its mask stays whole until it leaves the page.
 
-A page's KV may be on the device, on the host, on both, or on neither: a hole (`forest/tiers.py`, `forest/paths.py`).
+A page's KV may be on the device, on the host, on both, or on neither: a hole (`forest/store.py`, `forest/paths.py`).
 States of a device page: free (on the free list), in use (of a page that a sequence or a pin holds), cached (of a page
-that nobody holds, still matching; `forest/page_pool.py` says which goes when). `free + cached + in_use == num_pages` is
+that nobody holds, still matching; `forest/store.py` says which goes when). `free + cached + in_use == num_pages` is
 checked by `check()`. The pool never grows or gives memory back.
 
 Tenants have roots of their own. What an admin has had computed as public has one too (`PUBLIC_SALT`), and a tenant's
@@ -34,7 +34,6 @@ from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.page_pool import PagePool
 from mneme.replicas.forest.pages import (
     DEVICE,
     HOST,
@@ -60,7 +59,7 @@ from mneme.replicas.forest.paths import (
     use_of,
     visible_gaps,
 )
-from mneme.replicas.forest.tiers import TieredPages
+from mneme.replicas.forest.store import PageStore, Tier
 
 _LEAST_PUBLIC = 8  # tokens: what is shorter, all chats of a model may begin with
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
@@ -97,10 +96,10 @@ class PrefixForest(Paths):
         self._clock = clock
         self._releases = itertools.count(1)
         self.owners = Owners()
-        self.device = PagePool(DEVICE, num_pages, policy or LruPolicy(), self.owners, first_page=first_page)
-        self.host = PagePool(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy(), self.owners)
-        tiers = TieredPages(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
-        super().__init__(tiers, page_size, sharing=sharing, window=window)
+        self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), first_page=first_page)
+        self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy())
+        store = PageStore(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
+        super().__init__(store, page_size, sharing=sharing, window=window)
 
     @property
     def num_free(self) -> int:
@@ -122,17 +121,17 @@ class PrefixForest(Paths):
     @property
     def num_reclaimable(self) -> int:
         """Cached pages whose KV the host has too."""
-        return self.tiers.num_reclaimable
+        return self.store.num_reclaimable
 
     @property
     def num_moved(self) -> dict[str, int]:
         """Pages saved to the host, loaded from it, and dropped from the last tier that had them."""
-        return dict(self.tiers.num_moved)
+        return dict(self.store.num_moved)
 
     @property
     def wants_copies(self) -> bool:
         """Return whether a step without rows would still have pages to copy to the host."""
-        return self.tiers.wants_copies
+        return self.store.wants_copies
 
     def resident(self, salt: str, ids: Sequence[int]) -> Resident:
         """Count what the tiers have of a sequence; leaves their order of eviction as it is."""
@@ -146,8 +145,8 @@ class PrefixForest(Paths):
 
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
         """Tell eviction where to read which sessions wait, in order; None: without a session."""
-        self.device.look_ahead(queue)
-        self.host.look_ahead(queue)
+        self.device.look_ahead(queue, self.owners)
+        self.host.look_ahead(queue, self.owners)
 
     def open_path(self, salt: str, ids: Sequence[int] = ()) -> Path:
         """Open an empty path for a tenant, to be extended by `ids`.
@@ -219,7 +218,7 @@ class PrefixForest(Paths):
         root.watch()
         path = Path(root)
         for kept in root.kept:
-            self.tiers.hold(kept.page)
+            self.store.hold(kept.page)
             path.append(kept.page, kept.mask(self.page_size))
         note_gaps(path, 0)
         return path
@@ -267,14 +266,14 @@ class PrefixForest(Paths):
         pieces = [self._graft_moved(restored, *span) for span in spans]
         restored.gaps = visible_gaps(restored, 0, None)
         graft = Graft(chunks, pieces, is_last=num_tokens == chunks.spans[-1][1])
-        self.tiers.moves.graft(graft)
+        self.store.grafts.append(graft)
         return restored, graft
 
     def _graft_moved(self, path: Path, chunk: int, first: int, last: int) -> GraftPiece:
         """Take pages for the references [first, last) of a path: what a chunk has."""
         runs = []
         for index, (page, start, end, *_) in enumerate(path.root.kept[first:last], first):
-            self.tiers.add(page)
+            self.store.add(page)
             page.filled[DEVICE] = end - start
             page_id = page.ids[DEVICE]
             assert page_id is not None
@@ -291,29 +290,32 @@ class PrefixForest(Paths):
             if page.writer is path:
                 page.writer = None
         root.refs -= 1
-        if pages and self._sharing:
-            self.tiers.release(pages)
-            self._claim(pages, owner)
-        elif pages:
-            self.tiers.free(pages)
+        if self._sharing:
+            self.store.release(pages)
+            tail = next((page for page in reversed(pages) if page.parent is not None), None)
+            if owner is not None and tail is not None:
+                self._mark_grown(self.owners.claim(owner, tail))
+        else:
+            for page in pages:
+                self.store.discard(page)
         self._drop_root(root)
         path.pages, path.page_ids, path.masks = [], array("i"), array("q")
         path.gaps, path.num_tokens = [], root.start
 
     def claim(self, owner: Owner, page: Page) -> None:
         """Let the path up to this page be the owner's too."""
-        self._offer_through(self.owners.claim(owner, page))
+        self._mark_grown(self.owners.claim(owner, page))
 
     def disown(self, owner: Owner) -> None:
         """Forget an owner that is gone: what only it owned is nobody's and stays cached until room is needed."""
-        self._offer_through(self.owners.drop(owner))
+        self._mark_grown(self.owners.drop(owner))
 
     def drop_owned(self, owner: Owner) -> None:
         """Delete what a session owned from every tier: from the end of its last path up, what nothing else is on."""
         tail = self.owners.tail_of(owner)
         self.disown(owner)
         if tail is not None:
-            self.tiers.drop_up(tail)
+            self.store.drop_up(tail)
 
     def drop_kept(self, root: Root) -> None:
         """Delete a session's own root: what it computed since, what it kept of its history, and what led there.
@@ -326,7 +328,7 @@ class PrefixForest(Paths):
             roots += each.kept_roots
         self.abandon(root)
         for page in reversed(pages):
-            self.tiers.drop_up(page)
+            self.store.drop_up(page)
 
     def abandon(self, root: Root, heir: Root | None = None) -> None:
         """Drop what hangs on a root from which its session does not go on: nobody else can find it.
@@ -335,7 +337,7 @@ class PrefixForest(Paths):
         """
         spared = set() if heir is None else heir.kept_roots
         if root not in spared:
-            self.tiers.drop_below(root)
+            self.store.drop_below(root)
         for earlier in root.kept_roots - spared:
             self.abandon(earlier, heir)
 
@@ -348,16 +350,16 @@ class PrefixForest(Paths):
                 continue
             for child in list(page.children.values()):
                 if child.start >= len(ids) and child.salt == salt:
-                    self.tiers.drop_below(child)
-                    self.tiers.drop_everywhere(child)
+                    self.store.drop_below(child)
+                    self.store.drop_everywhere(child)
             parent = page.parent
             if parent is not None and not page.children and page.salt == salt:
-                self.tiers.drop_everywhere(page)
+                self.store.drop_everywhere(page)
                 self._drop_up(parent, salt, page.start)
 
     def _drop_up(self, page: Page, salt: str, end: int) -> None:
         if page.salt == salt:  # else nobody's alone
-            self.tiers.drop_up(page, end)
+            self.store.drop_up(page, end)
 
     def drop_salts(self, is_chosen: Callable[[str], bool], *, is_counted: bool = True) -> None:
         """Drop all that is cached under the chosen salts, of truncated sessions too.
@@ -366,12 +368,12 @@ class PrefixForest(Paths):
         """
         num_moved = self.num_moved
         for root in [each for each in (*self.roots.values(), *self.kept_roots) if is_chosen(each.salt)]:
-            self.tiers.drop_below(root)
+            self.store.drop_below(root)
         for page in [each for each in self._behind_public() if is_chosen(each.salt)]:
-            self.tiers.drop_below(page)
-            self.tiers.drop_everywhere(page)
+            self.store.drop_below(page)
+            self.store.drop_everywhere(page)
         if not is_counted:
-            self.tiers.num_moved = num_moved
+            self.store.num_moved = num_moved
 
     def _behind_public(self) -> Iterator[Page]:
         """Find where tenants go on behind public pages."""
@@ -396,7 +398,7 @@ class PrefixForest(Paths):
             raise PinRefused(num_new, max(left, 0), needed)
         pinned = path.copy()
         for page in path.pages:
-            self.tiers.hold(page)
+            self.store.hold(page)
             page.pins += 1
         path.root.refs += 1
         self._num_pinned += num_new
@@ -415,19 +417,18 @@ class PrefixForest(Paths):
 
     def clear(self) -> None:
         """Forget every cached page of both tiers; pages in use or pinned stay."""
-        self.tiers.clear(DEVICE)
-        self.tiers.clear(HOST)
+        self.store.clear()
 
     def forget_all(self) -> None:
         """Trust no page after a failed step: pins go too. Pages that sequences hold stay theirs."""
         for pinned in list(self._pinned):
             self.unpin(pinned)
         self.clear()
-        self.tiers.moves.forget()
+        self.store.forget_moves()
 
     def drain_moves(self, *, can_copy: bool = True) -> Moves:
         """Return what happens to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
-        return self.tiers.drain(can_copy=can_copy)
+        return self.store.drain_moves(can_copy=can_copy)
 
     def report_changes(self) -> set[Page]:
         """Return a set to which pages are added that come to a tier, are filled or go, for who takes them out.
@@ -444,7 +445,7 @@ class PrefixForest(Paths):
         """Assert every invariant; walks the whole forest."""
         pages = [page for root in (*self.roots.values(), *self.kept_roots) for page in root.below_it()]
         if self._sharing:
-            self.tiers.check(pages)
+            self.store.check(pages)
             self.owners.check(pages)
         assert self._num_pinned == sum(page.pins > 0 for page in pages)
         for page in pages:
@@ -457,15 +458,11 @@ class PrefixForest(Paths):
             assert self.kept_roots.issuperset(page.keepers or ())
         assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
 
-    def _claim(self, pages: list[Page], owner: Owner | None) -> None:
-        tail = next((page for page in reversed(pages) if page.parent is not None), None)
-        if owner is not None and tail is not None:
-            self.claim(owner, tail)
-
-    def _offer_through(self, pages: list[Page]) -> None:
+    def _mark_grown(self, pages: list[Page]) -> None:
+        """Let runs be measured anew that no session's path ends in any more."""
         for page in pages:
-            for tier in (self.device, self.host):
-                tier.offer_through(page)
+            for tier in self.store.tiers:
+                tier.unranked[page] = None
 
     def _drop_root(self, root: Root) -> None:
         """Forget a root that nothing hangs on."""

@@ -27,7 +27,7 @@ from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
 from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, Kept, Page, Path, Root, common_prefix
-from mneme.replicas.forest.tiers import OutOfPages, TieredPages
+from mneme.replicas.forest.store import OutOfPages, PageStore
 
 Runs = list[tuple[int, int, int]]  # (page id, first offset, number of tokens)
 Spans = list[tuple[int, int]]  # positions [start, end), in order
@@ -55,10 +55,10 @@ class DocumentUse(NamedTuple):
 class Paths:
     """Walks and extends paths over the pages of one forest."""
 
-    def __init__(self, tiers: TieredPages, page_size: int, *, sharing: bool, window: int | None) -> None:
+    def __init__(self, store: PageStore, page_size: int, *, sharing: bool, window: int | None) -> None:
         self.page_size = page_size
-        self.tiers = tiers
-        self._device = tiers.device
+        self.store = store
+        self._device = store.device
         self._sharing = sharing
         self.window = window
 
@@ -69,7 +69,7 @@ class Paths:
 
     def is_settled(self, path: Path) -> bool:
         """Return whether all that the path sees lies on the device, but for tokens that this step adds to pages."""
-        return not path.gaps and not any(map(self.tiers.moves.is_fresh, path.page_ids))
+        return not path.gaps and not any(page_id in self.store.fresh for page_id in path.page_ids)
 
     def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
         """Follow known tokens equal to `ids[path.num_tokens:limit]`; returns how many were found.
@@ -89,7 +89,7 @@ class Paths:
                 break
             if position % self.page_size:
                 self._leave(path, position)
-            self.tiers.hold(child)
+            self.store.hold(child)
             path.append(child)
             page = child
         if position > before:
@@ -168,13 +168,15 @@ class Paths:
         if not pieces:
             return None
         graft = Graft(chunks, pieces, is_last)
-        self.tiers.moves.graft(graft)
+        self.store.grafts.append(graft)
         return graft
 
     def retract(self, pages: Iterable[Page]) -> None:
         """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
         if self._sharing:  # else nothing stays of a path that was given back
-            self.tiers.retract(pages)
+            for page in pages:
+                self.store.drop_below(page)
+                self.store.drop_everywhere(page)
 
     def write(self, path: Path, ids: Sequence[int], end: int, *, is_apart: bool = False) -> Runs:
         """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
@@ -227,12 +229,12 @@ class Paths:
         for column in (path.pages, path.page_ids, path.masks):
             column.pop()
         path.num_changes += 1
-        self.tiers.drop_new(page)
+        self.store.discard(page)
         if goes_on:
             path.masks[-1] = ALL_SLOTS
         else:
             assert twin is not None
-            self.tiers.hold(twin)
+            self.store.hold(twin)
             path.append(twin)
         note_gaps(path, max(len(path.pages) - 1, len(path.root.kept)))
 
@@ -241,7 +243,7 @@ class Paths:
         num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))
         if path.gaps:
             gaps = visible_gaps(path, len(ids), self.window)
-            num_pages += len({path.pages[index] for index in gaps if not self._device.has(path.pages[index])})
+            num_pages += len({path.pages[index] for index in gaps if path.pages[index].ids[DEVICE] is None})
         return num_pages
 
     def _num_pages_to(self, end: int, position: int, can_append: bool) -> int:
@@ -261,8 +263,8 @@ class Paths:
         loaded = []
         for index in gaps:
             page = path.pages[index]
-            if not self._device.has(page):
-                self.tiers.add(page)
+            if page.ids[DEVICE] is None:
+                self.store.add(page)
                 loaded += [loaded_span(path, index)] if page.filled[DEVICE] else []
             page_id = page.ids[DEVICE]
             assert page_id is not None
@@ -287,7 +289,7 @@ class Paths:
         if self._sharing:
             parent.children[parent.key_of(page, ids[position])] = page
         page.refs = page.num_uses = 1
-        self.tiers.add(page)
+        self.store.add(page)
         path.append(page)
         return page
 

@@ -32,7 +32,7 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.moves import Graft
 from mneme.replicas.forest.pages import Page, Path
-from mneme.replicas.forest.tiers import OutOfPages
+from mneme.replicas.forest.store import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget, seconds_beside

@@ -114,11 +114,11 @@ def lose_range(engine: Engine, ids: list[int], start: int, end: int, how: str) -
     forest = engine.forest
     pages = [page for page, offset in places(engine, ids) if start <= page.start + offset < end and not page.refs]
     for page in dict.fromkeys(pages):
-        if how == "host" and forest.device.has(page):
-            assert forest.tiers._save(page)
+        if how == "host" and page.ids[DEVICE] is not None:
+            assert forest.store.save(page)
         for tier in (forest.device, forest.host) if how == "dropped" else (forest.device,):
-            if tier.has(page):
-                forest.tiers.drop(page, tier.index)
+            if page.ids[tier.index] is not None:
+                forest.store.drop(page, tier)
         forest.check()
 
 

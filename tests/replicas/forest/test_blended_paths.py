@@ -52,7 +52,7 @@ def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
             forest.release(path)
     if is_away:
         while forest.num_cached:
-            forest.tiers.evict_one()
+            forest.store.evict()
         runner.prepare([], forest.drain_moves())
 
     exact = forest.open_path("")
@@ -103,7 +103,7 @@ def test_a_blend_whose_private_tokens_are_gone_is_lost() -> None:
     compute(forest, runner, blended, ids, 16)
     forest.release(blended)
     private = next(kept.page for kept in root.kept if kept.root is root)
-    forest.tiers.drop(private, 0)
+    forest.store.drop(private, forest.device)
     forest.check()
     assert forest.open_kept(root, ids) is None
     forest.abandon(root)

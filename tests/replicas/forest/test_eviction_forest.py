@@ -21,7 +21,7 @@ from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Owner, Page, Path
-from mneme.replicas.forest.tiers import OutOfPages
+from mneme.replicas.forest.store import OutOfPages
 from tests.budget import examples
 
 SessionName = tuple[str, str]  # (tenant salt, session)
@@ -75,6 +75,7 @@ def num_found(forest: PrefixForest, ids: list[int]) -> int:
 
 def sizes(forest: PrefixForest) -> dict[int, int]:
     """Runs as the policy has them: first token of the leaf -> pages."""
+    forest.device.rank()
     return {key.tokens[0]: c.num_pages for key, c in forest.device.policy.candidates.items()}  # type: ignore[attr-defined]
 
 
@@ -237,7 +238,7 @@ class ForestMachine(RuleBasedStateMachine):
             remove(page)
 
         def judged_choice() -> Page | None:
-            if device._victim is not None:  # chosen before, with what goes with it
+            if device.victim is not None:  # chosen before, with what goes with it
                 return choose()
             before = idle_leaves(self.forest)
             best = self.best_key(before) if before else None

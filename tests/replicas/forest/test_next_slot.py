@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page, Path
-from mneme.replicas.forest.tiers import OutOfPages
+from mneme.replicas.forest.store import OutOfPages
 from tests.budget import examples
 
 PAGE_SIZE = 4
