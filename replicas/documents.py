@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NotRequired, cast, get_args
+
+from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
 from mneme.errors import InvalidRequest
 
@@ -158,6 +160,43 @@ class DocumentUsage(NamedTuple):
     why: str
 
 
+class ShownDocument(TypedDict):
+    """A document's place in the prompt, in tokens.
+
+    Of them `exact` were found as a part of an exact prefix, and for `reused` ones KV stands that was computed behind
+    other text; `source` is the tier that most of these came from, "computed" where there were none.
+    """
+
+    id: str
+    start: int
+    tokens: int
+    exact: int
+    reused: int
+    source: Literal["device", "host", "disk", "peer", "computed"]
+    outcome: Literal["exact", "blended", "computed"]
+    why: str
+
+
+class ShownBlend(TypedDict):
+    """Says how the KV of the prompt's documents was used, and why so; as they stand in the prompt.
+
+    Where some was reused behind other text: by which selector and ratio, whether their quality was measured on this
+    model, and document tokens that were reused and that the selector chose to recompute: the mean over the
+    layers behind the first.
+    """
+
+    mode: Literal["off", "selective", "full_reuse"]
+    why: str
+    selector: NotRequired[str]
+    ratio: NotRequired[float]
+    measured: NotRequired[bool]
+    reused: NotRequired[int]
+    recomputed: NotRequired[int]
+    recomputed_share: NotRequired[float]
+    history: NotRequired[Literal["approximate"]]  # earlier turns of the session reuse documents behind other text
+    documents: list[ShownDocument]
+
+
 class BlendUsage(NamedTuple):
     """Says how the documents of a prompt were used."""
 
@@ -180,7 +219,7 @@ class BlendUsage(NamedTuple):
         num_tokens = sum(each.tokens for each in self.documents)
         return {"reused": self.reused, "exact": exact, "recomputed": num_tokens - self.reused - exact}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> ShownBlend:
         """Return what `usage.kv_details.blend` says."""
         told: dict[str, Any] = {"mode": self.mode, "why": self.why}
         if self.selector is not None:
@@ -189,7 +228,7 @@ class BlendUsage(NamedTuple):
             told["recomputed_share"] = round(self.recomputed / max(self.reused + self.recomputed, 1), 4)
         if self.is_history_approximate:
             told["history"] = "approximate"
-        return told | {"documents": [each._asdict() for each in self.documents]}
+        return cast(ShownBlend, told | {"documents": [each._asdict() for each in self.documents]})
 
 
 def check_spans(spans: Sequence[DocumentSpan], num_ids: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.pins import PinName
 from mneme.config import parse
@@ -25,7 +25,6 @@ from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.loop import EngineLoop
-from mneme.replicas.forest.pages import PUBLIC_SALT
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream

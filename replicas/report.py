@@ -13,8 +13,10 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
+GivenUp = Literal["lookup", "waiting", "loading"]  # what of a load took too long; the last: within a step
+GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
 BLOCK_TOKENS = 64
 _HASH_BYTES = 8
 

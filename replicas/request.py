@@ -13,12 +13,14 @@ Torch-free and Ray-free.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.primitives import place_of_rounded
@@ -26,6 +28,7 @@ from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.truncation import Truncation
 
+SessionKey = tuple[str, str]  # (tenant salt, session id)
 Pooling = Literal["mean", "last"]  # of the last layer's hidden states, behind its norm
 
 WARM_UP_SALT = "warm-up"  # no tenant's: see `tenancy.kv_salt`
@@ -43,6 +46,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_GRAMMAR_BYTES = 128 << 10
 MAX_GRAMMAR_CHOICES = 1024
+
+_SUFFIX = re.compile(r"(-\d+)?(~\d+)?\.\d+")  # prompt, attempt and choice of one HTTP request
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
@@ -359,8 +364,29 @@ class GenerationRequest:
         return self.is_warm_up or self.reads_prompt
 
 
+def session_key(request: GenerationRequest) -> SessionKey | None:
+    return None if request.session_id is None else (request.salt, request.session_id)
+
+
+def is_of_request(request_id: str, http_id: str) -> bool:
+    """Return whether a request to an engine is a choice, a prompt or an attempt of an HTTP request."""
+    return request_id.startswith(http_id) and _SUFFIX.fullmatch(request_id, len(http_id)) is not None
+
+
 # Where KV of a prompt came from: "recomputed" by this request; "dropped": that too, but it had been there before.
 Source = Literal["device", "host", "disk", "peer", "recomputed", "dropped"]
+
+
+class KvDetails(TypedDict):
+    """Tokens of the prompt by where their KV came from; `truncated` ones are no longer part of it."""
+
+    device: int
+    host: int
+    disk: int
+    peer: int
+    recomputed: int
+    dropped: int
+    truncated: int
 
 
 class PromptUsage(NamedTuple):
@@ -377,7 +403,7 @@ class PromptUsage(NamedTuple):
     prefill_s: float = 0.0  # from then to its first token
     blend: BlendUsage | None = None  # None: it had no documents
 
-    def kv_details(self) -> dict[str, int]:
+    def kv_details(self) -> KvDetails:
         """Return where the prompt's KV came from, in tokens: the sum is `prompt_tokens`, less what was truncated."""
         return {
             "device": self.cached_tokens - self.host_tokens - self.disk_tokens - self.peer_tokens,

@@ -6,7 +6,7 @@ import collections
 import collections.abc
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,10 @@ from mneme.replicas.forest.pages import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.fuse.selectors import FloatArray
+from mneme.replicas.report import GivenUp
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, Source
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.grammar import Mask, Matcher
-
-GivenUp = Literal["lookup", "waiting", "loading"]  # what of a load took too long; the last: within a step
 
 _SPARE = 256  # tokens that may come before the arrays of `TokenCounts` have to grow
 _CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")

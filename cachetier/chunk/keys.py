@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 
+PUBLIC_SALT = "*"  # no tenant's: every tenant's prompts may begin with what was computed under it
 KEY_BYTES = 16
 TENANT_BYTES = 8
 MAX_TOKEN_ID = 2**31 - 1

@@ -32,9 +32,8 @@ from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.index import Change
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.sessions.log import open_session_logs
-from mneme.cachetier.store import ChainQuery, TierName
+from mneme.cachetier.store import ChainQuery, HostPut, TierName
 from mneme.errors import ConfigError, MnemeError
 
 logger = logging.getLogger(__name__)

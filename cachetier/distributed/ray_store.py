@@ -35,8 +35,7 @@ from mneme.cachetier.distributed.objects import (
 from mneme.cachetier.distributed.ray_admin import RayCacheAdmin
 from mneme.cachetier.node.search import Located, usable
 from mneme.cachetier.node.sources import DiskSource, HostSource
-from mneme.cachetier.node.writer import HostPut
-from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
+from mneme.cachetier.store import ChainQuery, ChunkSource, Edge, HostPut
 from mneme.primitives import Bounded
 
 _SourceAndHeader = tuple[ChunkSource, ChunkHeader]

@@ -23,8 +23,8 @@ from mneme.cachetier.node.memory import ChunkMemory
 from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
 from mneme.cachetier.node.tiers import NodeTiers, OnChange
-from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, ChunkWriter, HostPut
-from mneme.cachetier.store import ChainQuery, TierName
+from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, ChunkWriter
+from mneme.cachetier.store import ChainQuery, HostPut, TierName
 from mneme.primitives import Worker
 
 _EXPIRE_EVERY_S = 1.0

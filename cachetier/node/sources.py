@@ -23,8 +23,7 @@ from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.node.writer import HostPut
-from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
+from mneme.cachetier.store import ChainQuery, ChunkSource, Edge, HostPut
 
 OnMiss = Callable[[Miss], None]
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from enum import Enum
 from itertools import islice
 
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
@@ -20,6 +19,7 @@ from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.node.memory import Held, chunk_bytes
 from mneme.cachetier.node.tiers import NodeTiers
+from mneme.cachetier.store import HostPut
 from mneme.primitives import Worker
 
 logger = logging.getLogger(__name__)
@@ -32,15 +32,6 @@ _MAX_YIELDS = 50  # before a chunk: a quarter of a second, or a node that always
 _WRITE_SHARE = 4  # of the host tier, as a divisor, may wait to be written
 _MAX_RETRIED = 64  # chunks at a time
 _MAX_LATE = 4096  # chunks in memory that are to be written when that is possible
-
-
-class HostPut(Enum):
-    """Says what became of a chunk that was given; the values are the names of counters."""
-
-    TAKEN = "taken"
-    KEPT = "kept"  # it was there, or is about to be
-    TO_DISK = "to_disk"  # not worth what would go for it in memory
-    REFUSED = "refused"
 
 
 class Pending:

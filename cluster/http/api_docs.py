@@ -19,7 +19,20 @@ from typing_extensions import TypedDict  # pydantic's condition before Python 3.
 from mneme.cluster.http.error_response import MESSAGES
 from mneme.cluster.serve.engine_client import State
 from mneme.cluster.wire.openai import Body
-from mneme.replicas.request import Source
+from mneme.replicas.documents import ShownBlend
+from mneme.replicas.queries import (
+    DroppedChunks,
+    DroppedPages,
+    ExplainedPrompt,
+    FoundInTier,
+    FoundPages,
+    PinnedChunks,
+    PinnedPrompt,
+    SessionFigures,
+    TenantKv,
+    TierFigures,
+)
+from mneme.replicas.request import KvDetails
 from mneme.version import __version__
 
 _REF = "#/components/schemas/{model}"
@@ -65,54 +78,10 @@ class PromptTokensDetails(TypedDict):
     cache_write_tokens: int
 
 
-class DocumentUsage(TypedDict):
-    """A document's place in the prompt, in tokens.
+class ShownKv(KvDetails):
+    """Tokens of the prompt by where their KV came from, and how its documents were used."""
 
-    Of them `exact` were found as a part of an exact prefix, and for `reused` ones KV stands that was computed behind
-    other text; `source` is the tier that most of these came from, "computed" where there were none.
-    """
-
-    id: str
-    start: int
-    tokens: int
-    exact: int
-    reused: int
-    source: Literal["device", "host", "disk", "peer", "computed"]
-    outcome: Literal["exact", "blended", "computed"]
-    why: str
-
-
-class BlendUsage(TypedDict):
-    """Says how the KV of the prompt's documents was used, and why so; as they stand in the prompt.
-
-    Where some was reused behind other text: by which selector and ratio, whether their quality was measured on this
-    model, and document tokens that were reused and that the selector chose to recompute: the mean over the
-    layers behind the first.
-    """
-
-    mode: Literal["off", "selective", "full_reuse"]
-    why: str
-    selector: NotRequired[str]
-    ratio: NotRequired[float]
-    measured: NotRequired[bool]
-    reused: NotRequired[int]
-    recomputed: NotRequired[int]
-    recomputed_share: NotRequired[float]
-    history: NotRequired[Literal["approximate"]]  # earlier turns of the session reuse documents behind other text
-    documents: list[DocumentUsage]
-
-
-class KvDetails(TypedDict):
-    """Tokens of the prompt by where their KV came from; `truncated` ones are no longer part of it."""
-
-    device: int
-    host: int
-    disk: int
-    peer: int
-    recomputed: int
-    dropped: int
-    truncated: int
-    blend: NotRequired[BlendUsage]
+    blend: NotRequired[ShownBlend]
 
 
 class Usage(TypedDict):
@@ -120,7 +89,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    kv_details: KvDetails
+    kv_details: ShownKv
 
 
 class Metrics(TypedDict):
@@ -552,32 +521,10 @@ class ModelList(TypedDict):
     has_more: bool
 
 
-class SessionKv(TypedDict):
-    """Tokens by where their KV is on the session's replica; what is absent there the cache tier may have."""
-
-    device: int
-    host: int
-    absent: int
-
-
-class Hits(TypedDict):
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class Session(TypedDict):
+class Session(SessionFigures):
     id: str
     object: Literal["session"]
     replica: str
-    tokens: int
-    truncated: int
-    turns: int
-    answering: bool
-    queued: int
-    idle_s: float
-    expires_in_s: float
-    kv: SessionKv
-    hit_history: list[Hits]
 
 
 class Deleted(TypedDict):
@@ -586,37 +533,10 @@ class Deleted(TypedDict):
     deleted: bool
 
 
-class ExplainedRange(TypedDict):
-    """Positions from `start` up to `end`, without it."""
-
-    start: int
-    end: int
-    source: Source
-
-
-class ExplainedSampling(TypedDict):
-    """How tokens are drawn: as the request says, else the model, else neutral."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    max_tokens: int
-
-
-class ExplainedChoice(TypedDict):
+class ExplainedChoice(ExplainedPrompt):
     """One choice of the request, on one replica."""
 
     replica: str
-    request_id: str
-    choice: int
-    has_session: bool
-    prompt_tokens: int
-    kv_details: KvDetails
-    ranges: list[ExplainedRange]
-    sampling: ExplainedSampling
-    blend: NotRequired[BlendUsage]
 
 
 class RouteTokens(TypedDict):
@@ -667,27 +587,16 @@ class Explanation(TypedDict):
     routes: list[ExplainedRoute]
 
 
-class Pin(TypedDict):
-    id: str
+class Pin(PinnedPrompt):
     object: Literal["kv.pin"]
     where: Literal["device"]
-    num_tokens: int
-    pinned: bool
-    configured: bool
-    public: bool
-    expires_in_s: float | None
     replicas: list[str]
 
 
-class TierPin(TypedDict):
-    id: str
+class TierPin(PinnedChunks):
     object: Literal["kv.pin"]
     where: Literal["tier"]
-    num_tokens: int
     pinned: Literal[True]
-    num_chunks: int
-    num_bytes: int
-    expires_in_s: float | None
 
 
 class PinList(TypedDict):
@@ -695,69 +604,33 @@ class PinList(TypedDict):
     data: list[Pin | TierPin]
 
 
-class FoundPages(TypedDict):
-    """Leading tokens of the prompt on a replica."""
-
+class FoundOnReplica(FoundPages):
     replica: str
-    device: int
-    host: int
-
-
-class FoundOnNode(TypedDict):
-    node: str
-    host: int
-    disk: int
-
-
-class FoundChunk(TypedDict):
-    start: int
-    tokens: int
-    bytes: int
-    tier: Literal["host", "disk"]
-    node: str
-
-
-class FoundInTier(TypedDict):
-    """Leading tokens of the prompt in the cache tier; `chunks` where they were asked for."""
-
-    tokens: int
-    host: int
-    disk: int
-    peer: int
-    nodes: list[FoundOnNode]
-    chunks: NotRequired[list[FoundChunk]]
 
 
 class Lookup(TypedDict):
     object: Literal["kv.lookup"]
     num_tokens: int
-    replicas: list[FoundPages]
+    replicas: list[FoundOnReplica]
     tier: FoundInTier | None
 
 
-class DroppedPages(TypedDict):
+class DroppedOnReplica(DroppedPages):
     replica: str
-    device_pages: int
-    host_pages: int
-
-
-class DroppedChunks(TypedDict):
-    chunks: int
-    bytes: int
 
 
 class Dropped(TypedDict):
     object: Literal["kv.deleted"]
     by: str
-    replicas: list[DroppedPages]
+    replicas: list[DroppedOnReplica]
     tier: DroppedChunks | None
 
 
 class KvStats(TypedDict):
     object: Literal["kv.stats"]
     replicas: list[dict[str, Any]]
-    tier: dict[str, Any] | None
-    tenant: dict[str, Any] | None
+    tier: TierFigures | None
+    tenant: TenantKv | None
 
 
 class StartPhase(TypedDict):

@@ -17,16 +17,17 @@ import math
 import re
 import secrets
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
+from mneme.cluster.http.api_docs import Deleted, Dropped, KvStats, Lookup, Pin, PinList, TierPin
 from mneme.cluster.http.api_state import ApiState, Prompt, Service
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
@@ -40,11 +41,12 @@ from mneme.errors import (
     ReplicaUnavailable,
     SessionNotFound,
 )
+from mneme.replicas import queries
 from mneme.replicas.documents import Document
-from mneme.replicas.engine import commands
-from mneme.replicas.forest.pages import PUBLIC_SALT
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.request import SessionKey
 from mneme.replicas.text.parts import Part
+
+R = TypeVar("R")
 
 _MAX_LISTED_CHUNKS = 10_000
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
@@ -114,11 +116,11 @@ class DropRequest(SequenceSelector):
     tenant: Literal[True] | None = None  # all of the API key's
 
 
-async def lookup(api: ApiState, request: Request, body: LookupRequest) -> dict[str, Any]:
+async def lookup(api: ApiState, request: Request, body: LookupRequest) -> Lookup:
     """Return how much of a prompt is kept, and where; changes nothing."""
     chosen = await _select(api, request, body, visible=True)
-    engines = await api.client.query(commands.look_up_pages(chosen.salt, chosen.token_ids))
-    tier = await ask_tier(api.client, commands.look_up_kv(chosen.salt, chosen.token_ids))
+    engines = await api.client.query(queries.LookUpPages(chosen.salt, chosen.token_ids))
+    tier = await ask_tier(api.client, queries.LookUpKv(chosen.salt, chosen.token_ids))
     if tier is not None:
         chunks = tier.pop("chunks")
         tier |= {"chunks": chunks[:_MAX_LISTED_CHUNKS]} if body.chunks else {}
@@ -126,14 +128,14 @@ async def lookup(api: ApiState, request: Request, body: LookupRequest) -> dict[s
     return {"object": "kv.lookup", "num_tokens": len(chosen.token_ids), "replicas": replicas, "tier": tier}
 
 
-async def pin(api: ApiState, request: Request, body: PinRequest) -> dict[str, Any]:
+async def pin(api: ApiState, request: Request, body: PinRequest) -> TierPin:
     """Keep what the cache tier has of a prompt, wherever it is, for a time."""
     chosen = await _select(api, request, body, visible=True)
     name = PinName(kv_tenant(request.state.tenant), body.pin_id or _pin_id(chosen))
-    return _tier_pin(await ask_tier(api.client, commands.pin_kv(name, chosen.salt, chosen.token_ids, body.ttl_s)))
+    return _tier_pin(await ask_tier(api.client, queries.PinKv(name, chosen.salt, chosen.token_ids, body.ttl_s)))
 
 
-async def unpin(api: ApiState, request: Request, body: UnpinRequest) -> dict[str, Any]:
+async def unpin(api: ApiState, request: Request, body: UnpinRequest) -> Deleted:
     """Release a pin, in the tier and on devices."""
     if body.pin_id is None:
         chosen = await _select(api, request, body, visible=True, others=("pin_id",))
@@ -142,49 +144,67 @@ async def unpin(api: ApiState, request: Request, body: UnpinRequest) -> dict[str
     return await _release(api, request, body.pin_id)
 
 
-async def delete_pin(api: ApiState, request: Request) -> dict[str, Any]:
+async def delete_pin(api: ApiState, request: Request) -> Deleted:
     """Let go of a prompt on every replica and in the cache tier; what runs goes on."""
     return await _release(api, request, request.path_params["pin_id"])
 
 
-async def _release(api: ApiState, request: Request, pin_id: str) -> dict[str, Any]:
+async def _release(api: ApiState, request: Request, pin_id: str) -> Deleted:
     """Release the pin of that name wherever there is one, an admin's public one too; raises `PinNotFound`."""
     name = PinName(kv_tenant(request.state.tenant), pin_id)
-    answers = await api.client.query(commands.delete_pin(name))
+    answers = await api.client.query(queries.DeletePin(name))
     if request.state.is_admin and not any(answers.values()):
-        answers = await api.client.query(commands.delete_pin(PinName(tenant_id(PUBLIC_SALT), pin_id)))
-    was_in_tier = await ask_tier(api.client, commands.unpin_kv(name))
+        answers = await api.client.query(queries.DeletePin(PinName(tenant_id(PUBLIC_SALT), pin_id)))
+    was_in_tier = await ask_tier(api.client, queries.UnpinKv(name))
     if not any(answers.values()) and not was_in_tier:
         raise PinNotFound("pin_id", pin_id)
     return {"id": pin_id, "object": "kv.pin.deleted", "deleted": True}
 
 
-async def list_pins(service: Service, request: Request) -> dict[str, Any]:
+async def list_pins(service: Service, request: Request) -> PinList:
     """Return what the API key has pinned, and where, and what is public."""
     tenant = kv_tenant(request.state.tenant)
-    described_by_id: dict[str, dict[str, Any]] = {}
+    described_by_id: dict[str, queries.KnownPin] = {}
     replicas_by_id: dict[str, list[str]] = {}
     for owner in (tenant, tenant_id(PUBLIC_SALT)):
-        for replica_id, pins in (await _query_all(service, commands.list_pins(owner))).items():
+        for replica_id, pins in (await _query_all(service, queries.ListPins(owner))).items():
             for each in pins:
                 known = described_by_id.setdefault(each["id"], each)
                 known["pinned"] = known["pinned"] and each["pinned"]
                 replicas_by_id.setdefault(each["id"], []).append(replica_id)
     on_devices = [_device_pin(known, replicas_by_id[pin_id]) for pin_id, known in described_by_id.items()]
-    in_tier = await ask_tier(service.apis[0].client, commands.list_kv_pins(tenant)) or ()
+    in_tier = await ask_tier(service.apis[0].client, queries.ListKvPins(tenant)) or ()
     return {"object": "list", "data": [*on_devices, *map(_tier_pin, in_tier)]}
 
 
-def _tier_pin(described: dict[str, Any]) -> dict[str, Any]:
-    return {"id": described["id"], "object": "kv.pin", "where": "tier", "pinned": True, **described}
+def _tier_pin(described: queries.PinnedChunks) -> TierPin:
+    return {
+        "id": described["id"],
+        "object": "kv.pin",
+        "where": "tier",
+        "pinned": True,
+        "num_tokens": described["num_tokens"],
+        "num_chunks": described["num_chunks"],
+        "num_bytes": described["num_bytes"],
+        "expires_in_s": described["expires_in_s"],
+    }
 
 
-def _device_pin(described: dict[str, Any], replicas: Sequence[str]) -> dict[str, Any]:
-    shown = {name: value for name, value in described.items() if name not in ("warming", "error")}
-    return {"id": shown.pop("id"), "object": "kv.pin", "where": "device", **shown, "replicas": sorted(replicas)}
+def _device_pin(described: queries.KnownPin, replicas: Sequence[str]) -> Pin:
+    return {
+        "id": described["id"],
+        "object": "kv.pin",
+        "where": "device",
+        "num_tokens": described["num_tokens"],
+        "pinned": described["pinned"],
+        "configured": described["configured"],
+        "public": described["public"],
+        "expires_in_s": described["expires_in_s"],
+        "replicas": sorted(replicas),
+    }
 
 
-async def drop(service: Service, request: Request, body: DropRequest) -> dict[str, Any]:
+async def drop(service: Service, request: Request, body: DropRequest) -> Dropped:
     """Forget KV; what runs or is pinned on a device stays there until it is let go.
 
     `tenant` means that of all models.
@@ -192,43 +212,46 @@ async def drop(service: Service, request: Request, body: DropRequest) -> dict[st
     field = _one_given(body, "session_id", "tenant")
     if field == "tenant":
         salt = kv_salt(request.state.tenant, None)
-        engines = await _query_all(service, commands.delete_tenant_pages(salt))
-        tier = await ask_tier(service.apis[0].client, commands.delete_tenant_kv(salt))  # last, as below
+        engines = await _query_all(service, queries.DeleteTenantPages(salt))
+        tier = await ask_tier(service.apis[0].client, queries.DeleteTenantKv(salt))  # last, as below
     else:
         engines, tier = await service.first(body.model, lambda api: _drop_sequence(api, request, body))
     return {"object": "kv.deleted", "by": field, "replicas": _by_replica(engines), "tier": tier}
 
 
-async def _drop_sequence(api: ApiState, request: Request, body: DropRequest) -> tuple[dict[str, Any], Any]:
+async def _drop_sequence(
+    api: ApiState, request: Request, body: DropRequest
+) -> tuple[dict[str, queries.DroppedPages], queries.DroppedChunks | None]:
     """Return what the replicas and the cache tier dropped."""
     chosen = await _select(api, request, body, visible=False, others=("tenant",))
     selected = chosen.salt, chosen.token_ids, chosen.session
-    engines = await api.client.query(commands.delete_sequence_pages(*selected))
-    return engines, await ask_tier(api.client, commands.delete_kv(*selected))  # last: a replica may save meanwhile
+    engines = await api.client.query(queries.DeleteSequencePages(*selected))
+    return engines, await ask_tier(api.client, queries.DeleteKv(*selected))  # last: a replica may save meanwhile
 
 
-async def stats(service: Service, request: Request) -> dict[str, Any]:
+async def stats(service: Service, request: Request) -> KvStats:
     """Sums of all that is kept, and the caller's own share."""
-    tier = await ask_tier(service.apis[0].client, commands.kv_stats(kv_salt(request.state.tenant, None)))
+    tier = await ask_tier(service.apis[0].client, queries.GetKvStats(kv_salt(request.state.tenant, None)))
     replicas = [
         {"replica": replica_id, **{name: figures.get(name) for name in ("pages", "host_pages", "tokens")}}
         for replica_id, figures in (await service.stats()).items()
     ]
-    own = None if tier is None else tier.pop("tenant")
-    return {"object": "kv.stats", "replicas": replicas, "tier": tier, "tenant": own}
+    if tier is None:
+        return {"object": "kv.stats", "replicas": replicas, "tier": None, "tenant": None}
+    return {"object": "kv.stats", "replicas": replicas, "tier": {"nodes": tier["nodes"]}, "tenant": tier["tenant"]}
 
 
-async def _query_all(service: Service, query: commands.Query) -> dict[str, Any]:
+async def _query_all(service: Service, query: queries.Query[R]) -> dict[str, R]:
     """Ask the replicas of all models."""
     answers = await asyncio.gather(*(api.client.query(query) for api in service.apis))
     return {replica_id: answer for each in answers for replica_id, answer in each.items()}
 
 
-def _by_replica(answers: dict[str, Any]) -> list[dict[str, Any]]:
+def _by_replica(answers: dict[str, Any]) -> list[Any]:
     return [{"replica": replica_id, **found} for replica_id, found in sorted(answers.items()) if found is not None]
 
 
-async def warm(api: ApiState, request: Request, body: WarmRequest) -> dict[str, Any]:
+async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
     """Compute a prompt on replicas, and keep it there."""
     if body.public and not request.state.is_admin:
         raise PermissionDenied
@@ -242,7 +265,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> dict[str, 
         request.state.meter.use(len(ids))
     name = PinName(owner, secrets.token_hex(16))
     chosen = await _replicas(api, body.replicas)
-    prompt = commands.warm_prompt(name, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
+    prompt = queries.WarmPrompt(name, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
     try:
         async with asyncio.timeout(_WARM_TIMEOUT_S):
             described = await _computed(api, name, prompt, chosen)
@@ -273,18 +296,22 @@ async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
     return sorted(known, key=lambda replica_id: (in_use.get(replica_id, math.inf), replica_id))[:wanted]
 
 
-async def _computed(api: ApiState, name: PinName, prompt: commands.Query, chosen: Sequence[str]) -> dict[str, Any]:
+async def _computed(
+    api: ApiState, name: PinName, prompt: queries.WarmPrompt, chosen: Sequence[str]
+) -> queries.KnownPin:
     """Wait until the prompt is computed on all of them; one of their answers."""
     described = await _ask(api, prompt, chosen)
     pause_s = _FIRST_PAUSE_S
     while any(one["warming"] for one in described):
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-        described = await _ask(api, commands.get_pin(name), chosen)
+        described = await _ask(api, queries.GetPin(name), chosen)
     return described[0]
 
 
-async def _ask(api: ApiState, query: commands.Query, chosen: Sequence[str]) -> list[dict[str, Any]]:
+async def _ask(
+    api: ApiState, query: queries.Query[queries.KnownPin | None], chosen: Sequence[str]
+) -> list[queries.KnownPin]:
     """Ask the chosen replicas how far they are; raises what went wrong on one of them, once all have answered."""
     asked = (api.client.query(query, replica_id=each) for each in chosen)
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -292,18 +319,19 @@ async def _ask(api: ApiState, query: commands.Query, chosen: Sequence[str]) -> l
     for replica_id, answer in zip(chosen, answers, strict=True):
         if isinstance(answer, BaseException):
             raise answer
-        if answer[replica_id] is None:
+        known = answer[replica_id]
+        if known is None:
             raise ReplicaUnavailable("a replica was started anew, or the prompt was let go, before it was computed")
-        if answer[replica_id]["error"] is not None:
-            raise answer[replica_id]["error"]
-        described.append(answer[replica_id])
+        if known["error"] is not None:
+            raise known["error"]
+        described.append(known)
     return described
 
 
 async def _delete_pin(api: ApiState, name: PinName, chosen: Collection[str]) -> None:
     async def drop(replica_id: str) -> None:
         with contextlib.suppress(MnemeError):
-            await api.client.query(commands.delete_pin(name), replica_id=replica_id)
+            await api.client.query(queries.DeletePin(name), replica_id=replica_id)
 
     await asyncio.gather(*map(drop, chosen))
 
@@ -344,7 +372,7 @@ async def _select(
     tenant: str = request.state.tenant
     key = (kv_salt(tenant, body.cache_salt), session_key(tenant, body.session_id))
     found = await look_up_session(api.client, key)
-    query = commands.session_tokens(key, visible=visible)
+    query = queries.GetTokens(key, visible=visible)
     ids = None if found is None else (await api.client.query(query, replica_id=found[0]))[found[0]]
     if not ids:
         raise SessionNotFound("session_id", body.session_id)

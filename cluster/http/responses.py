@@ -42,9 +42,8 @@ from mneme.cluster.wire.responses import (
     sealed,
 )
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, ResponseNotFound, SessionNotFound
-from mneme.replicas.engine import commands
-from mneme.replicas.request import KeptPrefix, Logprobs
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas import queries
+from mneme.replicas.request import KeptPrefix, Logprobs, SessionKey
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +168,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
             await run(scope, receive, send)
         except MnemeError:
             with contextlib.suppress(MnemeError):
-                await api.client.query(commands.delete_session(key), replica_id=fork_home)
+                await api.client.query(queries.DeleteSession(key), replica_id=fork_home)
             raise
 
     return run_fork
@@ -235,7 +234,7 @@ class Keeper(NamedTuple):
             if response["store"] and self.key is not None:
                 size = 4 * response["usage"]["total_tokens"]  # characters, about
                 packed = await self.api.off_loop(size, Kept(response, self.items).packed)
-                note = commands.note_session(self.key, packed)
+                note = queries.SetNote(self.key, packed)
                 home = self.api.client.home_of(self.key)
                 is_kept = home is not None and (await self.api.client.query(note, replica_id=home))[home]
                 if not is_kept and (found := await look_up_session(self.api.client, self.key)) is not None:
@@ -281,7 +280,7 @@ class Keeper(NamedTuple):
     async def _tokens(self, key: SessionKey, response: dict[str, Any]) -> Sequence[int]:
         """The prompt of a response; of one that was truncated as many tokens of all there were."""
         found = await look_up_session(self.api.client, key)
-        asked = commands.session_tokens(key, visible=False)
+        asked = queries.GetTokens(key, visible=False)
         ids: tuple[int, ...] | None = None
         if found is not None:
             ids = (await self.api.client.query(asked, replica_id=found[0]))[found[0]]
@@ -484,7 +483,7 @@ async def _found(api: ApiState, key: SessionKey, field: str) -> tuple[Kept, str]
     response_id = key[1].partition(":")[2]
     if not response_id.startswith(RESPONSE_PREFIX):  # a session that another API may change, and its notes
         raise ResponseNotFound(field, response_id)
-    asked = commands.session_note(key)
+    asked = queries.GetNote(key)
     answers = await api.client.query(asked)
     if not any(answers.values()) and (found := await look_up_session(api.client, key)) is not None:
         answers = await api.client.query(asked, replica_id=found[0])
@@ -514,7 +513,7 @@ async def _referenced(
 async def _fork(api: ApiState, before: SessionKey, key: SessionKey, home: str) -> str:
     """Begin a response's session where the one before it ended; returns the replica, which is `home` if that can."""
     try:
-        forked = (await api.client.query(commands.fork_session(before, key[1]), replica_id=home))[home]
+        forked = (await api.client.query(queries.ForkSession(before, key[1]), replica_id=home))[home]
         api.client.place_fork(key, home)
     except (SessionNotFound, ReplicaUnavailable):
         try:

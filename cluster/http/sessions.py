@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from typing import Any
 
 from starlette.requests import Request
 
+from mneme.cluster.http.api_docs import Deleted, ExplainedChoice, Explanation, Session
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, named_session_key, session_key
 from mneme.cluster.wire.openai import ForkRequest
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
-from mneme.replicas.engine import commands
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas import queries
+from mneme.replicas.queries import KnownSession
+from mneme.replicas.request import SessionKey
 
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_MOVES = 8  # of a session to another replica while it is being forked
 
 
-async def get_session(api: ApiState, request: Request) -> dict[str, Any]:
+async def get_session(api: ApiState, request: Request) -> Session:
     """Return what is kept of a conversation, and where."""
     key = _key(request)
     return _session_object(_name(key), *await _find(api, key))
 
 
-async def delete_session(api: ApiState, request: Request) -> dict[str, Any]:
+async def delete_session(api: ApiState, request: Request) -> Deleted:
     """Forget a conversation, and KV that is its alone; a turn that is answering goes on, and is not kept."""
     key = _key(request)
     if not await forget_session(api, key):
@@ -40,13 +41,13 @@ async def delete_session(api: ApiState, request: Request) -> dict[str, Any]:
 
 async def forget_session(api: ApiState, key: SessionKey) -> bool:
     """Delete a session everywhere, with KV that is its alone; whether there was one."""
-    answers = await api.client.query(commands.delete_session(key))
-    await api.client.query(commands.settle_saves())
-    await ask_tier(api.client, commands.delete_kv(key[0], (), key))
+    answers = await api.client.query(queries.DeleteSession(key))
+    await api.client.query(queries.SettleSaves())
+    await ask_tier(api.client, queries.DeleteKv(key[0], (), key))
     return any(answers.values())
 
 
-async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> dict[str, Any]:
+async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> Session:
     """A new session with the same past, on the same replica."""
     key = _key(request)
     given = secrets.token_hex(16) if body.session_id is None else body.session_id
@@ -59,7 +60,7 @@ async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> di
     return _session_object(_name(new_key), replica_id, forked)
 
 
-async def explain(api: ApiState, request: Request) -> dict[str, Any]:
+async def explain(api: ApiState, request: Request) -> Explanation:
     """Return where each range of a recent request's prompts came from, and how its replica was chosen.
 
     `request_id` may be the id of its completion. An ingress explains the choices that it made itself.
@@ -68,8 +69,10 @@ async def explain(api: ApiState, request: Request) -> dict[str, Any]:
     if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
         raise InvalidRequest("request_id", given, f"must have from 1 to {_MAX_REQUEST_ID_CHARS} printable characters")
     http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("msg_").removeprefix(RESPONSE_PREFIX)
-    answers = await api.client.query(commands.explain_prompt(_salt(request), http_id))
-    choices = [{"replica": replica_id, **entry} for replica_id, entries in answers.items() for entry in entries]
+    answers = await api.client.query(queries.ExplainPrompt(_salt(request), http_id))
+    choices: list[ExplainedChoice] = [
+        {"replica": replica_id, **entry} for replica_id, entries in answers.items() for entry in entries
+    ]
     if not choices:
         raise ExplanationNotFound("request_id", given, "no request of this id is remembered")
     choices.sort(key=lambda choice: choice["request_id"])
@@ -77,7 +80,7 @@ async def explain(api: ApiState, request: Request) -> dict[str, Any]:
     return {"id": given, "object": "kv.explanation", "choices": choices, "routes": routes}
 
 
-async def fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple[str, dict[str, Any] | None]:
+async def fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple[str, KnownSession | None]:
     """Fork a session on the replica that has it, where its next turn belongs.
 
     One that a turn moves elsewhere meanwhile is looked for again. Returns the replica, and what it knows of the fork;
@@ -86,22 +89,34 @@ async def fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple
     for _ in range(_MAX_MOVES):
         replica_id, _known = await _find(api, key)
         with contextlib.suppress(SessionNotFound):
-            forked = await api.client.query(commands.fork_session(key, new_id), replica_id=replica_id)
+            forked = await api.client.query(queries.ForkSession(key, new_id), replica_id=replica_id)
             api.client.place_fork((key[0], new_id), replica_id)
             return replica_id, forked[replica_id]
     raise ReplicaUnavailable("the session moves from replica to replica")
 
 
-async def _find(api: ApiState, key: SessionKey) -> tuple[str, dict[str, Any]]:
+async def _find(api: ApiState, key: SessionKey) -> tuple[str, KnownSession]:
     found = await look_up_session(api.client, key)
     if found is None:
         raise SessionNotFound("session_id", _name(key))
     return found
 
 
-def _session_object(name: str, replica_id: str, known: dict[str, Any]) -> dict[str, Any]:
-    shown = {field: value for field, value in known.items() if field != "version"}
-    return {"id": name, "object": "session", "replica": replica_id, **shown}
+def _session_object(name: str, replica_id: str, known: KnownSession) -> Session:
+    return {
+        "id": name,
+        "object": "session",
+        "replica": replica_id,
+        "tokens": known["tokens"],
+        "truncated": known["truncated"],
+        "turns": known["turns"],
+        "answering": known["answering"],
+        "queued": known["queued"],
+        "idle_s": known["idle_s"],
+        "expires_in_s": known["expires_in_s"],
+        "kv": known["kv"],
+        "hit_history": known["hit_history"],
+    }
 
 
 def _key(request: Request) -> SessionKey:

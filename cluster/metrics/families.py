@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, get_args
 from prometheus_client import Metric
 
 from mneme.cachetier.chunk.header import Miss
-from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.policy.cost_model import COST_EDGES
 from mneme.cachetier.sessions.log_store import Appended
-from mneme.cachetier.store import EDGES
-from mneme.replicas.connector.fetch import GIVEN_UP
+from mneme.cachetier.store import EDGES, HostPut
 from mneme.replicas.documents import SELECTORS, Reason
+from mneme.replicas.report import GIVEN_UP
 
 Labels = tuple[tuple[str, str], ...]
 

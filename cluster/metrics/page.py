@@ -32,7 +32,7 @@ from mneme.cluster.metrics.families import (
 from mneme.cluster.metrics.latency import Latencies
 from mneme.cluster.serve.engine_client import STATES, EngineClient, ask_tier
 from mneme.errors import MnemeError
-from mneme.replicas.engine.commands import kv_stats
+from mneme.replicas.queries import GetKvStats
 from mneme.version import __version__, revision
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class MetricsPage:
         """Ask the cache tier for its nodes' figures; none if it does not answer soon."""
         try:
             async with asyncio.timeout(_NODES_TIMEOUT_S):
-                figures = await ask_tier(next(iter(self._clients.values())), kv_stats(None))
+                figures = await ask_tier(next(iter(self._clients.values())), GetKvStats(None))
         except (TimeoutError, MnemeError) as error:
             logger.warning("the cache tier did not say its figures: %s", type(error).__name__)
             return []

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from mneme.cluster.config import SETTLE_S
 from mneme.cluster.serve.calls import ReplicaCalls
@@ -24,22 +24,14 @@ from mneme.cluster.serve.engine_client import STALLED, Condition, newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.primitives import Bounded
-from mneme.replicas.engine.commands import (
-    Query,
-    delete_session,
-    fork_session,
-    get_session,
-    leave_session,
-    report_all,
-    settle_saves,
-)
-from mneme.replicas.engine.output import is_of_request
+from mneme.replicas.queries import DeleteSession, ForkSession, GetReport, GetSession, LeaveSession, Query, SettleSaves
 from mneme.replicas.report import ReplicaReport
-from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.request import GenerationRequest, PromptUsage, SessionKey, TokenEvent, is_of_request
 from mneme.router.chooser import ReplicaChooser, Reservation, Route
 from mneme.router.hot_prefixes import HotPrefixes
 from mneme.router.score import RouterConfig
+
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +44,7 @@ MAX_ROUTES = 256  # choices of replicas that can be explained
 NUM_HOT = 8  # shared beginnings of prompts that a new replica has before it gets requests
 MAX_HOMES = 50_000  # sessions whose last replica an ingress remembers
 _PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
-_OF_SESSIONS = {command.name for command in (get_session, delete_session, fork_session)}
+_OF_SESSIONS = (GetSession, DeleteSession, ForkSession)
 STATS_TIMEOUT_S, FIRST_STATS_S = 0.5, 5.0  # of a replica whose figures are known, and of one that has said none yet
 _STOP_POLL_S = 0.05
 STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
@@ -240,7 +232,7 @@ class RayEngineClient:
         await self.close()
 
     async def _settle(self) -> None:
-        await asyncio.gather(*(self._try_one(replica_id, settle_saves()) for replica_id in self._links))
+        await asyncio.gather(*(self._try_one(replica_id, SettleSaves()) for replica_id in self._links))
 
     async def close(self) -> None:
         """Close all links."""
@@ -299,7 +291,7 @@ class RayEngineClient:
                 self._asked_s = asked_s
             return {r: {**each, "age_s": self._asked_s - said_s} for r, (said_s, each) in self._said.items()}
 
-    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def query(self, query: Query[R], *, replica_id: str | None = None) -> dict[str, R]:
         """See `EngineClient.query`; replicas whose stream is broken are asked too, as they may still hold sessions."""
         if not self._links:
             await self._wait_for_replica(asyncio.get_running_loop().time() + WAIT_FOR_REPLICA_S, has_tried=False)
@@ -326,7 +318,7 @@ class RayEngineClient:
         """See `EngineClient.note_prefix`."""
         self.chooser.record(token_ids, replica_id, salt=salt)
 
-    def routes(self, salt: str, http_id: str) -> list[dict[str, Any]]:
+    def routes(self, salt: str, http_id: str) -> list[Any]:
         """See `EngineClient.routes`."""
         return [
             {"request_id": request_id, **route.as_json()}
@@ -449,11 +441,11 @@ class RayEngineClient:
     async def _home_of(self, key: SessionKey) -> str | None:
         """The replica that has the session's newest copy; None: no replica knows it."""
         asked, ask = list(self._links), self._try_one if self.has_session_logs else self._query_one
-        answers = await asyncio.gather(*(ask(r, get_session(key)) for r in asked))
+        answers = await asyncio.gather(*(ask(r, GetSession(key)) for r in asked))
         found = newest(dict(zip(asked, answers, strict=True)))
         return None if found is None else found[0]
 
-    async def _try_one(self, replica_id: str, query: Query) -> Any:
+    async def _try_one(self, replica_id: str, query: Query[R]) -> R | None:
         """Query a replica; None if it does not answer."""
         try:
             return await self._query_one(replica_id, query)
@@ -474,16 +466,16 @@ class RayEngineClient:
 
     async def _leave(self, key: SessionKey, replica_id: str) -> None:
         with contextlib.suppress(MnemeError):  # it expires by itself
-            await self.query(leave_session(key), replica_id=replica_id)
+            await self.query(LeaveSession(key), replica_id=replica_id)
 
-    async def _query_one(self, replica_id: str, query: Query) -> Any:
+    async def _query_one(self, replica_id: str, query: Query[R]) -> R:
         """A session whose log cannot be read or deleted now is asked for again, as a turn is placed again."""
         answer: Any = None
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
                 while True:
                     answer = await self._calls.call(replica_id, "query", query=query)
-                    if not isinstance(answer, ReplicaUnavailable) or query.name not in _OF_SESSIONS:
+                    if not isinstance(answer, ReplicaUnavailable) or not isinstance(query, _OF_SESSIONS):
                         break
                     await asyncio.sleep(_PAUSE_S)
         except Exception as error:
@@ -493,7 +485,8 @@ class RayEngineClient:
                 raise ReplicaUnavailable(f"a replica did not answer{late}") from error
         if isinstance(answer, MnemeError):
             raise answer
-        return answer
+        found: R = answer
+        return found
 
     async def _wait_for_replica(self, deadline: float, *, has_tried: bool) -> bool:
         """Wait for an open stream, at least a moment if all were tried; False when the time is up."""
@@ -576,7 +569,7 @@ class RayEngineClient:
         report = None
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
-                report = await self._calls.call(replica_id, "query", query=report_all())
+                report = await self._calls.call(replica_id, "query", query=GetReport())
         except Exception as error:  # it is asked again after its next report
             logger.warning("replica_id=%s report failed: %s", replica_id, type(error).__name__)
         finally:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from mneme.errors import ReplicaUnavailable
-from mneme.replicas.engine.commands import Query, get_session
-from mneme.replicas.request import GenerationRequest, TokenEvent
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.queries import GetSession, KnownSession, Query
+from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent
+
+R = TypeVar("R")
 
 State = Literal["ready", "loading", "idle", "stalled", "failed"]
 STATES: tuple[State, ...] = get_args(State)  # the later ones are worse; idle: none is wanted until somebody asks
@@ -43,7 +44,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def query(self, query: Query[R], *, replica_id: str | None = None) -> dict[str, R]:
         """Ask every replica, or one; answers by replica id.
 
         Raises `ReplicaUnavailable` unless all that are asked answer in time, and what a replica answers with an error.
@@ -66,7 +67,7 @@ class EngineClient(Protocol):
         """This replica holds the KV of a prompt now: requests that begin with it belong there."""
         ...
 
-    def routes(self, salt: str, http_id: str) -> list[dict[str, Any]]:
+    def routes(self, salt: str, http_id: str) -> list[Any]:
         """Say how the replicas of a recent HTTP request were chosen, as far as that was here: `Route.as_json`."""
         ...
 
@@ -87,7 +88,7 @@ class EngineClient(Protocol):
         ...
 
 
-async def ask_tier(client: EngineClient, query: Query) -> Any:
+async def ask_tier(client: EngineClient, query: Query[R]) -> R:
     """Ask the cache tier through the first replica that can, as all of them share it; None: there is no tier."""
     refusal = ReplicaUnavailable("no replica is ready")
     for replica_id in client.replica_ids():
@@ -100,21 +101,21 @@ async def ask_tier(client: EngineClient, query: Query) -> Any:
     raise refusal
 
 
-async def look_up_session(client: EngineClient, key: SessionKey) -> tuple[str, dict[str, Any]] | None:
+async def look_up_session(client: EngineClient, key: SessionKey) -> tuple[str, KnownSession] | None:
     """Find a session on a replica, or have one take it from its durable log.
 
     Returns the replica that has it and what that knows of it; None: there is no such session.
     """
-    answers = await client.query(get_session(key))
+    answers = await client.query(GetSession(key))
     found = newest(answers)
     if found is None and answers:
         replica_id = next(iter(answers))
-        found = newest(await client.query(get_session(key, restores=True), replica_id=replica_id))
+        found = newest(await client.query(GetSession(key, restores=True), replica_id=replica_id))
     return found
 
 
-def newest(answers: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Choose the newest of all replicas' answers to `get_session`, with its replica; None: nobody knows it.
+def newest(answers: Mapping[str, KnownSession | None]) -> tuple[str, KnownSession] | None:
+    """Choose the newest of all replicas' answers to `GetSession`, with its replica; None: nobody knows it.
 
     Where there are durable logs, their versions tell; else the session is where it was used last.
     """

@@ -11,19 +11,20 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mneme.cluster.serve.calls import StreamDraining, StreamOpened, StreamStalled, WrongReplica
 from mneme.cluster.serve.engine_client import STALLED, Condition
 from mneme.cluster.serve.gpu_health import GpuHealth
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
-from mneme.replicas.engine.commands import Query
-from mneme.replicas.request import GenerationRequest, TokenEvent
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.queries import Query
+from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent
 
 if TYPE_CHECKING:
     from mneme.replicas.engine.loop import EngineLoop
+
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class LocalEngineClient:
         """See `EngineClient.stats`."""
         return {NAME: await self._server.stats(replica_id=NAME)}
 
-    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def query(self, query: Query[R], *, replica_id: str | None = None) -> dict[str, R]:
         """See `EngineClient.query`."""
         if replica_id not in (None, NAME):
             raise ReplicaUnavailable("that replica is gone")
@@ -115,7 +116,7 @@ class LocalEngineClient:
     def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         """See `EngineClient.note_prefix`: nobody chooses by it."""
 
-    def routes(self, salt: str, http_id: str) -> list[dict[str, Any]]:
+    def routes(self, salt: str, http_id: str) -> list[Any]:
         """See `EngineClient.routes`: nothing was chosen."""
         return []
 

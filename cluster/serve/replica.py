@@ -34,7 +34,7 @@ from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.gpus import count_machine_gpus
 from mneme.config import parse
 from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
-from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query
+from mneme.replicas.queries import Query
 from mneme.replicas.request import GenerationRequest, StepMessage
 
 if TYPE_CHECKING:
@@ -160,13 +160,13 @@ class ReplicaServer:
         self._check(replica_id)
         return {**self._engine.stats(), "gpu": self._gpu_figures, "pid": os.getpid()}
 
-    async def query(self, *, replica_id: str, query: Query) -> Any:
+    async def query(self, *, replica_id: str, query: Query[Any]) -> Any:
         """Ask the engine, which answers between two of its steps; an error is returned, not raised.
 
         Questions to the cache tier have threads of their own: it may be slow, and requests must not wait behind it.
         """
         self._check(replica_id)
-        if not isinstance(COMMANDS.get(query.name), KvCommand):
+        if not query.is_slow:
             return await asyncio.to_thread(self._engine.query, query)
         if self._num_kv_queries >= _MAX_KV_QUERIES:
             return Overloaded("too many questions about KV at once")

@@ -19,19 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import get_args
 
 from mneme.cachetier.chunk.header import I32Array, Miss, U8Array
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
 from mneme.primitives import Workers
+from mneme.replicas.report import GivenUp
 from mneme.replicas.request import Source
-from mneme.replicas.sequence import GivenUp
 
 logger = logging.getLogger(__name__)
 
-GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
 
 ASK_AGAIN_S = 0.5  # since the last question for a request that waits

@@ -1,13 +1,10 @@
-"""What may be asked of an engine about sessions, prompts and KV that is kept, as one table of functions (`COMMANDS`).
+"""Answers what may be asked of an engine (`replicas/queries.py`), by one function for each question.
 
-A command is a function of an engine and its own arguments that runs on the thread that asks. It says itself what of it
-runs on the engine's thread (`AskedEngine.between_steps`), and gives plain values. A call makes the `Query` that goes
-over the wire: `await client.query(get_session(key))`.
+It runs on the thread that asks. It says itself what of it runs on the engine's thread (`AskedEngine.between_steps`).
 
-Commands about the cache tier may take milliseconds, and answer None where there is no tier. Of several replicas one is
-asked for the tier's, as they share it. A deletion asks all for their pages first (`delete_sequence_pages`,
-`delete_tenant_pages`, `settle_saves`), then one for the tier's chunks: nothing that a request saves meanwhile comes
-into the tier behind it.
+Of several replicas one is asked for the cache tier's, because they share it. A deletion asks all for their pages first
+(`DeleteSequencePages`, `DeleteTenantPages`, `SettleSaves`), then one for the tier's chunks: nothing that a request
+saves meanwhile comes into the tier behind it.
 
 Policy only: no tensors.
 """
@@ -17,37 +14,72 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mneme.cachetier.admin import (
     Administered,
     Amount,
     CacheAdmin,
-    FoundChunk,
     PinnedPrefix,
     leading,
     num_leading_tokens,
 )
+from mneme.cachetier.admin import FoundChunk as ChunkPlace
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.keys import prefix_lineage, session_lineage, tenant_id, tenant_of
-from mneme.cachetier.pins import PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
+from mneme.replicas.connector.connector import KvConnector
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.reporter import Reporter
+from mneme.replicas.queries import (
+    DeleteKv,
+    DeletePin,
+    DeleteSequencePages,
+    DeleteSession,
+    DeleteTenantKv,
+    DeleteTenantPages,
+    DroppedChunks,
+    DroppedPages,
+    ExplainedPrompt,
+    ExplainPrompt,
+    ForkSession,
+    FoundChunk,
+    FoundInTier,
+    FoundPages,
+    GetKvStats,
+    GetNote,
+    GetPin,
+    GetReport,
+    GetSession,
+    GetTokens,
+    Hits,
+    KnownPin,
+    KnownSession,
+    KvFigures,
+    LeaveSession,
+    ListKvPins,
+    ListPins,
+    LookUpKv,
+    LookUpPages,
+    PinKv,
+    PinnedChunks,
+    Query,
+    SetNote,
+    SettleSaves,
+    TenantKv,
+    UnpinKv,
+    WarmPrompt,
+)
+from mneme.replicas.report import ReplicaReport
+from mneme.replicas.request import SessionKey, session_key
 from mneme.replicas.sequence import Sequence as RunningSequence
+from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import delete_pages, resident_of
-from mneme.replicas.sessions.sessions import SessionKey, session_key
 
-if TYPE_CHECKING:
-    from mneme.replicas.connector.connector import KvConnector
-    from mneme.replicas.engine.engine import Engine
-    from mneme.replicas.engine.reporter import Reporter
-    from mneme.replicas.sessions.journal import DurableSessions
-
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _SETTLE_S = 5.0
-COMMANDS: dict[str, Command[Any]] = {}  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,185 +129,157 @@ class AskedEngine(Protocol):
         ...
 
 
-class Query(NamedTuple):
-    """A command and its arguments, as plain values."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Answer = Callable[[AskedEngine, Any], Any]
+_ANSWERS: dict[type[Query[Any]], Answer] = {}
 
 
-class Command(Generic[P]):
-    """Makes a function a command: `answer` runs it, a call gives its query."""
-
-    def __init__(self, answer: Callable[Concatenate[AskedEngine, P], Any]) -> None:
-        self.answer, self.name, self.__doc__ = answer, answer.__name__, answer.__doc__
-        COMMANDS[self.name] = self
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Query:
-        return Query(self.name, args, kwargs)
+def answer(asked: AskedEngine, query: Query[T]) -> T:
+    """Answer a question, on the thread that asks; raises what its class says."""
+    found: T = _ANSWERS[type(query)](asked, query)
+    return found
 
 
-class KvCommand(Command[P]):
-    """A command about KV: it may take milliseconds, so no other may have to wait for it."""
+def _answers(kind: type[Query[Any]]) -> Callable[[Answer], Answer]:
+    def keep(function: Answer) -> Answer:
+        _ANSWERS[kind] = function
+        return function
+
+    return keep
 
 
-@Command
-def get_session(asked: AskedEngine, key: SessionKey, restores: bool = False) -> Any:
-    """Describe a session, or None; `restores`: from its durable log, where nothing newer is known of it."""
-    return asked.between_steps(lambda engine: _describe(engine, key), (key,) if restores else ())
+@_answers(GetSession)
+def get_session(asked: AskedEngine, query: GetSession) -> KnownSession | None:
+    return asked.between_steps(lambda engine: _describe(engine, query.key), (query.key,) if query.restores else ())
 
 
-@Command
-def delete_session(asked: AskedEngine, key: SessionKey) -> Any:
-    """Delete a session and its log; whether there was one. Raises `ReplicaUnavailable` if the log takes too long."""
-    found = asked.between_steps(lambda engine: engine.sessions.delete(key))
+@_answers(DeleteSession)
+def delete_session(asked: AskedEngine, query: DeleteSession) -> bool:
+    found = asked.between_steps(lambda engine: engine.sessions.delete(query.key))
     try:
-        return (asked.durable is not None and asked.durable.delete(key)) or found
+        return (asked.durable is not None and asked.durable.delete(query.key)) or found
     except OSError as error:
         raise ReplicaUnavailable("the session's log could not be deleted in time") from error
 
 
-@Command
-def leave_session(asked: AskedEngine, key: SessionKey) -> Any:
-    """Forget a session that goes on on another replica, with its durable log; whether there was one."""
-    return asked.between_steps(lambda engine: engine.sessions.delete(key, is_elsewhere=True))
+@_answers(LeaveSession)
+def leave_session(asked: AskedEngine, query: LeaveSession) -> bool:
+    return asked.between_steps(lambda engine: engine.sessions.delete(query.key, is_elsewhere=True))
 
 
-@Command
-def fork_session(asked: AskedEngine, key: SessionKey, new_id: str) -> Any:
-    """Fork a session and describe the new one, whose id is namespaced as all are here. Raises `SessionNotFound`."""
-    new_key = (key[0], new_id)
+@_answers(ForkSession)
+def fork_session(asked: AskedEngine, query: ForkSession) -> KnownSession | None:
+    new_key = (query.key[0], query.new_id)
 
-    def fork(engine: Engine) -> Any:
-        engine.fork(key, new_key)
+    def fork(engine: Engine) -> KnownSession | None:
+        engine.fork(query.key, new_key)
         return _describe(engine, new_key)
 
-    return asked.between_steps(fork, (key, new_key))
+    return asked.between_steps(fork, (query.key, new_key))
 
 
-@Command
-def note_session(asked: AskedEngine, key: SessionKey, note: bytes) -> Any:
-    """Keep an API's bytes with an idle session, and wait until its log has them; whether there is such a session."""
-    noted = asked.between_steps(lambda engine: engine.sessions.note(key, note))
+@_answers(SetNote)
+def note_session(asked: AskedEngine, query: SetNote) -> bool:
+    noted = asked.between_steps(lambda engine: engine.sessions.note(query.key, query.note))
     if noted and asked.durable is not None:
         asked.durable.writer.flush(_SETTLE_S)  # what cannot be written is a counter, as with turns
     return noted
 
 
-@Command
-def session_note(asked: AskedEngine, key: SessionKey) -> Any:
-    """Return what an API keeps with a session, empty if nothing; None: there is no such session."""
-    return asked.between_steps(lambda engine: None if (log := engine.sessions.get(key)) is None else log.note)
+@_answers(GetNote)
+def session_note(asked: AskedEngine, query: GetNote) -> bytes | None:
+    return asked.between_steps(lambda engine: None if (log := engine.sessions.get(query.key)) is None else log.note)
 
 
-@Command
-def session_tokens(asked: AskedEngine, key: SessionKey, *, visible: bool) -> Any:
-    """List a session's token ids, or None: `visible` those that its next turn would look for, else all."""
-
-    def tokens(engine: Engine) -> Any:
-        log = engine.sessions.get(key)
+@_answers(GetTokens)
+def session_tokens(asked: AskedEngine, query: GetTokens) -> tuple[int, ...] | None:
+    def tokens(engine: Engine) -> tuple[int, ...] | None:
+        log = engine.sessions.get(query.key)
         if log is None:
             return None
-        return tuple(log.seen.ids if visible and log.seen is not None else log.ids)
+        return tuple(log.seen.ids if query.visible and log.seen is not None else log.ids)
 
     return asked.between_steps(tokens)
 
 
-@Command
-def report_all(asked: AskedEngine) -> Any:
-    """Return a `ReplicaReport` of all that is there, for who has missed some."""
+@_answers(GetReport)
+def report_all(asked: AskedEngine, query: GetReport) -> ReplicaReport:
     return asked.between_steps(lambda _: asked.reporter.snapshot())
 
 
-@Command
-def explain_prompt(asked: AskedEngine, salt: str, http_id: str) -> Any:
-    """Say where a request's KV came from, for each choice; an empty list if it is not remembered."""
-    return asked.between_steps(lambda engine: engine.explanations.of(salt, http_id))
+@_answers(ExplainPrompt)
+def explain_prompt(asked: AskedEngine, query: ExplainPrompt) -> list[ExplainedPrompt]:
+    return asked.between_steps(lambda engine: engine.explanations.of(query.salt, query.http_id))
 
 
-@Command
-def warm_prompt(
-    asked: AskedEngine, name: PinName, salt: str, token_ids: tuple[int, ...], *, ttl_s: float | None, pin: bool
-) -> Any:
-    """Begin to compute a prompt, to be pinned then (`pin`); answers as `get_pin` does."""
-
-    def warm(engine: Engine) -> Any:
-        engine.pins.warm(name, salt, token_ids, ttl_s=ttl_s, keeps=pin)
-        return engine.pins.describe(name)
+@_answers(WarmPrompt)
+def warm_prompt(asked: AskedEngine, query: WarmPrompt) -> KnownPin | None:
+    def warm(engine: Engine) -> KnownPin | None:
+        engine.pins.warm(query.name, query.salt, query.token_ids, ttl_s=query.ttl_s, keeps=query.pin)
+        return engine.pins.describe(query.name)
 
     return asked.between_steps(warm)
 
 
-@Command
-def get_pin(asked: AskedEngine, name: PinName) -> Any:
-    """Say how far a prompt is that is warmed or pinned, or None."""
-    return asked.between_steps(lambda engine: engine.pins.describe(name))
+@_answers(GetPin)
+def get_pin(asked: AskedEngine, query: GetPin) -> KnownPin | None:
+    return asked.between_steps(lambda engine: engine.pins.describe(query.name))
 
 
-@Command
-def list_pins(asked: AskedEngine, tenant: bytes) -> Any:
-    """List what a tenant has pinned, or is about to have."""
-    return asked.between_steps(lambda engine: engine.pins.of_tenant(tenant))
+@_answers(ListPins)
+def list_pins(asked: AskedEngine, query: ListPins) -> list[KnownPin]:
+    return asked.between_steps(lambda engine: engine.pins.of_tenant(query.tenant))
 
 
-@Command
-def delete_pin(asked: AskedEngine, name: PinName) -> Any:
-    """Unpin; whether there was such a pin."""
-    return asked.between_steps(lambda engine: engine.pins.unpin(name))
+@_answers(DeletePin)
+def delete_pin(asked: AskedEngine, query: DeletePin) -> bool:
+    return asked.between_steps(lambda engine: engine.pins.unpin(query.name))
 
 
-@KvCommand
-def look_up_pages(asked: AskedEngine, salt: str, token_ids: tuple[int, ...]) -> Any:
-    """Count the tokens of a sequence that the engine's device and host have; changes nothing."""
-    return asked.between_steps(lambda engine: engine.forest.resident(salt, token_ids)._asdict())
+@_answers(LookUpPages)
+def look_up_pages(asked: AskedEngine, query: LookUpPages) -> FoundPages:
+    return asked.between_steps(lambda engine: _shown_resident(engine, query))
 
 
-@KvCommand
-def look_up_kv(asked: AskedEngine, salt: str, token_ids: tuple[int, ...]) -> Any:
-    """Say what the tier has of a sequence, and where; changes nothing."""
+@_answers(LookUpKv)
+def look_up_kv(asked: AskedEngine, query: LookUpKv) -> FoundInTier | None:
     if asked.kv_tier is None:
         return None
-    chain = asked.kv_tier.chain(salt, token_ids)
+    chain = asked.kv_tier.chain(query.salt, query.token_ids)
     return _shown_lookup(asked.kv_tier.admin.lookup(chain), chain)
 
 
-@KvCommand
-def pin_kv(asked: AskedEngine, name: PinName, salt: str, token_ids: tuple[int, ...], ttl_s: float | None) -> Any:
-    """Keep what the tier has of a sequence; raises `KvNotFound`, `CachePinRefused` or `NoCacheTier`."""
+@_answers(PinKv)
+def pin_kv(asked: AskedEngine, query: PinKv) -> PinnedChunks:
     if asked.kv_tier is None:
         raise NoCacheTier
-    pin = asked.kv_tier.admin.pin(name, asked.kv_tier.chain(salt, token_ids), ttl_s)
+    pin = asked.kv_tier.admin.pin(query.name, asked.kv_tier.chain(query.salt, query.token_ids), query.ttl_s)
     if pin is None:
-        raise KvNotFound("prompt", len(token_ids), "the cache tier has nothing of it; compute it first")
+        raise KvNotFound("prompt", len(query.token_ids), "the cache tier has nothing of it; compute it first")
     return _shown_pin(pin)
 
 
-@KvCommand
-def unpin_kv(asked: AskedEngine, name: PinName) -> Any:
-    """Unpin in the tier; whether there was such a pin."""
-    return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(name)
+@_answers(UnpinKv)
+def unpin_kv(asked: AskedEngine, query: UnpinKv) -> bool | None:
+    return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(query.name)
 
 
-@KvCommand
-def list_kv_pins(asked: AskedEngine, tenant: bytes) -> Any:
-    """List a tenant's pins in the tier."""
-    return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(tenant)]
+@_answers(ListKvPins)
+def list_kv_pins(asked: AskedEngine, query: ListKvPins) -> list[PinnedChunks] | None:
+    return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(query.tenant)]
 
 
-@KvCommand
-def delete_sequence_pages(
-    asked: AskedEngine, salt: str, token_ids: tuple[int, ...], session: SessionKey | None = None
-) -> Any:
-    """Delete a prompt's pages with all that begins with it, or what is a session's own; what is being saved settles."""
-
+@_answers(DeleteSequencePages)
+def delete_sequence_pages(asked: AskedEngine, query: DeleteSequencePages) -> DroppedPages:
     def delete(engine: Engine) -> None:
-        if session is None:
-            _save_no_more(engine, lambda s: s.request.salt == salt and tuple(s.context[: len(token_ids)]) == token_ids)
-            engine.forest.drop_prefix(salt, token_ids)
+        if query.session is None:
+            _save_no_more(
+                engine,
+                lambda s: s.request.salt == query.salt and tuple(s.context[: len(query.token_ids)]) == query.token_ids,
+            )
+            engine.forest.drop_prefix(query.salt, query.token_ids)
             return
-        _save_no_more(engine, lambda sequence: session_key(sequence.request) == session)
-        log = engine.sessions.get(session)
+        _save_no_more(engine, lambda sequence: session_key(sequence.request) == query.session)
+        log = engine.sessions.get(query.session)
         if log is not None:
             delete_pages(engine.forest, log)
 
@@ -284,10 +288,9 @@ def delete_sequence_pages(
     return deleted
 
 
-@KvCommand
-def delete_tenant_pages(asked: AskedEngine, salt: str) -> Any:
-    """Delete all pages and sessions of a tenant; a session that answers is deleted when it has."""
-    tenant = tenant_of(salt)
+@_answers(DeleteTenantPages)
+def delete_tenant_pages(asked: AskedEngine, query: DeleteTenantPages) -> DroppedPages:
+    tenant = tenant_of(query.salt)
 
     def delete(engine: Engine) -> None:
         _save_no_more(engine, lambda sequence: tenant_of(sequence.request.salt) == tenant)
@@ -299,47 +302,38 @@ def delete_tenant_pages(asked: AskedEngine, salt: str) -> Any:
     return deleted
 
 
-@KvCommand
-def settle_saves(asked: AskedEngine) -> Any:
-    """Wait until what is being saved is in the tier."""
+@_answers(SettleSaves)
+def settle_saves(asked: AskedEngine, query: SettleSaves) -> None:
     _settle(asked)
 
 
-@KvCommand
-def delete_kv(
-    asked: AskedEngine,
-    salt: str,
-    token_ids: tuple[int, ...],
-    session: SessionKey | None = None,
-) -> Any:
-    """Delete the tier's chunks of a sequence, with all that begins with it; of a session, what is its alone."""
+@_answers(DeleteKv)
+def delete_kv(asked: AskedEngine, query: DeleteKv) -> DroppedChunks | None:
     tier = asked.kv_tier
     if tier is None:
         return None
-    removed = tier.admin.delete(tier.chain(salt, token_ids), spares_longer=session is not None)
-    if session is not None:
-        removed = removed.plus(tier.admin.delete(tier.of_session(session), spares_longer=False))
+    removed = tier.admin.delete(tier.chain(query.salt, query.token_ids), spares_longer=query.session is not None)
+    if query.session is not None:
+        removed = removed.plus(tier.admin.delete(tier.of_session(query.session), spares_longer=False))
     return _shown_amount(removed)
 
 
-@KvCommand
-def delete_tenant_kv(asked: AskedEngine, salt: str) -> Any:
-    """Delete all that a tenant has in the tier; its logs first: a session read from one would be saved again."""
+@_answers(DeleteTenantKv)
+def delete_tenant_kv(asked: AskedEngine, query: DeleteTenantKv) -> DroppedChunks | None:
     if asked.kv_tier is None:
         return None
     try:
-        num_logs = 0 if asked.durable is None else asked.durable.delete_tenant(tenant_id(salt))
+        num_logs = 0 if asked.durable is None else asked.durable.delete_tenant(tenant_id(query.salt))
     except OSError as error:
         raise ReplicaUnavailable("the tenant's session logs could not be deleted in time") from error
-    return {**_shown_amount(asked.kv_tier.admin.delete_tenant(tenant_id(salt))), "session_logs": num_logs}
+    return {**_shown_amount(asked.kv_tier.admin.delete_tenant(tenant_id(query.salt))), "session_logs": num_logs}
 
 
-@KvCommand
-def kv_stats(asked: AskedEngine, salt: str | None) -> Any:
-    """Sum up all tenants, and the caller's own share; without a salt, totals alone."""
+@_answers(GetKvStats)
+def kv_stats(asked: AskedEngine, query: GetKvStats) -> KvFigures | None:
     if asked.kv_tier is None:
         return None
-    tenant = None if salt is None else tenant_id(salt)
+    tenant = None if query.salt is None else tenant_id(query.salt)
     nodes, own = [], Counter[str]()
     for node in asked.kv_tier.admin.stats():
         tenants = node.pop("owners", {})
@@ -348,7 +342,12 @@ def kv_stats(asked: AskedEngine, salt: str | None) -> Any:
     return {"nodes": nodes, "tenant": None if tenant is None else _tenant(asked.kv_tier, tenant, own)}
 
 
-def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
+def _shown_resident(engine: Engine, query: LookUpPages) -> FoundPages:
+    resident = engine.forest.resident(query.salt, query.token_ids)
+    return {"device": resident.device, "host": resident.host}
+
+
+def _describe(engine: Engine, key: SessionKey) -> KnownSession | None:
     sessions = engine.sessions
     log = sessions.get(key)
     if log is None:
@@ -357,8 +356,8 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
     ids, seen = (log.ids, log.seen) if running is None else (running[0].ids, running[0].seen)
     num_seen = len(ids) if seen is None else len(seen.ids)
     resident = resident_of(engine.forest, key[0], ids, seen)
-    absent = num_seen - resident.device - resident.host  # from this replica: `look_up_kv` asks the cache tier
-    hits = [{"prompt_tokens": prompt, "cached_tokens": cached} for prompt, cached in log.hit_history()]
+    absent = num_seen - resident.device - resident.host  # from this replica: `LookUpKv` asks the cache tier
+    hits: list[Hits] = [{"prompt_tokens": prompt, "cached_tokens": cached} for prompt, cached in log.hit_history()]
     return {
         "version": log.version,
         "tokens": len(ids),
@@ -368,7 +367,7 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
         "queued": 0 if log.running is None else len(log.running.queue),
         "idle_s": sessions.idle_s(log),
         "expires_in_s": sessions.expires_in_s(log),
-        "kv": {**resident._asdict(), "absent": absent},
+        "kv": {"device": resident.device, "host": resident.host, "absent": absent},
         "hit_history": hits,
     }
 
@@ -385,7 +384,7 @@ def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -
             sequence.chain = None
 
 
-def _deleted_pages(engine: Engine, delete: Callable[[Engine], None]) -> dict[str, int]:
+def _deleted_pages(engine: Engine, delete: Callable[[Engine], None]) -> DroppedPages:
     """Count the pages that `delete` frees."""
     device, host = engine.forest.device, engine.forest.host
     before = len(device.free), len(host.free)
@@ -393,7 +392,7 @@ def _deleted_pages(engine: Engine, delete: Callable[[Engine], None]) -> dict[str
     return {"device_pages": len(device.free) - before[0], "host_pages": len(host.free) - before[1]}
 
 
-def _tenant(tier: KvTier, tenant: bytes, own: Mapping[str, int]) -> dict[str, Any]:
+def _tenant(tier: KvTier, tenant: bytes, own: Mapping[str, int]) -> TenantKv:
     return {
         "owner": tenant.hex(),
         "host_bytes": own["host"],
@@ -403,21 +402,24 @@ def _tenant(tier: KvTier, tenant: bytes, own: Mapping[str, int]) -> dict[str, An
     }
 
 
-def _shown_lookup(found: Sequence[FoundChunk], query: ChainQuery) -> dict[str, Any]:
+def _shown_lookup(found: Sequence[ChunkPlace], query: ChainQuery) -> FoundInTier:
     """Count leading tokens by where they are; one that is in several places counts in each."""
     run = leading(found, query.chunk_tokens)
     nodes: dict[str, Counter[str]] = {}
+    sums = _by_kind(run)
     for each in run:
         nodes.setdefault(each.node, Counter())[each.tier] += each.num_tokens
     return {
         "tokens": num_leading_tokens(run),
-        **_by_kind(run),
-        "nodes": [{"node": node, "host": sums["host"], "disk": sums["disk"]} for node, sums in sorted(nodes.items())],
+        "host": sums["host"],
+        "disk": sums["disk"],
+        "peer": sums["peer"],
+        "nodes": [{"node": node, "host": held["host"], "disk": held["disk"]} for node, held in sorted(nodes.items())],
         "chunks": [_chunk_shown(each, query) for each in run],
     }
 
 
-def _by_kind(run: Sequence[FoundChunk]) -> dict[str, int]:
+def _by_kind(run: Sequence[ChunkPlace]) -> dict[str, int]:
     """Count tokens in this node's memory, on its disk, and on other nodes alone."""
     sums: dict[str, int] = {}
     near = {each.place for each in run if each.is_near}
@@ -427,7 +429,7 @@ def _by_kind(run: Sequence[FoundChunk]) -> dict[str, int]:
     return sums | {"peer": sum(far.values())}
 
 
-def _chunk_shown(each: FoundChunk, query: ChainQuery) -> dict[str, Any]:
+def _chunk_shown(each: ChunkPlace, query: ChainQuery) -> FoundChunk:
     start = each.place * query.chunk_tokens
     return {
         "start": start,
@@ -438,7 +440,7 @@ def _chunk_shown(each: FoundChunk, query: ChainQuery) -> dict[str, Any]:
     }
 
 
-def _shown_pin(pin: PinnedPrefix) -> dict[str, Any]:
+def _shown_pin(pin: PinnedPrefix) -> PinnedChunks:
     return {
         "id": pin.pin_id,
         "num_tokens": pin.num_tokens,
@@ -448,5 +450,5 @@ def _shown_pin(pin: PinnedPrefix) -> dict[str, Any]:
     }
 
 
-def _shown_amount(amount: Amount) -> dict[str, int]:
+def _shown_amount(amount: Amount) -> DroppedChunks:
     return {"chunks": amount.num_chunks, "bytes": amount.num_bytes}

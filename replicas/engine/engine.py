@@ -50,12 +50,12 @@ from mneme.replicas.fuse.controller import Controller
 from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
-from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
-from mneme.replicas.sessions.sessions import SessionKey, Sessions
+from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
 from mneme.replicas.text.grammar import Grammars, without
 

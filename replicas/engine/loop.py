@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.primitives import Workers
-from mneme.replicas.engine.commands import COMMANDS, KvTier, Query, kv_tier_of, settle_saves
+from mneme.replicas.engine.commands import KvTier, answer, kv_tier_of
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
 from mneme.replicas.engine.stats import beside_steps, rss_bytes
-from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.queries import Query, SettleSaves
+from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent, session_key
 from mneme.replicas.sessions.journal import Recalled, take_over
-from mneme.replicas.sessions.sessions import SessionKey, session_key
 
 logger = logging.getLogger(__name__)
 
@@ -140,21 +140,21 @@ class EngineLoop:
             events = self._ask(end_all)
         except ReplicaUnavailable:  # it has stopped, and ended them
             return 0
-        self.query(settle_saves())  # an error says that it takes long: they are computed again then
+        self.query(SettleSaves())  # an error says that it takes long: they are computed again then
         self._post(lambda: self._deliver(events))
         return sum(event.finish_reason == "abort" for event in events)
 
-    def query(self, query: Query) -> Any:
-        """Run a command (`engine/commands.py`) and return its answer, or the error that it raises.
+    def query(self, query: Query[T]) -> T | MnemeError:
+        """Answer a question, or return the error that it raises.
 
         It runs on the caller's thread: what the cache tier says of KV may take milliseconds.
         """
         try:
-            return COMMANDS[query.name].answer(self, *query.args, **query.kwargs)
+            return answer(self, query)
         except MnemeError as error:
             return error
         except Exception:  # a question may fail, the engine may not
-            logger.exception("query failed query=%s", query.name)
+            logger.exception("query failed query=%s", type(query).__name__)
             return MnemeError("the engine could not answer")
 
     def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:

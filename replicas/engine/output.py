@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mneme.errors import MnemeError
 from mneme.replicas.documents import BlendUsage
+from mneme.replicas.queries import ExplainedPrompt, ExplainedRange, ExplainedSampling
 from mneme.replicas.report import ReplicaReport
-from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent
+from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent, is_of_request
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
 from mneme.replicas.text.detokenizer import TextStream
@@ -27,8 +26,6 @@ logger = logging.getLogger(__name__)
 MAX_EXPLANATIONS = 1024  # per engine
 MAX_RANGES = 16_384  # in all of them together
 HOLD_S = 0.05  # no event waits longer for a log: a disk that hangs must not hang clients
-
-_SUFFIX = re.compile(r"(-\d+)?(~\d+)?\.\d+")  # prompt, attempt and choice of one HTTP request
 
 Deliver = Callable[[StepMessage], None]
 Batches = Mapping[str, list[TokenEvent]]  # by subscriber
@@ -170,7 +167,7 @@ class Explanations:
     """Says where the KV of recent prompts came from, range by range (`GET /v1/kv/explain`); bounded."""
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[str, dict[str, Any]]] = deque()  # (tenant salt, explanation), oldest first
+        self._entries: deque[tuple[str, ExplainedPrompt]] = deque()  # (tenant salt, explanation), oldest first
         self._num_ranges = 0
 
     def __len__(self) -> int:
@@ -179,15 +176,27 @@ class Explanations:
     def note(self, sequence: Sequence, usage: PromptUsage) -> None:
         """Keep where the KV of a computed prompt came from."""
         request = sequence.request
-        ranges = [origin._asdict() for origin in sequence.origins.ranges(usage.prompt_tokens)]
-        explanation = {
+        ranges: list[ExplainedRange] = [
+            {"start": origin.start, "end": origin.end, "source": origin.source}
+            for origin in sequence.origins.ranges(usage.prompt_tokens)
+        ]
+        weighing = request.sampling.weighing
+        sampling: ExplainedSampling = {
+            "temperature": weighing.temperature,
+            "top_p": weighing.top_p,
+            "top_k": weighing.top_k,
+            "min_p": weighing.min_p,
+            "repetition_penalty": weighing.repetition_penalty,
+            "max_tokens": sequence.max_tokens,
+        }
+        explanation: ExplainedPrompt = {
             "request_id": request.request_id,
             "choice": request.choice_index,
             "has_session": request.session_id is not None,
             "prompt_tokens": usage.prompt_tokens,
             "kv_details": usage.kv_details(),
             "ranges": ranges,
-            "sampling": {**request.sampling.weighing._asdict(), "max_tokens": sequence.max_tokens},
+            "sampling": sampling,
         }
         if usage.blend is not None:
             explanation["blend"] = usage.blend.as_json()
@@ -197,14 +206,9 @@ class Explanations:
             _, oldest = self._entries.popleft()
             self._num_ranges -= len(oldest["ranges"])
 
-    def of(self, salt: str, http_id: str) -> list[dict[str, Any]]:
+    def of(self, salt: str, http_id: str) -> list[ExplainedPrompt]:
         """List an entry for each choice of the HTTP request that ran here, also of those that were moved on."""
         return [e for of_salt, e in self._entries if of_salt == salt and is_of_request(e["request_id"], http_id)]
-
-
-def is_of_request(request_id: str, http_id: str) -> bool:
-    """Return whether a request to an engine is a choice, a prompt or an attempt of an HTTP request."""
-    return request_id.startswith(http_id) and _SUFFIX.fullmatch(request_id, len(http_id)) is not None
 
 
 class Subscriber:

@@ -23,13 +23,14 @@ from array import array
 from collections import abc
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinBook, PinName
 from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import WarmPrompt
-from mneme.replicas.forest.pages import PUBLIC_SALT, Path
+from mneme.replicas.forest.pages import Path
+from mneme.replicas.queries import KnownPin
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.sessions import Sessions
@@ -192,18 +193,18 @@ class Pins:
         self._remove(entry)
         return True
 
-    def describe(self, name: PinName) -> dict[str, Any] | None:
+    def describe(self, name: PinName) -> KnownPin | None:
         """Describe an entry, also one that failed: `error` is then a `MnemeError`."""
         self.expire()
         entry = self._entries.get(name)
-        return None if entry is None else {**self._described(entry), "error": entry.error}
+        return None if entry is None else self._described(entry)
 
-    def of_tenant(self, tenant: bytes) -> list[dict[str, Any]]:
+    def of_tenant(self, tenant: bytes) -> list[KnownPin]:
         """List what the tenant has pinned, or is about to have."""
         self.expire()
         return [self._described(each) for each in self._entries.of_tenant(tenant).values() if each.is_listed]
 
-    def _described(self, entry: _Entry) -> dict[str, Any]:
+    def _described(self, entry: _Entry) -> KnownPin:
         return {
             "id": entry.name.pin_id,
             "num_tokens": len(entry.ids),
@@ -212,6 +213,7 @@ class Pins:
             "configured": entry.is_configured,
             "public": entry.salt == PUBLIC_SALT,
             "expires_in_s": self._entries.left_s(entry) if entry.keeps else None,
+            "error": entry.error,
         }
 
     def _check_quota(self, tenant: bytes) -> None:

@@ -30,22 +30,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mneme.cachetier.chunk.keys import PUBLIC_SALT
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.pages import (
-    DEVICE,
-    HOST,
-    PUBLIC_SALT,
-    Owner,
-    Page,
-    Path,
-    Resident,
-    Root,
-    common_prefix,
-    resident,
-)
+from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.paths import (
     DocumentUse,
     Paths,

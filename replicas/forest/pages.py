@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 ALL_SLOTS = -1  # a mask with every bit set
 NOWHERE = -1  # stands for the page id of a page that the device has not
-PUBLIC_SALT = "*"  # no tenant's: every tenant's prompts may begin with what was computed under it
 DEVICE, HOST = 0, 1  # tiers, as indices of what a page keeps for each
 _WORD_BITS = 64  # of a mask
 _EVENT_BYTES = 16

@@ -23,8 +23,8 @@ from mneme.cachetier.sessions.log_store import Appended, LogKey, SessionLogStore
 from mneme.cachetier.sessions.rows import SessionState, next_version, rows_of, taken_over
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.request import GenerationRequest
-from mneme.replicas.sessions.sessions import SessionKey, Sessions, session_key
+from mneme.replicas.request import GenerationRequest, SessionKey, session_key
+from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import RunningTurn, TokenLog, is_usable, root_turn
 
 logger = logging.getLogger(__name__)

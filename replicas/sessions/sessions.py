@@ -20,7 +20,7 @@ from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.primitives import LazyHeap
 from mneme.replicas.documents import shifted
-from mneme.replicas.request import GenerationRequest
+from mneme.replicas.request import GenerationRequest, SessionKey, session_key
 from mneme.replicas.sessions.token_log import (
     FinishedTurn,
     Mark,
@@ -40,7 +40,6 @@ MAX_QUEUED_PER_SESSION = 64  # so that one session cannot fill the engine's queu
 
 _MAX_SEAMS = 3  # marks tried from the end: each costs tokenizing the text behind it
 
-SessionKey = tuple[str, str]  # (tenant salt, session id)
 Ids = list[int]
 
 
@@ -363,10 +362,6 @@ class Sessions:
         if ids[-1] in self._end_token_ids and ids[-1] in closing:
             return closing.index(ids[-1]) + 1
         return next((n for n in range(len(closing), 0, -1) if ids[-n:] == closing[:n]), 0)
-
-
-def session_key(request: GenerationRequest) -> SessionKey | None:
-    return None if request.session_id is None else (request.salt, request.session_id)
 
 
 def _name(key: SessionKey) -> str:

@@ -14,13 +14,22 @@ from mneme.cluster.serve.engine_client import Condition
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
-from mneme.replicas.engine.commands import COMMANDS, KvCommand, KvTier, Query
+from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.output import Explanations, said_to_client
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
+from mneme.replicas.queries import (
+    DeletePin,
+    DeleteSequencePages,
+    DeleteSession,
+    DeleteTenantPages,
+    GetSession,
+    LookUpPages,
+    Query,
+)
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, SessionKey, TokenEvent
 from mneme.replicas.sequence import Sequence as RunningSequence
-from mneme.replicas.sessions.sessions import SessionKey, Sessions
+from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -125,22 +134,24 @@ class FakeEngineClient:
         of_session = [s for s in self._running if (s.request.salt, s.request.session_id) == key]
         return (of_session[0].turn(), of_session[0].request) if of_session else None
 
-    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def query(self, query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:
         """The second replica has all sessions; the first knows nothing."""
         if self.query_failure is not None:
             raise self.query_failure
-        if isinstance(COMMANDS[query.name], KvCommand):
+        if query.is_slow:
             return self._answer_kv(query, replica_id)
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
-        nothing = {"get_session": None, "delete_session": False, "delete_pin": False}.get(query.name, [])
+        nothing: Any = None if isinstance(query, GetSession) else False
+        if not isinstance(query, GetSession | DeleteSession | DeletePin):
+            nothing = []
         return {
             name: each for name, each in zip(self.names, (nothing, known), strict=True) if replica_id in (None, name)
         }
 
-    def _answer_kv(self, query: Query, replica_id: str | None) -> dict[str, Any]:
+    def _answer_kv(self, query: Query[Any], replica_id: str | None) -> dict[str, Any]:
         """Both replicas ask the same tier; only the second has pages."""
         known = answer(self, query, self.kv_tier)  # type: ignore[arg-type]
-        other = None if query.name in ("look_up_pages", "delete_sequence_pages", "delete_tenant_pages") else known
+        other = None if isinstance(query, LookUpPages | DeleteSequencePages | DeleteTenantPages) else known
         return {name: each for name, each in zip(self.names, (other, known), strict=True) if replica_id in (None, name)}
 
     def replica_ids(self) -> list[str]:

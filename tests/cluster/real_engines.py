@@ -19,9 +19,10 @@ from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.commands import KvTier, Query
+from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.queries import DeletePin, Query
 from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, layers_of
 from tests.cluster.api_fixtures import TOKENIZER, api
@@ -50,9 +51,9 @@ class TwoEngines(FakeEngineClient):
             self.loops[name].kv_tier = self.tier if has_tier else None
             self.loops[name].start()
 
-    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def query(self, query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:
         asked = [name for name in self.loops if replica_id in (None, name)]
-        if self.silent & set(asked) and query.name != "delete_pin":
+        if self.silent & set(asked) and not isinstance(query, DeletePin):
             raise ReplicaUnavailable("a replica did not answer")
         answers = {name: await asyncio.to_thread(self.loops[name].query, query) for name in asked}
         for answer in answers.values():

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, SessionNotFound
-from mneme.replicas.engine.commands import Query
-from mneme.replicas.request import GenerationRequest, PromptUsage, StepMessage, TokenEvent
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.queries import DeleteSession, GetReport, GetSession, LeaveSession, Query
+from mneme.replicas.request import GenerationRequest, PromptUsage, SessionKey, StepMessage, TokenEvent
 
 Deliver = Callable[[StepMessage], None]
 
@@ -49,7 +48,7 @@ class FakeEngineLoop:
         self.is_stalled = False
         self.sessions: dict[SessionKey, float] = {}
         self.durable: set[SessionKey] = set()  # sessions that have a log on disk
-        self.queries: list[Query] = []
+        self.queries: list[Query[Any]] = []
         self.refusals: list[MnemeError] = []  # answers to the next questions
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -109,19 +108,19 @@ class FakeEngineLoop:
                 },
             }
 
-    def query(self, query: Query) -> Any:
+    def query(self, query: Query[Any]) -> Any:
         """Sessions are those that `sessions` names, by key: seconds since they were used."""
-        if query.name == "report_all":  # it reports nothing
+        if isinstance(query, GetReport):  # it reports nothing
             return None
         with self._lock:
             self.queries.append(query)
             if self.refusals:
                 return self.refusals.pop()
-            if query.name == "get_session":
-                idle_s = self.sessions.get(query.args[0])
+            if isinstance(query, GetSession):
+                idle_s = self.sessions.get(query.key)
                 return None if idle_s is None else {"version": 0, "idle_s": idle_s}
-            if query.name in ("delete_session", "leave_session"):
-                return self.sessions.pop(query.args[0], None) is not None
+            if isinstance(query, DeleteSession | LeaveSession):
+                return self.sessions.pop(query.key, None) is not None
             return []
 
     def _admit(self, request: GenerationRequest) -> MnemeError | None:

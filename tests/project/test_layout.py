@@ -51,7 +51,7 @@ LEVELS = {
     "replicas": (
         "documents forest report truncation",
         "config request vllm_options",
-        "card",
+        "card queries",
         "fuse text",
         "sequence",
         "connector",

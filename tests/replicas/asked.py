@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mneme.replicas.engine.commands import COMMANDS, KvTier, Query
+from mneme.replicas.engine import commands
+from mneme.replicas.engine.commands import KvTier
+from mneme.replicas.queries import Query
+from mneme.replicas.request import SessionKey
 from mneme.replicas.sessions.journal import take_over
-from mneme.replicas.sessions.sessions import SessionKey
 
 if TYPE_CHECKING:
     from mneme.replicas.engine.engine import Engine
@@ -26,6 +28,6 @@ class Asked:
         return question(self.engine)
 
 
-def answer(engine: Engine, query: Query, kv_tier: KvTier | None = None) -> Any:
+def answer(engine: Engine, query: Query[Any], kv_tier: KvTier | None = None) -> Any:
     """What a command answers, or raises."""
-    return COMMANDS[query.name].answer(Asked(engine, kv_tier), *query.args, **query.kwargs)
+    return commands.answer(Asked(engine, kv_tier), query)

@@ -24,8 +24,7 @@ from mneme.cachetier.distributed.objects import LoadNotices
 from mneme.cachetier.distributed.ray_store import KnownKeys, PutsUnderWay, RayChunkStore
 from mneme.cachetier.node.prefetch import LOADS_AGAIN_S
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.node.writer import HostPut
-from mneme.cachetier.store import ChainQuery
+from mneme.cachetier.store import ChainQuery, HostPut
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of
 from tests.cachetier.nodes import Clock
 

@@ -14,7 +14,7 @@ from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.tenancy import kv_salt
 from mneme.errors import ReplicaUnavailable
-from mneme.replicas.engine.commands import Query, get_session
+from mneme.replicas.queries import GetSession, Query
 from tests.cluster.api_fixtures import TOKENIZER, api
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
 
@@ -100,11 +100,11 @@ def test_a_session_that_only_its_log_knows_is_found(client: TestClient, engines:
         call(client, "/pin", session_id="mine")
     plain, is_restored = engines.query, False
 
-    async def query(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def query(query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:
         """As after a restart: no replica has the session before one has read its log."""
         nonlocal is_restored
-        if query.name == "get_session":
-            is_restored = is_restored or "restores" in query.kwargs
+        if isinstance(query, GetSession):
+            is_restored = is_restored or query.restores
             if not is_restored:
                 return dict.fromkeys(engines.loops)
         return await plain(query, replica_id=replica_id)
@@ -224,7 +224,7 @@ def test_a_tenant_s_sessions_go_with_its_kv() -> None:
         assert (gone["tier"]["chunks"], gone["tier"]["session_logs"]) == (4, 3)
         assert logs.owners == [tenant_id(salts(0)[0])]  # one replica is asked for all nodes
         for loop in engines.loops.values():
-            left = loop.query(get_session((salts(1)[0], "other")))
+            left = loop.query(GetSession((salts(1)[0], "other")))
             assert left is not None
             assert len(loop.engine.sessions) == 1
 
@@ -315,7 +315,7 @@ def test_a_tier_that_fails_is_an_error_and_harms_no_engine(
 
 
 def test_no_replica_is_a_503(client: TestClient, engines: TwoEngines) -> None:
-    async def nobody(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def nobody(query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:
         raise ReplicaUnavailable("no replica is ready")
 
     engines.query = nobody  # type: ignore[method-assign]

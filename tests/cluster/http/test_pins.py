@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.http import kv
 from mneme.cluster.keys import ApiKey, sha256_of
-from mneme.replicas.engine.commands import Query
+from mneme.replicas.queries import DeletePin, Query
 from mneme.replicas.text.parts import encode_parts, prompt_parts
 from tests.cluster.api_fixtures import TOKENIZER, api
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
@@ -110,8 +110,8 @@ def test_a_prompt_that_takes_too_long_is_given_up(
     blocked = asyncio.Event()
     asked = engines.query
 
-    async def query(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
-        if query.name != "delete_pin":
+    async def query(query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:
+        if not isinstance(query, DeletePin):
             await blocked.wait()
         return await asked(query, replica_id=replica_id)
 

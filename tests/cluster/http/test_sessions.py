@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.wire.openai import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
+from mneme.replicas.queries import ForkSession
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, api, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
@@ -138,7 +139,7 @@ class MovingClient(FakeEngineClient):
     num_moves = 0
 
     async def query(self, query: Any, *, replica_id: str | None = None) -> dict[str, Any]:
-        if query.name == "fork_session" and self.num_moves:
+        if isinstance(query, ForkSession) and self.num_moves:
             self.num_moves -= 1
             raise SessionNotFound("session_id", "s")
         return await super().query(query, replica_id=replica_id)

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from mneme.cluster.metrics import page as metrics_page
 from mneme.cluster.metrics.page import cache_metrics
 from mneme.errors import ReplicaUnavailable
-from mneme.replicas.engine.commands import Query
+from mneme.replicas.queries import Query
 from tests.cluster.api_fixtures import TOKENIZER, api, get
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.http.test_kv import IDS
@@ -89,10 +89,10 @@ def test_a_tier_that_is_silent_or_slow_leaves_the_page(
     monkeypatch.setattr(metrics_page, "_NODES_TIMEOUT_S", 0.01)
     with_cache(engines)
 
-    async def refuse(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def refuse(query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:
         raise ReplicaUnavailable("gone")
 
-    async def hang(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+    async def hang(query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:
         await asyncio.Event().wait()
         raise AssertionError
 

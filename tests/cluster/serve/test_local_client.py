@@ -13,7 +13,7 @@ from mneme.cluster.serve import local_client
 from mneme.cluster.serve.engine_client import Condition
 from mneme.cluster.serve.local_client import NAME, LocalEngineClient
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
-from mneme.replicas.engine.commands import get_session
+from mneme.replicas.queries import GetSession
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.fakes.fake_engine import FakeEngineLoop, expected_tokens
 
@@ -174,12 +174,12 @@ def test_an_engine_that_has_ended_ends_its_answers_and_is_reported(monkeypatch: 
 def test_questions_are_the_engines_and_their_errors_are_raised() -> None:
     async def scenario(engine: Engine, client: LocalEngineClient) -> None:
         engine.sessions["", "s"] = 1.0
-        assert await client.query(get_session(("", "s"))) == {NAME: {"version": 0, "idle_s": 1.0}}
+        assert await client.query(GetSession(("", "s"))) == {NAME: {"version": 0, "idle_s": 1.0}}
         engine.refusals.append(Overloaded("later"))
         with pytest.raises(Overloaded):
-            await client.query(get_session(("", "s")), replica_id=NAME)
+            await client.query(GetSession(("", "s")), replica_id=NAME)
         with pytest.raises(ReplicaUnavailable):
-            await client.query(get_session(("", "s")), replica_id="another")
+            await client.query(GetSession(("", "s")), replica_id="another")
 
     run(scenario)
 

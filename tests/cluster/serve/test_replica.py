@@ -15,7 +15,7 @@ from mneme.cluster.serve.calls import WrongReplica
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import Overloaded
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query, get_pin, kv_stats
+from mneme.replicas.queries import GetKvStats, GetPin, Query
 from tests.fakes.fake_engine import FakeEngineLoop
 
 pytestmark = pytest.mark.engine
@@ -71,8 +71,8 @@ class SlowTier:
     def __init__(self) -> None:
         self.may_answer = threading.Event()
 
-    def query(self, query: Query) -> Any:
-        if isinstance(COMMANDS[query.name], KvCommand):
+    def query(self, query: Query[Any]) -> Any:
+        if query.is_slow:
             assert self.may_answer.wait(30)
             return "figures"
         return "pin"
@@ -83,15 +83,15 @@ def test_a_slow_tier_holds_up_nobody_else() -> None:
 
     async def scenario() -> None:
         server = ReplicaServer("r", engine)  # type: ignore[arg-type]
-        asked = [server.query(replica_id="r", query=kv_stats("")) for _ in range(replica._MAX_KV_QUERIES)]
+        asked = [server.query(replica_id="r", query=GetKvStats("")) for _ in range(replica._MAX_KV_QUERIES)]
         waiting = [asyncio.create_task(one) for one in asked]
         await asyncio.sleep(0)  # they have begun
-        assert isinstance(await server.query(replica_id="r", query=kv_stats("")), Overloaded)
+        assert isinstance(await server.query(replica_id="r", query=GetKvStats("")), Overloaded)
         async with asyncio.timeout(10):
-            assert await server.query(replica_id="r", query=get_pin(PinName(b"t", "p"))) == "pin"
+            assert await server.query(replica_id="r", query=GetPin(PinName(b"t", "p"))) == "pin"
             engine.may_answer.set()
             assert set(await asyncio.gather(*waiting)) == {"figures"}
-            assert await server.query(replica_id="r", query=kv_stats("")) == "figures"
+            assert await server.query(replica_id="r", query=GetKvStats("")) == "figures"
 
     asyncio.run(scenario())
 

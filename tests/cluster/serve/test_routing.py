@@ -16,9 +16,9 @@ from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import loop as loop_module
-from mneme.replicas.engine.commands import delete_sequence_pages
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.queries import DeleteSequencePages
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.router.chooser import SILENT_S
 from mneme.router.prefix_index import SENT_S
@@ -177,7 +177,7 @@ def test_deletions_are_known() -> None:
         prefix = list(range(256))
         first, *_ = await cluster.ask(prefix)
         await cluster.until_known([*prefix, 1], 256, first)
-        await cluster.ingresses[0].query(delete_sequence_pages("", prefix, None))
+        await cluster.ingresses[0].query(DeleteSequencePages("", prefix, None))
         await cluster.until_known([*prefix, 1], 0, first)
 
     run(scenario)

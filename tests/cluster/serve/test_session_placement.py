@@ -11,7 +11,7 @@ from mneme.cluster.serve import client as ray_engine_client
 from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.engine_client import newest
 from mneme.errors import ReplicaUnavailable, SessionNotFound
-from mneme.replicas.engine.commands import delete_session, get_session, leave_session
+from mneme.replicas.queries import DeleteSession, GetSession, LeaveSession
 from mneme.replicas.request import GenerationRequest
 from tests.cluster.serve.test_token_stream import all_open, request, run, tokens, until
 from tests.fakes.direct_calls import DirectCalls
@@ -88,7 +88,7 @@ def test_a_replica_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatc
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         calls.hang_queries = True
         with pytest.raises(ReplicaUnavailable):
-            await client.query(get_session(KEY))
+            await client.query(GetSession(KEY))
         with pytest.raises(ReplicaUnavailable):
             await tokens(client, appended("one.0"))
 
@@ -104,7 +104,7 @@ def test_a_log_that_cannot_be_read_yet_is_waited_for(num_refusals: int, monkeypa
         engine = calls.engines["a"]
         engine.sessions[KEY] = 1.0
         engine.refusals = [ReplicaUnavailable("the session's log cannot be read now")] * min(num_refusals, 10**5)
-        asked = client.query(get_session(KEY), replica_id="a")
+        asked = client.query(GetSession(KEY), replica_id="a")
         if num_refusals == 3:
             assert (await asked)["a"]["idle_s"] == 1.0
         else:
@@ -117,7 +117,7 @@ def test_a_log_that_cannot_be_read_yet_is_waited_for(num_refusals: int, monkeypa
 def test_a_question_waits_for_the_first_replica() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         client.set_replicas(())
-        asked = asyncio.ensure_future(client.query(get_session(KEY)))
+        asked = asyncio.ensure_future(client.query(GetSession(KEY)))
         await asyncio.sleep(0)
         client.set_replicas(("b",))
         assert await asked == {"b": None}
@@ -128,16 +128,16 @@ def test_a_question_waits_for_the_first_replica() -> None:
 def test_questions_reach_every_replica_and_none_that_is_gone() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         calls.engines["b"].sessions[KEY] = 1.0
-        assert await client.query(get_session(KEY)) == {"a": None, "b": {"version": 0, "idle_s": 1.0}}
-        assert await client.query(delete_session(KEY)) == {"a": False, "b": True}
-        assert await client.query(get_session(KEY), replica_id="b") == {"b": None}
+        assert await client.query(GetSession(KEY)) == {"a": None, "b": {"version": 0, "idle_s": 1.0}}
+        assert await client.query(DeleteSession(KEY)) == {"a": False, "b": True}
+        assert await client.query(GetSession(KEY), replica_id="b") == {"b": None}
         calls.kill("a")
         with pytest.raises(ReplicaUnavailable):  # it may have had the session
-            await client.query(get_session(KEY))
+            await client.query(GetSession(KEY))
         client.set_replicas(("b",))
-        assert await client.query(get_session(KEY)) == {"b": None}
+        assert await client.query(GetSession(KEY)) == {"b": None}
         with pytest.raises(ReplicaUnavailable):
-            await client.query(get_session(KEY), replica_id="a")
+            await client.query(GetSession(KEY), replica_id="a")
 
     run(scenario)
 
@@ -166,7 +166,7 @@ def test_a_session_that_moves_leaves_nothing_behind() -> None:
         await tokens(client, request("two.0", session_id="s"))
         assert admitted(calls)[other] == ["two.0"]
         await until(lambda: not calls.engines[home].sessions)
-        assert calls.engines[home].queries == [leave_session(KEY)]  # its durable log stays
+        assert calls.engines[home].queries == [LeaveSession(KEY)]  # its durable log stays
         assert not calls.engines[other].queries
 
     run(scenario)

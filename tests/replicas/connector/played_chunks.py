@@ -24,8 +24,7 @@ from mneme.replicas.connector.save import SaveCounts, SaveJob
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Graft
 from mneme.replicas.forest.pages import Page
-from mneme.replicas.request import TokenEvent
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.request import SessionKey, TokenEvent
 from tests.replicas.chunk_stores import FakeStore, SlowRows
 from tests.replicas.fake_runner import WRONG, Content, FakeRunner, Slot, Slots
 

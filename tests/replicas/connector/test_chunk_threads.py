@@ -16,10 +16,11 @@ from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.replicas.connector import save
 from mneme.replicas.connector.device_pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
-from mneme.replicas.engine.commands import KvTier, delete_sequence_pages, delete_tenant_pages
+from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.llm import LLM
 from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.queries import DeleteSequencePages, DeleteTenantPages
 from mneme.replicas.request import SamplingParams
 from tests.cachetier.nodes import make_node
 from tests.replicas.asked import answer
@@ -316,7 +317,7 @@ def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
     num_there: list[int] = []
 
     def delete() -> None:
-        answer(engine, delete_tenant_pages(""), tier)
+        answer(engine, DeleteTenantPages(""), tier)
         num_there.append(len(store.chunks))
 
     thread = threading.Thread(target=delete)
@@ -338,7 +339,7 @@ def test_a_turn_that_runs_while_its_kv_is_deleted_saves_none_afterwards(
     submit(engine, "a", draw(1, 40), NUM_NEW, session_id=session_id)
     while engine.is_blocked or not engine.scheduler.running:
         engine.step()
-    answer(engine, delete_tenant_pages(""))
+    answer(engine, DeleteTenantPages(""))
     assert answers(run(engine))["a"]
     engine.close()
     assert store.chunks == {}
@@ -355,8 +356,8 @@ def test_a_request_that_runs_while_what_it_begins_with_is_deleted_saves_none_of_
     submit(engine, "a", ids, NUM_NEW)
     while engine.is_blocked or not engine.scheduler.running:
         engine.step()
-    answer(engine, delete_sequence_pages("", (*ids[:29], ids[29] + last)))
-    answer(engine, delete_sequence_pages("other", tuple(ids)))
+    answer(engine, DeleteSequencePages("", (*ids[:29], ids[29] + last)))
+    answer(engine, DeleteSequencePages("other", tuple(ids)))
     assert answers(run(engine))["a"]
     engine.close()
     assert bool(store.chunks) == are_saved

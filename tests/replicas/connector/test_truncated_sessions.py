@@ -17,11 +17,11 @@ from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import LineageKind, session_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
-from mneme.replicas.engine.commands import delete_kv, kv_tier_of
+from mneme.replicas.engine.commands import kv_tier_of
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.request import PromptUsage, SamplingParams, TokenEvent
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.queries import DeleteKv
+from mneme.replicas.request import PromptUsage, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.budget import examples
 from tests.cachetier.chunks import chunk_files
@@ -203,8 +203,8 @@ def test_it_outlives_a_restart_until_it_is_deleted(checkpoint: tuple[Decoder, An
     assert talk.say(20, 10).disk_tokens > 180
     talk.move()
     tier = kv_tier_of(talk.engine.connector)
-    assert answer(talk.engine, delete_kv("tenant", (), ("tenant", "t")), tier)["chunks"] == 0
-    assert answer(talk.engine, delete_kv("tenant", (), KEY), tier)["chunks"] > 0
+    assert answer(talk.engine, DeleteKv("tenant", (), ("tenant", "t")), tier)["chunks"] == 0
+    assert answer(talk.engine, DeleteKv("tenant", (), KEY), tier)["chunks"] > 0
     assert {header_of(path).kind for path in chunk_files(tmp_path)} == {LineageKind.PREFIX}
     talk.forget()
     assert talk.say(20, 10).cached_tokens == 0

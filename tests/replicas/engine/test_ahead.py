@@ -23,9 +23,8 @@ from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.draws import Sampled, SampleRow
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.sampler import sample
-from mneme.replicas.request import GenerationRequest, Grammar, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, Grammar, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.sequence import StepRows
-from mneme.replicas.sessions.sessions import SessionKey
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.connector.played_chunks import CHUNK_TOKENS, PlayedCache, make_played_engine

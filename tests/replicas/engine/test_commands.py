@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest, MnemeError, SessionNotFound
-from mneme.replicas.engine.commands import delete_session, explain_prompt, fork_session, get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.output import MAX_EXPLANATIONS
 from mneme.replicas.forest.paths import Rows
+from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession
 from mneme.replicas.request import PromptUsage, SamplingParams
 from mneme.replicas.sequence import Sequence
 from tests.budget import examples
@@ -25,12 +25,12 @@ KEY = ("", "public:s")
 
 
 def session(engine: Engine, key: tuple[str, str] = KEY) -> dict[str, Any]:
-    found: dict[str, Any] = answer(engine, get_session(key))
+    found: dict[str, Any] = answer(engine, GetSession(key))
     return found
 
 
 def explained(engine: Engine, http_id: str, salt: str = "") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = answer(engine, explain_prompt(salt, http_id))
+    found: list[dict[str, Any]] = answer(engine, ExplainPrompt(salt, http_id))
     return found
 
 
@@ -47,7 +47,7 @@ def test_a_session_tells_its_tokens_turns_tiers_and_hits() -> None:
         {"prompt_tokens": 3, "cached_tokens": 0},
         {"prompt_tokens": 9, "cached_tokens": 6},
     ]
-    assert answer(engine, get_session(("other", KEY[1]))) is None
+    assert answer(engine, GetSession(("other", KEY[1]))) is None
 
 
 def test_looking_changes_nothing() -> None:
@@ -129,7 +129,7 @@ def test_a_fork_in_the_middle_of_an_answer_shares_to_the_token() -> None:
     engine.submit(make_request("one.0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=20), session_id=KEY[1]))
     for _ in range(7):
         engine.step()
-    forked = answer(engine, fork_session(KEY, "public:f"))
+    forked = answer(engine, ForkSession(KEY, "public:f"))
     said = continuation([1, 2, 3], 7, 5)
     assert (forked["tokens"], forked["kv"]["device"]) == (10, 9)
     engine.submit(make_request("two.0", [4], session_id="public:f", append=True))
@@ -144,7 +144,7 @@ def test_a_turn_appended_to_a_session_deleted_before_it_ends_with_its_error() ->
     engine = make_engine()
     engine.submit(make_request("one.0", [1, 2], session_id=KEY[1]))
     engine.submit(make_request("two.0", [4], session_id=KEY[1], append=True))
-    answer(engine, delete_session(KEY))
+    answer(engine, DeleteSession(KEY))
     events = run(engine)
     (event,) = [event for event in events if event.request_id == "two.0"]
     assert "no such session" in (event.error or "")
@@ -158,9 +158,9 @@ def test_a_loop_returns_errors_and_outlives_questions(caplog: pytest.LogCaptureF
     loop = EngineLoop(make_engine())
     loop.start()
     try:
-        assert loop.query(get_session(KEY)) is None
-        assert isinstance(loop.query(fork_session(KEY, "public:f")), InvalidRequest)
-        assert type(loop.query(get_session([]))) is MnemeError  # type: ignore[arg-type]
+        assert loop.query(GetSession(KEY)) is None
+        assert isinstance(loop.query(ForkSession(KEY, "public:f")), InvalidRequest)
+        assert type(loop.query(GetSession([]))) is MnemeError  # type: ignore[arg-type]
         loop.check_health()
     finally:
         loop.stop()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import (
@@ -27,7 +27,6 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.config import WarmPrompt as Configured
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix, warm_before_traffic
-from mneme.replicas.forest.pages import PUBLIC_SALT
 from mneme.replicas.request import KeptPrefix, SamplingParams, TokenEvent
 from mneme.replicas.text.prompts import conversation_prefix
 from tests.budget import examples

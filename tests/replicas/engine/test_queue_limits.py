@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mneme.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import MAX_RETRY_S, MIN_RETRY_S, DrainRate
-from mneme.replicas.engine.commands import get_session
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.queries import GetSession
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.budget import examples
 from tests.replicas.asked import answer
@@ -171,7 +171,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     last = engine.step()
     assert isinstance(ends(last)["runs.0"], DeadlineExceeded)
     assert engine.num_missed_deadlines == 3
-    found: dict[str, Any] = answer(engine, get_session(("", "s")))
+    found: dict[str, Any] = answer(engine, GetSession(("", "s")))
     assert found["tokens"] == 2 + 5  # the session keeps what was generated in five steps, as after an abort
     assert tokens_of(last + run(engine), "in time") == continuation([4], 4, 5)
     assert engine.forest.num_in_use == 0

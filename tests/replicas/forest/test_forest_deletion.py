@@ -7,9 +7,9 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.keys import tenant_of
+from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_of
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import PUBLIC_SALT, Resident, common_prefix
+from mneme.replicas.forest.pages import Resident, common_prefix
 from mneme.replicas.request import SamplingParams
 from tests.budget import examples
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run

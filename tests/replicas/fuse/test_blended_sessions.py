@@ -18,8 +18,9 @@ from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.replicas.documents import BlendOptions
-from mneme.replicas.engine.commands import delete_kv, delete_session, fork_session, kv_tier_of
+from mneme.replicas.engine.commands import kv_tier_of
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.queries import DeleteKv, DeleteSession, ForkSession
 from mneme.replicas.request import PromptUsage, SamplingParams
 from tests.budget import examples
 from tests.replicas.asked import answer
@@ -128,7 +129,7 @@ def test_it_outlives_a_restart_until_it_is_deleted(directory: Path, tmp_path: Pa
     assert usage.disk_tokens > 150
     assert (logits - stayed).abs().max() <= TOLERANCE
     tier = kv_tier_of(talk.engine.connector)
-    assert answer(talk.engine, delete_kv("tenant", (), KEY), tier)["chunks"] > 0
+    assert answer(talk.engine, DeleteKv("tenant", (), KEY), tier)["chunks"] > 0
     talk.engine.close()
     talk.engine = talk.new_engine()
     talk.engine.sessions.restore(KEY, state, 2)
@@ -145,7 +146,7 @@ def test_nobody_else_finds_it(directory: Path) -> None:
     talk.begin(mode="full_reuse")
     log = talk.engine.sessions.get(KEY)
     assert log is not None
-    answer(talk.engine, fork_session(KEY, "fork"))
+    answer(talk.engine, ForkSession(KEY, "fork"))
     chunks, fork = dict(store.chunks), talk.engine.sessions.get((KEY[0], "fork"))
     assert fork is not None
     for key, state in (((KEY[0], "t"), log.state()), (("another", "s"), log.state()), ((KEY[0], "fork"), fork.state())):
@@ -236,7 +237,7 @@ def test_any_turns_and_moves_see_their_whole_context_once(
         assert (engine.forest.num_in_use, cache.num_open) == (0, 0)
         for key in home:
             if engine.sessions.get(key) is not None:
-                answer(engine, delete_session(key))
+                answer(engine, DeleteSession(key))
         engine.forest.clear()
         assert not engine.forest.kept_roots
     assert store.num_open == 0

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mneme.cachetier.chunk.header import Miss
 from mneme.errors import ContextLengthExceeded
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
-from mneme.replicas.engine.commands import delete_session, fork_session
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.queries import DeleteSession, ForkSession
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from tests.budget import examples
 from tests.replicas.asked import answer
@@ -193,7 +193,7 @@ def test_choices_of_a_turn_share_its_blend(selector: Any, num_tokens: int, sessi
     assert rows[1] == rows[0] - num_documents + 2 * num_tokens
     assert engine.forest.num_in_use == 0
     for turn in ("alone", "three") if session else ():
-        answer(engine, delete_session(("", turn)))
+        answer(engine, DeleteSession(("", turn)))
     engine.forest.check()
     assert not engine.forest.kept_roots
 
@@ -205,7 +205,7 @@ def test_a_deleted_session_takes_its_own_text_along_but_no_document() -> None:
         engine.submit(blended(name, [head, *documents, question], session_id=name))
         run(engine)
     ids, said = [*head, *B, *A, *question], continuation([*head, *B, *A, *question], 4, 5)
-    answer(engine, delete_session(("", "a")))
+    answer(engine, DeleteSession(("", "a")))
     engine.forest.check()
     assert [engine.forest.resident("", document) for document in (A, B)] == [(len(A), 0), (len(B), 0)]
     params = SamplingParams(temperature=0, max_tokens=1)
@@ -213,7 +213,7 @@ def test_a_deleted_session_takes_its_own_text_along_but_no_document() -> None:
     engine.submit(make_request("b2", [3], params, session_id="b", append=True))
     assert tokens_of(run(engine), "b2") == continuation([*ids, *said, 3], 1, 5)
     assert num_rows(engine) - before == 2  # the last output had no KV yet
-    answer(engine, delete_session(("", "b")))
+    answer(engine, DeleteSession(("", "b")))
     engine.forest.check()
     assert not engine.forest.kept_roots
     assert sum(engine.forest.resident("", head)) == 0
@@ -332,7 +332,7 @@ def test_an_abort_between_the_passes_leaves_nothing(at: int, selector: Any) -> N
     engine.forest.check()
     assert engine.forest.num_in_use == 0
     assert len(engine.forest.kept_roots) <= kept + 1  # the session's
-    answer(engine, delete_session(("", "s")))
+    answer(engine, DeleteSession(("", "s")))
     assert not engine.forest.kept_roots
 
 
@@ -362,11 +362,11 @@ def test_a_session_goes_on_from_its_blend_and_nobody_else_does() -> None:
     assert told is not None
     assert (told.mode, told.documents, told.as_json()["history"]) == ("off", (), "approximate")
     assert not engine.stats()["blend"]["declined"]
-    answer(engine, fork_session(("", "s"), "t"))
+    answer(engine, ForkSession(("", "s"), "t"))
     engine.submit(make_request("fork", [3], params, session_id="t", append=True))
     usage = usage_of(run(engine))
     assert (usage.cached_tokens, usage.blend) == (2, None)
-    answer(engine, delete_session(("", "s")))
+    answer(engine, DeleteSession(("", "s")))
     engine.forest.check()
     assert not engine.forest.kept_roots
 
@@ -507,7 +507,7 @@ def test_any_traffic_computes_what_each_request_alone_would(
     assert engine.forest.num_in_use == 0
     for session_key in itertools.product(("", "tenant"), ("s", "t")):
         if engine.sessions.get(session_key) is not None:
-            answer(engine, delete_session(session_key))
+            answer(engine, DeleteSession(session_key))
     engine.forest.check()
     assert not engine.forest.kept_roots
 

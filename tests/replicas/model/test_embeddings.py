@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mneme.cachetier.chunk.keys import PUBLIC_SALT
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import PUBLIC_SALT
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, Pooling, SamplingParams
 from tests.replicas.checkpoints import decoder_of, write_checkpoint

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from mneme.cachetier.chunk.keys import PUBLIC_SALT
 from mneme.errors import InvalidRequest, TransferFailed
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import PUBLIC_SALT
 from mneme.replicas.model import runner as runner_module
 from mneme.replicas.model.decoder import StepInputs
 from mneme.replicas.model.runner import Runner

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ReplicaUnavailable, SessionNotFound
-from mneme.replicas.engine.commands import delete_session, fork_session, get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.queries import DeleteSession, ForkSession, GetSession
 from mneme.replicas.request import PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.budget import examples
@@ -82,7 +82,7 @@ def test_the_next_turn_goes_on_from_what_was_kept() -> None:
     assert tokens_of(events, "b") == played([*seen, 3, 3], 3)
     assert usage_of(events) == PromptUsage(29, 26, 0, 0, 16)
     assert runner.num_rows == before + 3 + 2  # one output token had no KV yet, two are new, two are drawn from
-    described = answer(engine, get_session(("", "s")))
+    described = answer(engine, GetSession(("", "s")))
     assert (described["tokens"], described["truncated"]) == (48, 16)
     assert described["kv"] == {"device": 31, "host": 0, "absent": 1}
 
@@ -95,7 +95,7 @@ def test_a_prompt_longer_than_the_window_is_cut() -> None:
         assert usage_of(events).truncated_tokens >= 18
         seen = ids[usage_of(events).truncated_tokens :]
         assert tokens_of(events, name) == played(seen, 2)
-        answer(engine, delete_session(("", "s")))
+        answer(engine, DeleteSession(("", "s")))
     with pytest.raises(ContextLengthExceeded):
         say(engine, "c", ids, 2, None)
 
@@ -108,7 +108,7 @@ def test_approximate_kv_is_for_its_session_alone() -> None:
     seen = [*ids, *said][16:]
     engine.submit(make_request("stranger", [*seen, 3], SamplingParams(temperature=0, max_tokens=1)))
     assert usage_of(run(engine)).cached_tokens == 0
-    answer(engine, fork_session(("", "s"), "t"))
+    answer(engine, ForkSession(("", "s"), "t"))
     params = SamplingParams(temperature=0, max_tokens=1)
     engine.submit(make_request("fork", [3], params, session_id="t", truncation=REUSE, append=True))
     events = run(engine)
@@ -174,7 +174,7 @@ def test_a_truncated_session_leaves_nothing_when_it_goes() -> None:
     engine = engine_of()
     say(engine, "a", [1, 2, 3], 40)
     assert engine.forest.num_cached > 5
-    assert answer(engine, delete_session(("", "s")))
+    assert answer(engine, DeleteSession(("", "s")))
     assert not engine.forest.kept_roots
     engine.forest.check()
     assert engine.forest.num_free == engine.forest.num_pages
@@ -269,8 +269,8 @@ def test_any_turns_end_and_every_row_sees_its_context(
     assert engine.forest.num_in_use == engine.forest.host.num_in_use == 0
     assert (len(engine.scheduler.waiting), engine.scheduler.waiting.num_tokens) == (0, 0)
     for session in "st":
-        answer(engine, delete_session(("", session)))
-        answer(engine, delete_session(("", f"{session}'")))
+        answer(engine, DeleteSession(("", session)))
+        answer(engine, DeleteSession(("", f"{session}'")))
     engine.forest.check()
     engine.forest.clear()
     assert not engine.forest.kept_roots
@@ -281,7 +281,7 @@ def interfere(engine: Engine, what: str, request_id: str, session: str) -> None:
     if what == "abort":
         engine.abort(request_id)
     elif what == "delete":
-        answer(engine, delete_session(("", session)))
+        answer(engine, DeleteSession(("", session)))
     elif what == "fork":
         with contextlib.suppress(InvalidRequest, SessionNotFound, ReplicaUnavailable):
-            answer(engine, fork_session(("", session), f"{session}'"))
+            answer(engine, ForkSession(("", session), f"{session}'"))

@@ -10,10 +10,10 @@ import torch
 
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.commands import fork_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import check_default_truncation
 from mneme.replicas.model.config import load_model_config, parse_model_config
+from mneme.replicas.queries import ForkSession
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from mneme.replicas.truncation import Truncation, default_for
 from tests.budget import rarer
@@ -250,7 +250,7 @@ def test_approximate_kv_stays_in_its_session(checkpoints: dict[str, tuple[Path, 
     dense = DenseSession(model, WINDOW, REUSE)
     check_turn(engine, dense, "t", ids, output["t"])
     seen, new = dense.visible(), drawn(4, seed=2)
-    answer(engine, fork_session(("", "s"), "fork"))
+    answer(engine, ForkSession(("", "s"), "fork"))
     submit(engine, "next", new, 2, session_id="s", append=True)
     others: dict[str, dict[str, Any]] = {
         "stranger": {"truncation": None},

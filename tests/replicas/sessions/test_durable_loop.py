@@ -13,8 +13,8 @@ from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.log_store import Appended, LogKey, log_key
 from mneme.cachetier.sessions.rows import LogRows
 from mneme.errors import ReplicaUnavailable, SessionNotFound
-from mneme.replicas.engine.commands import delete_session, fork_session, get_session
 from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.queries import DeleteSession, ForkSession, GetSession
 from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
 from mneme.replicas.sessions.journal import DurableSessions
 from tests.replicas.fake_runner import continuation
@@ -80,9 +80,9 @@ def test_turns_go_on_on_the_next_replica(tmp_path: Path) -> None:
         assert client.submit("a", [1, 2, 3], session_id=KEY[1]) is None
         said = [1, 2, 3, *client.until_end("a")]
     with replica(SessionLogs(str(tmp_path))) as (loop, client):
-        assert loop.query(get_session(KEY)) is None
-        assert loop.query(get_session(KEY, restores=True))["tokens"] == len(said)
-        assert loop.query(fork_session(KEY, "public:f"))["tokens"] == len(said)
+        assert loop.query(GetSession(KEY)) is None
+        assert loop.query(GetSession(KEY, restores=True))["tokens"] == len(said)
+        assert loop.query(ForkSession(KEY, "public:f"))["tokens"] == len(said)
         assert client.submit("b", [4], session_id=KEY[1], append=True) is None
         assert client.until_end("b") == continuation([*said, 4], 4, 5)
         stats = loop.stats()["session_logs"]
@@ -90,11 +90,11 @@ def test_turns_go_on_on_the_next_replica(tmp_path: Path) -> None:
     with replica(SessionLogs(str(tmp_path))) as (loop, client):
         assert client.submit("c", [3], session_id="public:f", append=True) is None
         assert client.until_end("c") == continuation([*said, 3], 4, 5)
-        assert loop.query(delete_session(KEY)) is True
-        assert loop.query(delete_session(KEY)) is False
+        assert loop.query(DeleteSession(KEY)) is True
+        assert loop.query(DeleteSession(KEY)) is False
         assert isinstance(client.submit("d", [3], session_id=KEY[1], append=True), SessionNotFound)
     with replica(SessionLogs(str(tmp_path))) as (loop, client):
-        assert loop.query(get_session(KEY, restores=True)) is None
+        assert loop.query(GetSession(KEY, restores=True)) is None
         assert isinstance(client.submit("e", [3], session_id=KEY[1], append=True), SessionNotFound)
 
 
@@ -120,7 +120,7 @@ def test_a_disk_that_hangs_holds_nobody_up_for_long(tmp_path: Path) -> None:
         assert client.submit("b", [4], session_id=KEY[1], append=True) is None  # it is known here
         said += [4, *client.until_end("b")]
         assert isinstance(client.submit("c", [4], session_id="public:u", append=True), ReplicaUnavailable)
-        assert isinstance(loop.query(get_session(("", "public:u"), restores=True)), ReplicaUnavailable)
+        assert isinstance(loop.query(GetSession(("", "public:u"), restores=True)), ReplicaUnavailable)
         assert client.submit("d", [1], session_id="public:v") is None
         assert client.until_end("d") == continuation([1], 4, 5)
         logs.gate.set()

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from mneme.cachetier.sessions.log import SessionLogs
-from mneme.replicas.engine.commands import get_session
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.queries import GetSession
 from mneme.replicas.sessions.journal import DurableSessions
 from tests.budget import examples
 from tests.replicas.asked import answer
@@ -52,7 +52,7 @@ class DurableMachine(SessionMachine):
 
     def look_up(self) -> None:
         for name in "stu":
-            found = answer(self.engine, get_session(("", f"public:{name}"), restores=True))
+            found = answer(self.engine, GetSession(("", f"public:{name}"), restores=True))
             assert (found is not None) == bool(self.said.get(name))
 
     def teardown(self) -> None:

@@ -14,8 +14,8 @@ from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
-from mneme.replicas.engine.commands import delete_session, delete_tenant_pages, fork_session, get_session, leave_session
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.queries import DeleteSession, DeleteTenantPages, ForkSession, GetSession, LeaveSession
 from mneme.replicas.request import SamplingParams, TokenEvent
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.token_log import TokenLog
@@ -110,7 +110,7 @@ def state_of(engine: Engine, session: str = KEY[1]) -> SessionState:
 
 
 def delete(engine: Engine, session: str = KEY[1]) -> bool:
-    found: bool = answer(engine, delete_session((KEY[0], session)))
+    found: bool = answer(engine, DeleteSession((KEY[0], session)))
     return found
 
 
@@ -210,7 +210,7 @@ def test_edited_histories_and_forks(cluster: Cluster) -> None:
     whole = [1, 2, 3, *answered, 2, 2]
     whole += say(first, "b", whole)
     recall(first, "public:f")
-    answer(first, fork_session(KEY, "public:f"))
+    answer(first, ForkSession(KEY, "public:f"))
     edited = [1, 2, 3, *answered, 4]
     edited += say(first, "c", edited)
     second = cluster.restart()
@@ -224,7 +224,7 @@ def test_edited_histories_and_forks(cluster: Cluster) -> None:
     assert state_of(third).ids.tolist() == edited
     assert state_of(third, "public:f").ids.tolist()[: len(whole) + 1] == [*whole, 1]
     with pytest.raises(InvalidRequest):
-        answer(third, fork_session(KEY, "public:f"))
+        answer(third, ForkSession(KEY, "public:f"))
 
 
 def test_a_session_that_moves_is_taken_over_in_its_newest_state(cluster: Cluster) -> None:
@@ -233,7 +233,7 @@ def test_a_session_that_moves_is_taken_over_in_its_newest_state(cluster: Cluster
     for number, engine in enumerate((two, one, one, two, two, one)):
         said = [*said, 4, *say(engine, f"m{number}", [4], append=True)]
         assert state_of(engine).ids.tolist() == said
-    assert answer(two, leave_session(KEY))  # the ingress tells who was left
+    assert answer(two, LeaveSession(KEY))  # the ingress tells who was left
     flush(two)
     three = cluster.restart()
     recall(three, KEY[1])
@@ -278,7 +278,7 @@ def test_a_session_that_only_its_log_has_can_be_deleted(cluster: Cluster) -> Non
     second = cluster.restart()
     assert delete(second)
     assert not delete(second)
-    assert answer(cluster.restart(), get_session(KEY)) is None
+    assert answer(cluster.restart(), GetSession(KEY)) is None
 
 
 def test_a_turn_that_answers_while_its_session_is_deleted_is_not_written(cluster: Cluster) -> None:
@@ -305,7 +305,7 @@ def test_what_is_noted_with_a_session_outlives_a_restart_and_stays_with_it_alone
     recall(engine, KEY[1])
     assert state_of(engine).note == b"second" * 100
     assert engine.sessions.num_tokens == num_tokens + 150
-    answer(engine, fork_session(KEY, "public:f"))
+    answer(engine, ForkSession(KEY, "public:f"))
     assert state_of(engine, "public:f").note == b""
     say(engine, "t1", [4], append=True)
     assert state_of(engine).note == b"second" * 100
@@ -362,7 +362,7 @@ def test_a_session_s_own_time_to_live_goes_along(cluster: Cluster) -> None:
 
 def answer_restored(engine: Engine) -> Any:
     recall(engine, KEY[1])
-    return answer(engine, get_session(KEY))
+    return answer(engine, GetSession(KEY))
 
 
 @pytest.mark.parametrize("vocab_size", [3, 5])
@@ -410,7 +410,7 @@ def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(clu
     say(two, "c", [2, 1], session_id="public:here")
     say(two, "d", [3, 3], salt="neighbour")
     for engine in (one, two):
-        answer(engine, delete_tenant_pages(KEY[0]))
+        answer(engine, DeleteTenantPages(KEY[0]))
         flush(engine)
     assert (len(one.sessions), len(two.sessions)) == (0, 1)
     assert two.durable is not None

@@ -12,8 +12,8 @@ import pytest
 from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.sessions.log_store import Appended
 from mneme.errors import InvalidRequest, ReplicaUnavailable
-from mneme.replicas.engine.commands import leave_session
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.queries import LeaveSession
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sessions import journal as session_journal
 from mneme.replicas.sessions.journal import take_over
@@ -70,7 +70,7 @@ def test_a_turn_that_brings_its_history_stays_though_the_log_could_not_be_read(
     said = turns(two, "c", said=turns(one, "b", said=turns(two, "a", said=[1, 2])))
     said = turns(two, "d", said=said)
     if not is_known:
-        answer(one, leave_session(KEY))
+        answer(one, LeaveSession(KEY))
     with monkeypatch.context() as patched:
         fail_reads(patched, cluster)
         said = turns(one, "e", said=said)
@@ -161,7 +161,7 @@ def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: py
         say(one, "b", [3], session_id="public:dropped")
         say(one, "c", [3], salt="tenant")
         assert one.durable.writer.stats()["later"] == 3
-    answer(one, leave_session((KEY[0], "public:dropped")))
+    answer(one, LeaveSession((KEY[0], "public:dropped")))
     with monkeypatch.context() as patched:
         patched.setattr(cluster.logs, "delete", fail)
         with pytest.raises(ReplicaUnavailable):

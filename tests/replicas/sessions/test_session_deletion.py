@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mneme.replicas.engine.commands import delete_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Owner
+from mneme.replicas.queries import DeleteSession
 from mneme.replicas.request import SamplingParams
 from tests.replicas.asked import answer
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
@@ -23,7 +23,7 @@ def say(engine: Engine, name: str, session: str | None, ids: list[int], **more: 
 
 
 def delete(engine: Engine, session: str) -> bool:
-    deleted: bool = answer(engine, delete_session(("", session)))
+    deleted: bool = answer(engine, DeleteSession(("", session)))
     engine.forest.check()
     return deleted
 

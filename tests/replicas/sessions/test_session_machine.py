@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mneme.errors import ContextLengthExceeded, InvalidRequest, SessionNotFound
-from mneme.replicas.engine.commands import delete_session, fork_session, get_session
+from mneme.replicas.queries import DeleteSession, ForkSession, GetSession
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.budget import examples
 from tests.replicas.asked import answer
@@ -97,14 +97,14 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def delete(self, name: str) -> None:
-        assert answer(self.engine, delete_session(("", f"public:{name}"))) is self.is_known(name)
+        assert answer(self.engine, DeleteSession(("", f"public:{name}"))) is self.is_known(name)
         self.said.pop(name, None)
         if self.turns[name]:
             self.turns[name][0].is_deleted = True
 
     @rule(name=NAMES, new=NAMES)
     def fork(self, name: str, new: str) -> None:
-        query = fork_session(("", f"public:{name}"), f"public:{new}")
+        query = ForkSession(("", f"public:{name}"), f"public:{new}")
         if not self.is_known(name) or self.turns[new] or new in self.said:
             with pytest.raises(InvalidRequest):
                 answer(self.engine, query)
@@ -116,7 +116,7 @@ class SessionMachine(RuleBasedStateMachine):
     def sessions_are_what_was_said(self) -> None:
         self.engine.forest.check()
         for name in "stu":
-            found: dict[str, Any] | None = answer(self.engine, get_session(("", f"public:{name}")))
+            found: dict[str, Any] | None = answer(self.engine, GetSession(("", f"public:{name}")))
             assert (found is not None) == self.is_known(name)
             if found is not None:
                 assert found["tokens"] == len(self.so_far(name)) == sum(found["kv"].values())
