@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MEMORY_BYTES = 1 << 30
-MAX_CPU_S = 4  # per render; the parent's deadline comes first, unless the parent is gone
+MAX_CPU_S = 3  # per render, at most; rounded to seconds, so 2 at least
 MAX_RENDERED_CHARS = 1 << 24
 
 

@@ -16,6 +16,7 @@ from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import loop as loop_module
+from mneme.replicas.engine import reporter
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.queries import DeleteSequencePages
@@ -229,15 +230,23 @@ def test_a_replica_whose_thread_hangs_gets_no_requests_and_loses_what_it_had_to_
 
 
 def test_a_replica_whose_reports_are_lost_is_not_taken_for_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "REPORTS_LOST_S", 0.2)
+    monkeypatch.setattr(link, "REPORTS_LOST_S", 1.0)
     monkeypatch.setattr(replica, "ALIVE_S", 0.02)
+    for module in (loop_module, reporter):  # so that the other, idle too, is always heard of
+        monkeypatch.setattr(module, "IDLE_REPORT_S", 0.05)
 
     async def scenario(cluster: Cluster) -> None:
         await cluster.ask([1, 2, 3])
         monkeypatch.setattr(cluster.loops["a"], "_report", lambda: None)
         ingress, heard = cluster.ingresses[0], asyncio.Event()
         note = ingress.chooser.note_silence
-        monkeypatch.setattr(type(ingress.chooser), "note_silence", lambda _, name: (note(name), heard.set()))
+
+        def note_and_tell(_: object, name: str) -> None:
+            note(name)
+            if name == "a":
+                heard.set()
+
+        monkeypatch.setattr(type(ingress.chooser), "note_silence", note_and_tell)
         async with asyncio.timeout(30):
             await heard.wait()
         cluster.later_s += 2 * SILENT_S
