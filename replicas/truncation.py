@@ -112,6 +112,8 @@ def resolved(given: Mapping[str, Any] | None, default: Truncation, *, has_sessio
         truncation = replace(base, **(given or {}))
     except InvalidRequest as error:
         raise InvalidRequest(f"truncation.{error.field}", error.value, error.rule) from None
+    if truncation.keep_first is None:  # of a request that says null: nothing, as one that leaves it out
+        truncation = replace(truncation, keep_first=base.keep_first)
     if truncation.strategy == "reuse_kv" and not has_session:
         raise InvalidRequest("truncation.strategy", "reuse_kv", "needs a session: without one there is no KV to keep")
     return None if truncation.strategy == "error" else truncation

@@ -156,6 +156,7 @@ def test_a_request_says_what_differs_from_the_configuration() -> None:
     assert resolved(None, default, has_session=True) == default
     assert resolved({"ratio": 0.5}, default, has_session=True) == Truncation(ratio=0.5, keep_first=4)
     assert resolved({"strategy": "error"}, default, has_session=True) is None
+    assert resolved({"keep_first": None}, default, has_session=True) == default
     assert resolved(None, Truncation(strategy="error"), has_session=True) is None
     assert resolved(None, default, has_session=False) is None
     assert resolved({"strategy": "recompute"}, default, has_session=False) == Truncation(
