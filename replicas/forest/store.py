@@ -71,6 +71,14 @@ class Tier:
 
         self.policy.set_queue(keys)
 
+    def cover(self, parent: Page) -> None:
+        """Note that an idle page came below this one, which is no leaf any more."""
+        parent.below[self.index] += 1
+        if self._is_idle(parent):
+            self.unranked[parent] = None
+            if parent is self.victim:
+                self.victim = None
+
     def remove(self, page: Page) -> None:
         """Free the id of an idle page. Its parent goes next or is ranked, as is a sibling whose run has grown."""
         page_id, parent = page.ids[self.index], page.parent
@@ -231,16 +239,10 @@ class PageStore:
             idle.append(page)
             parent = page.parent
             for tier in self.tiers:
-                index = tier.index
-                if page.ids[index] is None:
-                    continue
-                assert parent is not None
-                tier.num_in_use -= 1
-                parent.below[index] += 1
-                if not parent.refs and parent.ids[index] is not None:  # no leaf any more
-                    tier.unranked[parent] = None
-                    if parent is tier.victim:
-                        tier.victim = None
+                if page.ids[tier.index] is not None:
+                    assert parent is not None
+                    tier.num_in_use -= 1
+                    tier.cover(parent)
             self._count_reclaimable(page)
         for page in idle:
             if not page.filled[DEVICE] and page.ids[DEVICE] is not None:
@@ -348,12 +350,8 @@ class PageStore:
                 self.drop(leaf, self.host)
             assert parent is not None
             host_page = page.ids[HOST] = self.host.free.pop()
-            parent.below[HOST] += 1
             self.host.unranked[page] = None
-            if not parent.refs and parent.ids[HOST] is not None:  # no leaf any more
-                self.host.unranked[parent] = None
-                if parent is self.host.victim:
-                    self.host.victim = None
+            self.host.cover(parent)
             if self.host.changed is not None:
                 self.host.changed.add(page)
         page.filled[HOST] = page.filled[DEVICE]
