@@ -178,16 +178,7 @@ async def list_pins(service: Service, request: Request) -> PinList:
 
 
 def _tier_pin(described: queries.PinnedChunks) -> TierPin:
-    return {
-        "id": described["id"],
-        "object": "kv.pin",
-        "where": "tier",
-        "pinned": True,
-        "num_tokens": described["num_tokens"],
-        "num_chunks": described["num_chunks"],
-        "num_bytes": described["num_bytes"],
-        "expires_in_s": described["expires_in_s"],
-    }
+    return {"id": described["id"], "object": "kv.pin", "where": "tier", "pinned": True, **described}
 
 
 def _device_pin(described: queries.KnownPin, replicas: Sequence[str]) -> Pin:
