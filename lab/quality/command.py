@@ -28,8 +28,8 @@ _QUICK_RATIOS = "0.15"
 
 
 _TASK_HELP = (
-    'FILE of JSON lines {"question", "passages", "answers"}, or coreference[:4x8,8x4,16x2], which mneme-tiny '
-    "can do (documents x sentences)"
+    'FILE of JSON lines {"question", "passages", "answers"}, or made: retrieval[:4x60,8x30], a code in real text '
+    "(documents x words), or coreference[:4x8,8x4,16x2], which mneme-tiny can do (documents x sentences)"
 )
 _OPTIONS = (
     Option("--selectors", "NAMES", f"by commas, of {', '.join(SELECTORS)} (default: all but all)"),

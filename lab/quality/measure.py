@@ -160,8 +160,8 @@ class _Talker:
             num_tokens = self._max_tokens if one.text is None else len(one.text.ids)
             is_line = one.text is None and not self._is_chat
             params = SamplingParams(
-                temperature=0, max_tokens=num_tokens, stop="\n" if is_line else (), ignore_eos=one.text is not None,
-                seed=index,
+                temperature=0, max_tokens=num_tokens, stop=self._task.end if is_line else (),
+                ignore_eos=one.text is not None, seed=index,
             )  # fmt: skip
             salt = "full" if blend.mode == "off" else "control" if _is_exact(blend) else "blend"
             asked = GenerationRequest(
@@ -182,7 +182,7 @@ class _Talker:
     def scores(self, said: _Said, case: Case) -> tuple[float, float]:
         """F1 and exact match of an answer; what a thinking model thinks is no part of it."""
         text = self._tokenizer.decode(said.ids, skip_special_tokens=True).rpartition("</think>")[2].strip()
-        return best_scores(text if self._is_chat else text.partition("\n")[0], case.answers)
+        return best_scores(text if self._is_chat else text.partition(self._task.end)[0], case.answers)
 
     def _hear(self, sequences: Sequence[EngineSequence], logits: Tensor) -> Tensor:
         """Note distributions; leave no choice where an answer is given. logits [S, vocab]."""

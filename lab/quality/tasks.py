@@ -12,6 +12,7 @@ ignored.
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -20,12 +21,12 @@ from typing import Any, NamedTuple
 
 from mneme.errors import ConfigError, shown
 from mneme.lab.quality.coreference import px_cases
+from mneme.lab.quality.retrieval import hidden_codes
 from mneme.replicas.documents import MAX_DOCUMENTS
 
-GENERATED = "coreference"
+GENERATED = {"coreference": "4x8,8x4,16x2", "retrieval": "4x60,8x30"}  # the layouts that each has if none are said
 SEED = 1234
-_LAYOUTS = "4x8,8x4,16x2"
-_MAX_CHUNKS = 64
+_MAX_DOCUMENTS, _MAX_LENGTH = 64, 500  # of a layout
 _PASSAGES = ("passages", "paragraphs", "context")
 _INSTRUCTION = "Answer the question from these passages, with a few words and nothing else.\n\n"
 
@@ -47,6 +48,7 @@ class Task(NamedTuple):
     instruction: str = _INSTRUCTION  # what stands before the passages
     between: str = "\n\n"  # passages
     question: str = "\n\nQuestion: {}\nAnswer:"  # stands behind them
+    end: str = "\n"  # of an answer that is no chat
 
     def parts(self, case: Case) -> list[dict[str, str]]:
         """Return the parts of a prompt."""
@@ -57,15 +59,16 @@ class Task(NamedTuple):
 
 
 def read_task(given: str, num_cases: int) -> Task:
-    """Return the task of a file, or `coreference[:4x8,8x4,16x2]`: documents x sentences.
+    """Return the task of a file, or one that is made: `coreference[:4x8,8x4,16x2]` (documents x sentences) or
+    `retrieval[:4x60,8x30]` (documents x words).
 
     num_cases  at most, of each layout
 
     Raises `ConfigError`, which names the file's line.
     """
     kind, _, layouts = given.partition(":")
-    if kind == GENERATED and not Path(given).exists():
-        return _coreference(layouts or _LAYOUTS, num_cases)
+    if kind in GENERATED and not Path(given).exists():
+        return _generated(kind, layouts or GENERATED[kind], num_cases)
     path = Path(given)
     try:
         content = path.read_bytes()
@@ -84,26 +87,42 @@ def read_task(given: str, num_cases: int) -> Task:
     return Task(name, {path.stem: cases[:num_cases]})
 
 
-def _coreference(layouts: str, num_cases: int) -> Task:
-    """Make the task that mneme-tiny was trained for; its answers are whole sentences, so several tokens count."""
+def _generated(kind: str, layouts: str, num_cases: int) -> Task:
+    make = _coreference if kind == "coreference" else _retrieval
     by_layout = {}
     for layout in layouts.split(","):
-        found = re.fullmatch(r"(\d{1,2})x(\d{1,2})", layout)
-        num_chunks, num_sentences = map(int, found.groups()) if found else (0, 0)
-        if not (2 <= num_chunks <= _MAX_CHUNKS and 1 <= num_sentences <= _MAX_CHUNKS):
-            rule = f"must be documents x sentences, such as {_LAYOUTS}; 2 to {_MAX_CHUNKS} documents"
+        found = re.fullmatch(r"(\d{1,2})x(\d{1,3})", layout)
+        num_documents, length = map(int, found.groups()) if found else (0, 0)
+        if not (2 <= num_documents <= _MAX_DOCUMENTS and 1 <= length <= _MAX_LENGTH):
+            rule = f"must be documents x length, such as {GENERATED[kind]}; 2 to {_MAX_DOCUMENTS} documents"
             raise ConfigError(f"task: {rule} (got {shown(layout)})")
-        drawn = px_cases(SEED, num_cases=num_cases, num_chunks=num_chunks, num_sentences=num_sentences)
-        by_layout[layout] = [
-            Case(
-                fact.question.rpartition("\nAnswer:")[0],
-                tuple({"text": chunk} for chunk in case.chunks),
-                (f"{fact.name} {fact.verb}{fact.answer}",),
-            )
-            for case, fact in drawn
-        ]
-    name = f"{GENERATED}:{layouts}, {num_cases} cases each, seed {SEED}"
-    return Task(name, by_layout, is_chat=False, instruction="", between="", question="{}\nAnswer:")
+        by_layout[layout] = make(num_cases, num_documents, length)
+    name = f"{kind}:{layouts}, {num_cases} cases each, seed {SEED}"
+    if kind == "coreference":
+        return Task(name, by_layout, is_chat=False, instruction="", between="", question="{}\nAnswer:")
+    name += f", text of Python {platform.python_version()}"
+    return Task(name, by_layout, is_chat=False, instruction="", question="\n\n{}", end=".")
+
+
+def _coreference(num_cases: int, num_documents: int, num_sentences: int) -> list[Case]:
+    """Return what mneme-tiny was trained for; answers are whole sentences, so several tokens count."""
+    return [
+        Case(
+            fact.question.rpartition("\nAnswer:")[0],
+            tuple({"text": chunk} for chunk in case.chunks),
+            (f"{fact.name} {fact.verb}{fact.answer}",),
+        )
+        for case, fact in px_cases(SEED, num_cases=num_cases, num_chunks=num_documents, num_sentences=num_sentences)
+    ]
+
+
+def _retrieval(num_cases: int, num_documents: int, num_words: int) -> list[Case]:
+    """Return sentences to go on with, as a model that was not taught to chat can, too."""
+    drawn = hidden_codes(SEED, num_cases=num_cases, num_passages=num_documents, num_words=num_words)
+    return [
+        Case(f"The code of the {case.place} is", tuple({"text": each} for each in case.passages), (case.code,))
+        for case in drawn
+    ]
 
 
 def _case(line: bytes) -> Case:

@@ -54,7 +54,7 @@ def test_a_quick_run_in_json_leaves_no_report(capsys: pytest.CaptureFixture[str]
         (["--ratios", "nan"], "ratios: "),
         (["--cases", "0"], "cases: must be from 1"),
         (["--max-tokens", "0"], "max-tokens: must be from 1"),
-        (["--task", "coreference:1x1"], "documents x sentences"),
+        (["--task", "coreference:1x1"], "documents x length"),
         (["--task", "no-such-file"], "cannot read no-such-file"),
         (["--out", __file__], "is no folder and cannot be made"),
         (["--device", "abacus"], "engine.device"),

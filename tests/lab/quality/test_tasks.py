@@ -88,7 +88,18 @@ def test_generated_cases_have_the_layouts_asked_for_and_are_the_same_each_time()
     assert list(read_task("coreference", 1).cases_by_layout) == ["4x8", "8x4", "16x2"]
 
 
+def test_a_code_stands_once_in_a_passage_of_real_text_and_is_asked_for() -> None:
+    task = read_task("retrieval:3x40", 5)
+    for case in task.cases_by_layout["3x40"]:
+        text = [each["text"] for each in case.passages]
+        assert [len(each.split()) for each in text] == [48] * 3
+        assert len(set(text)) == 3
+        assert sum(f"{case.question} {case.answers[0]}." in each for each in text) == 1
+    assert task == read_task("retrieval:3x40", 5)
+    assert list(read_task("retrieval", 1).cases_by_layout) == ["4x60", "8x30"]
+
+
 @pytest.mark.parametrize("layouts", ["1x4", "4x0", "65x2", "4", "x", "4x4,", "-4x4", "400x4"])
 def test_layouts_out_of_range_are_refused(layouts: str) -> None:
-    with pytest.raises(ConfigError, match="documents x sentences"):
+    with pytest.raises(ConfigError, match="documents x length"):
         read_task(f"coreference:{layouts}", 1)
