@@ -21,6 +21,7 @@ pytestmark = MARKS
 PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
 PROMPTS = [f"{number}. {PROMPT}" for number in (0, 1, 2, 4, 5, 6, 7, 8)]  # no near tie: test_near_ties.py
 LONG, SHORT = 800, 8  # tokens; seconds of work for so many streams
+WORTH_ASKING = 80  # tokens of a stream: fewer than `cache.min_load_tokens` are computed without asking the tier
 ENGINE = {"dtype": "float32", "num_pages": 512, "page_size": 32}  # the same tokens in any batch, but for near ties
 FROM_TIER = f'vllm:external_prefix_cache_hits_total{{model_name="{MODEL}"}}'
 
@@ -45,24 +46,26 @@ def served(cluster: CacheCluster, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_scale_down_and_redeploys_fail_no_request(served: Served) -> None:
     """Dynamo's issue 13559: 8 requests a second, then 0.2, while replicas go; and streams longer than the grace.
 
-    What is handed over is not computed again: the replica that goes on finds it in the tier.
+    What is handed over is not computed again: the replica that goes on finds it in the tier. That is seen while it
+    runs, as each is replaced in turn and takes its counters along.
     """
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         expected = dict(zip(PROMPTS, pool.map(lambda prompt: served.complete(prompt, LONG), PROMPTS), strict=True))
     short = served.complete(PROMPT, SHORT)
-    before = served.metrics()[FROM_TIER]
-    change_under_load(served, expected, short, replicas=1)
-    assert before == 0 < served.metrics()[FROM_TIER]
+    assert served.metrics()[FROM_TIER] == 0
+    num_from_tier = change_under_load(served, expected, short, replicas=1)
     served.deploy(replicas=2)
-    change_under_load(served, expected, short, engine=ENGINE | {"num_pages": 384})
+    num_from_tier += change_under_load(served, expected, short, engine=ENGINE | {"num_pages": 384})
+    assert num_from_tier > 0
 
 
-def change_under_load(served: Served, expected: dict[str, str], short: str, **change: object) -> None:
-    begun, done = threading.Barrier(len(expected) + 1, timeout=240), threading.Event()
+def change_under_load(served: Served, expected: dict[str, str], short: str, **change: object) -> float:
+    """Return the most prompt tokens that replicas of one moment had from the tier."""
+    begun, done, seen = threading.Barrier(len(expected) + 1, timeout=240), threading.Event(), [0.0]
 
     def stream(prompt: str) -> None:
         chunks = iter(range(LONG))
-        assert served.stream(prompt, LONG, lambda: next(chunks) == 5 and begun.wait()) == expected[prompt]
+        assert served.stream(prompt, LONG, lambda: next(chunks) == WORTH_ASKING and begun.wait()) == expected[prompt]
 
     def deploy() -> None:
         try:
@@ -73,14 +76,19 @@ def change_under_load(served: Served, expected: dict[str, str], short: str, **ch
     def ask(_: int) -> None:
         assert served.complete(PROMPT, SHORT) == short
 
+    def watch() -> None:
+        while not done.wait(0.2):
+            seen.append(served.metrics()[FROM_TIER])
+
     load = Load(ask)
     with running([partial(stream, prompt) for prompt in expected]) as failures:
         begun.wait()
-        with running([deploy]) as problems:
+        with running([deploy, watch]) as problems:
             load.at_rate(8, lambda: not done.is_set(), 16)
             load.at_rate(0.2, lambda: False, 1)
         load.join()
     assert (problems, load.failures, failures) == ([], [], [])
+    return max(seen)
 
 
 @pytest.mark.slow
