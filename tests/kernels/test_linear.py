@@ -21,7 +21,7 @@ SHAPES = [(1, 1, 1), (1, 64, 32), (3, 7, 5), (8, 512, 96), (12, 33, 31), (13, 48
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with use_variant(request.param, tmp_path_factory.getbasetemp() / "variants"):
+    with use_variant(request.param, tmp_path_factory):
         yield
 
 

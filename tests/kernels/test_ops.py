@@ -27,7 +27,7 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             patch.setattr(native_ops, "can_compute", lambda _x: False)
             yield
     else:
-        with use_variant(request.param, tmp_path_factory.getbasetemp() / "variants"):
+        with use_variant(request.param, tmp_path_factory):
             yield
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +23,13 @@ VARIANTS = ("native", *rarer(["haswell", "x86-64"]))
 
 
 @contextmanager
-def use_variant(name: str, folder: Path) -> Iterator[None]:
-    """All modules of compiled code call this build inside the block; the name may carry more flags."""
+def use_variant(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All modules of compiled code call this build inside the block; the name may carry more flags.
+
+    All worker processes of a run share what is built: a build takes 10 to 20 s.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "variants"
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")

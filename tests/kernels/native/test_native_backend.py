@@ -28,7 +28,7 @@ HEADS = ((1, 1), (2, 2), (1, 3), (2, 4), (1, 5), (1, 8), (1, 40))
 
 @pytest.fixture(scope="module", params=(*VARIANTS, *rarer(["native -mno-avx512bf16"])))
 def _build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with use_variant(request.param, tmp_path_factory.getbasetemp() / "variants"):
+    with use_variant(request.param, tmp_path_factory):
         yield
 
 
