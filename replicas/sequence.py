@@ -62,8 +62,8 @@ class Origins:
             new = new._replace(end=after.pop(0).end)
         self._noted[low:high] = [*before, new, *after]
 
-    def ranges(self, num_prompt: int) -> list[Origin]:
-        """Cover the whole prompt, in order; what was not begun counts as computed."""
+    def ranges(self, num_prompt: int, rest: Source = "recomputed") -> list[Origin]:
+        """Cover the whole prompt, in order; what was not begun counts as `rest`."""
         ranges: list[Origin] = []
         position = 0
         for each in self._noted:
@@ -74,7 +74,7 @@ class Origins:
             ranges.append(each if each.end <= num_prompt else _cut(each, 0, num_prompt))
             position = ranges[-1].end
         if position < num_prompt:
-            ranges.append(Origin(position, num_prompt, "recomputed"))
+            ranges.append(Origin(position, num_prompt, rest))
         return ranges
 
 
@@ -362,6 +362,9 @@ class Sequence:
             return
         for start, end in rows.loaded:
             self.note_origin(start, end, "host")
+        if self.blend is not None and len(self.blend.narrowed):
+            cached = [each for each in self.origins.ranges(self.num_prompt, rest="device") if each.source in _CACHED]
+            self.blend.note_narrowed(rows.spans, cached)
         # A blend's own slots lie between what it reuses: they were never there before.
         num_refilled = 0 if self.blend is not None and self.blend.uses else rows.num_refilled
         for start, end in rows.spans:
@@ -376,10 +379,14 @@ class Sequence:
 
     @property
     def usage(self) -> PromptUsage:
-        """Count where the prompt came from, as far as it has been computed; what was not begun counts as computed."""
+        """Count where the prompt came from, as far as it has been computed; what was not begun counts as computed.
+
+        A token that is computed in the first layers only, and whose KV was there, counts as found by the share of the
+        other layers.
+        """
         num_seen = self.num_prompt - self.num_unseen
         ranges = self.origins.ranges(num_seen)
-        counted = collections.Counter[Source]()
+        counted = collections.Counter[str](self.blend.narrowed_found if self.blend is not None else {})
         for start, end, source in ranges:
             counted[source] += end - start
         return PromptUsage(

@@ -18,7 +18,8 @@ Whatever of a document is gone again by then is computed with the text around it
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -62,6 +63,7 @@ class Blend:
     root: Root | None = field(default=None, repr=False)  # of its path
     # Positions, in order, whose rows may leave a pass.
     narrowed: IntArray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
+    num_narrowed_from: Counter[str] = field(default_factory=Counter, repr=False)  # of them, whose KV was found there
     base: Root | None = field(default=None, repr=False)  # of the path that it went on from, if that is its session's
     scores: FloatArray | None = field(default=None, repr=False)  # by position
     is_scored: bool = False  # they are complete
@@ -92,6 +94,20 @@ class Blend:
     def num_recomputed(self) -> int:
         """The document tokens that were computed anew, in the mean over the layers behind the first."""
         return count(self.num_chosen + len(self.reused), self.ratio) if len(self.narrowed) else self.num_chosen
+
+    @property
+    def narrowed_found(self) -> dict[str, int]:
+        """Tokens of `narrowed` that were found, by source, in the mean over the layers behind the first."""
+        kept = 1 - self.num_recomputed / max(self.num_chosen, 1)
+        return {source: int(kept * number) for source, number in self.num_narrowed_from.items()}
+
+    def note_narrowed(self, spans: Iterable[tuple[int, int]], found: Iterable[tuple[int, int, str]]) -> None:
+        """Note where the KV of `narrowed` in `spans`, which a step computes in the first layers, was found."""
+        places = list(found)
+        for first, end in spans:
+            for start, stop, source in places:
+                low, high = np.searchsorted(self.narrowed, (max(start, first), min(stop, end)))
+                self.num_narrowed_from[source] += max(int(high - low), 0)
 
     @property
     def settled_selector(self) -> Selector:

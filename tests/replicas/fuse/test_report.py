@@ -199,3 +199,19 @@ def test_a_damaged_report_is_one_warning_and_no_reuse(tmp_path: Path, caplog: py
     assert missing["mode"] == "off"
     (empty,) = told(tmp_path, {})
     assert empty["why"] == NO_REPORT.why
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "query", "first-k"])
+def test_what_was_reused_in_the_mean_over_the_layers_counts_as_found(selector: str) -> None:
+    """The first pass of `hkvd` begins with nearly all tokens, of which all but a few leave it behind two layers."""
+    turned: Any = {"prompt": [*reversed(PARTS), *PROMPT["prompt"][len(PARTS) :]]}
+    options = {"mode": "selective", "selector": selector, "ratio": 0.3, "min_tokens": 1}
+    with LLM(device="cpu", dtype="float32", config={"num_pages": 32}) as llm:
+        first, again = (llm.generate(each, SamplingParams(max_tokens=1), blend=options)[0] for each in (PROMPT, turned))
+    assert first.metrics.blend is not None
+    assert first.metrics.blend.reused > 0  # it was computed for this request: reused, and not found
+    assert first.metrics.cached_tokens <= 2  # a document begins with what is before it, too
+    blend = again.metrics.blend
+    assert blend is not None
+    assert blend.reused > blend.recomputed > 0
+    assert 0 <= again.metrics.cached_tokens - blend.reused - blend.token_counts()["exact"] <= 1  # what is before them
