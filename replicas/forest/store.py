@@ -113,11 +113,12 @@ class Tier:
         return self.victim
 
     def rank(self) -> None:
-        """Offer the policy the runs that have changed, as they are now."""
+        """Offer the policy the runs that have changed, as they are now; no page is passed twice."""
         leaves: dict[Page, None] = {}
+        passed: dict[Page, Page] = {}
         for page in self.unranked:
             self.policy.withdraw(page)
-            leaves[self._only_leaf(page)] = None
+            leaves[self._only_leaf(page, passed)] = None
         self.unranked.clear()
         for leaf in leaves:
             if self._is_leaf(leaf) and leaf is not self.victim:
@@ -133,7 +134,8 @@ class Tier:
             assert 0 <= page.filled[self.index] <= (0 if page.ids[self.index] is None else len(page.tokens))
             assert page.below[self.index] == sum(self._is_idle(child) for child in page.children.values())
         assert all(page.parent is not None for page in self.unranked)
-        leaves, marked = {page for page in pages if self._is_leaf(page)}, {*map(self._only_leaf, self.unranked)}
+        leaves = {page for page in pages if self._is_leaf(page)}
+        marked = {self._only_leaf(page, {}) for page in self.unranked}
         assert self.victim is None or (self.victim in leaves and self.num_victims > 0)
         offered = self.policy.candidates
         assert self.victim not in offered
@@ -145,11 +147,18 @@ class Tier:
                 assert candidate.num_pages >= self._run_length(key)
                 assert candidate.last_used_s == key.last_used_s
 
-    def _only_leaf(self, page: Page) -> Page:
-        """Find the leaf of the run that this page is or may be part of; any other page if it is part of none."""
-        while page.below[self.index] == 1:
+    def _only_leaf(self, page: Page, passed: dict[Page, Page]) -> Page:
+        """Find the leaf of the run that this page is or may be part of; any other page if it is part of none.
+
+        passed  pages above leaves that were found, which is extended
+        """
+        way = []
+        while page not in passed and page.below[self.index] == 1:
+            way.append(page)
             page = next(child for child in page.children.values() if self._is_idle(child))
-        return page
+        leaf = passed.get(page, page)
+        passed.update(dict.fromkeys(way, leaf))
+        return leaf
 
     def _is_idle(self, page: Page) -> bool:
         return not page.refs and page.ids[self.index] is not None
@@ -406,6 +415,7 @@ class PageStore:
                 if page.ids[tier.index] is not None:
                     tier.remove(page)
                 tier.unranked.pop(page, None)
+            self._count_reclaimable(page)
             del parent.children[parent.key_of(page, page.tokens[0])]
             self._owners.move_up(page, parent)
             self._uncopied.pop(page, None)
