@@ -22,13 +22,13 @@ def check_ttl(name: str, ttl_s: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskTierConfig:
-    """Key `cache.disk`."""
+    """A folder for chunks and session logs that outlive a restart."""
 
     # Of each node of a cluster. `%n` becomes the node's name: that of `ray start --node-name`, by default its address,
     # which a pod that comes back does not keep.
     folder: str
-    capacity_bytes: int
-    max_files: int = 1_000_000
+    capacity_bytes: int  # of chunks on each node
+    max_files: int = 1_000_000  # a chunk is a file
     ttl_s: float | None = None  # since the last use; None: until room is needed
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class DiskTierConfig:
 class CacheConfig:
     """Says how a node keeps chunks and session logs; the same on all nodes of a cluster."""
 
-    enabled: bool = True
+    enabled: bool = True  # false: KV leaves no engine
     chunk_tokens: int = 256  # of a full chunk; a multiple of every page size
     host_bytes: int | None = None  # of chunks in the node's memory; None: two fifths of the object store
     disk: DiskTierConfig | None = None  # None: nothing is written to a disk, and a restart starts cold
@@ -58,7 +58,7 @@ class CacheConfig:
     # What is done with chunks that a tier has of a prompt. auto: what brings its first token soonest; always: they are
     # waited for and loaded, however long that takes; never: nothing is looked for, chunks are only saved.
     load: LoadPolicy = "auto"
-    directory_shards: int = 1
+    directory_shards: int = 1  # actors that know which node has which chunk; more for hundreds of nodes
     session_log_bytes: int = 1 << 30  # of token logs beside `disk`'s chunks; nothing is written without it
     session_log_sync: bool = False  # wait for the disk at each record: a log survives its machine's fall too
 

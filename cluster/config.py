@@ -44,11 +44,11 @@ class HttpConfig:
     """Bounds on what one client can make this process hold or wait for."""
 
     api_keys: tuple[str, ...] = ()  # secrets of admins; without keys of any kind everyone may call, as one tenant
-    keys: tuple[ApiKey, ...] = ()
+    keys: tuple[ApiKey, ...] = ()  # tenants, with their limits
     keys_file: str | None = None  # read again when it changes; `mneme keys` edits it
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int = 8 * 2**20  # of one request
     max_held_body_bytes: int = 256 * 2**20  # of all requests whose bodies are being read
-    max_header_bytes: int = 32 * 2**10
+    max_header_bytes: int = 32 * 2**10  # of one request, with its first line
     body_timeout_s: float = 60.0  # from the headers to the last byte of the body
     body_idle_timeout_s: float = 10.0  # between two pieces of it
     client_stall_timeout_s: float = 60.0  # how long a client may leave a stream unread
@@ -85,8 +85,8 @@ class HttpConfig:
 class IngressConfig:
     """The HTTP front: authenticates, renders, routes, streams."""
 
-    replicas: int = 1
-    cpus: float = 0.0  # what Ray reserves for each
+    replicas: int = 1  # more share the load, and each has a router and an index of its own
+    cpus: float = 0.0  # what Ray reserves for each; 0 fits everywhere
     drain_s: float = 3600.0  # one that is replaced: how long answers go on there; nobody can take them over
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class RayConfig:
     """The Ray instance that `mneme serve` starts for itself, or joins; a RayService brings its own and ignores this."""
 
     address: str | None = None  # of a running cluster, or auto: the one that this machine is part of
-    object_store_bytes: int = 192 * MIB
+    object_store_bytes: int = 192 * MIB  # of shared memory; two fifths of it are the cache tier's unless that says
     temp_dir: str | None = None  # None: a fresh directory under the system's; removed at the end
 
     def __post_init__(self) -> None:
@@ -132,18 +132,18 @@ class ClusterConfig:
     model: str = EMBEDDED_MODEL  # the embedded model's name, or a local Hugging Face directory
     # What clients call it, by one name or several, of which answers and metrics have the first; None: the directory's.
     served_name: str | tuple[str, ...] | None = None
-    models: tuple[FurtherModel, ...] = ()  # others that clients may ask for; who names none gets the first
-    replicas: int | None = None  # None: one for each GPU, or two on the CPU (gpus.py)
+    models: tuple[FurtherModel, ...] = ()  # others, with replicas of their own: model, served_name, replicas, ...
+    replicas: int | None = None  # None: one for each GPU, or two on the CPU
     autoscale: AutoscaleConfig | None = None  # instead of a fixed number
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = "127.0.0.1"  # where it listens; 0.0.0.0: on all addresses, which wants keys
+    port: int = 8000  # of HTTP
     cpus_per_replica: float = 0.0  # what Ray reserves; 0 fits everywhere, more keeps replicas off a full node
     gpus_per_replica: float | None = None  # None: 1 where there are GPUs; a fraction: engines share one, and its memory
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = 600.0  # until all replicas are ready; a start that takes longer has failed
     drain_grace_s: float = 10.0  # a replica that stops: how long answers go on there before others take them over
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    router: RouterConfig = field(default_factory=RouterConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)  # of each replica
+    cache: CacheConfig = field(default_factory=CacheConfig)  # of each node
+    router: RouterConfig = field(default_factory=RouterConfig)  # of each ingress, as are the next
     http: HttpConfig = field(default_factory=HttpConfig)
     ingress: IngressConfig = field(default_factory=IngressConfig)
     ray: RayConfig = field(default_factory=RayConfig)

@@ -38,10 +38,10 @@ _BUSY_S = 1.0  # when to come back where others of the same key must end first
 class ApiKey:
     """One caller; a limit that is None is none."""
 
-    name: str
+    name: str  # of the tenant, as logs and metrics have it
     sha256: str  # of the secret, in hexadecimal digits
-    role: Role = "user"
-    requests_per_min: int | None = None
+    role: Role = "user"  # an admin sees all tenants, and may warm, drop and explain for them
+    requests_per_min: int | None = None  # None: no limit, here and below
     tokens_per_min: int | None = None  # of prompts and answers
     concurrency: int | None = None  # requests at once
 

@@ -20,8 +20,8 @@ MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin
 class WarmPrompt:
     """A system prompt, as the chat template writes it before any user's message, or the beginning of a text."""
 
-    system: str | None = None
-    text: str | None = None
+    system: str | None = None  # this, or:
+    text: str | None = None  # the beginning of a prompt, as it is
     ttl_s: float | None = None  # how long it stays; None: as long as the engine
 
     def __post_init__(self) -> None:
@@ -35,12 +35,16 @@ class WarmPrompt:
 class EngineConfig:
     """Configures one engine on one device. Sizes that are None are chosen from the model and the machine."""
 
-    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: load.py: choose_dtype
+    device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, or cuda:1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # of weights and KV; auto: bfloat16 where the device multiplies it, else float32
+    )
     page_size: int = 32  # token slots per page; 64 gives wide tiles a kernel of their own on sm_90, and slower decodes
     num_pages: int | None = None  # None: from kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a share of the device's free memory, at most 1 GiB on a CPU
-    host_cache_bytes: int | None = None  # KV that left the device; 0: none; None: load.py: choose_num_host_pages
+    host_cache_bytes: int | None = (
+        None  # KV that left the device; 0: none; None: none on a CPU, else a share of the memory
+    )
     copy_out_below: float = 0.5  # share of free or copied pages under which idle ones are copied to the host
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # query rows per step: decodes and prefill chunks together
@@ -52,16 +56,16 @@ class EngineConfig:
     # Of queued prompts together; None: no limit. Token ids take about 50 bytes each in Python: the default is 100 MB.
     max_waiting_tokens: int | None = 2**21
     request_timeout_s: float | None = None  # for requests that name none; None: no deadline
-    prefix_sharing: bool = True
-    eviction: PolicyName = "lookahead"  # which cached pages go first: cachetier/policy/, bench_eviction.py
+    prefix_sharing: bool = True  # false: nothing is shared or found again, as a measure of what that is worth
+    eviction: PolicyName = "lookahead"  # which cached pages go first (docs/decisions/prefix-cache.md)
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
     cuda_graphs: bool = True  # replay steps of up to 2,048 rows as CUDA graphs; nothing on a CPU
     timeline: str | None = None  # file for trace events of layers and transfers; %p in it: the process id
     num_threads: int | None = None  # torch threads; None: what torch chooses
-    session_ttl_s: float = 3600.0
+    session_ttl_s: float = 3600.0  # how long an idle session is kept
     max_sessions: int = 10_000  # 0: no request is part of a session
     max_session_tokens: int = 16_000_000  # in all token logs together; four bytes each
-    # auto: what the model says of sampling holds where a request says nothing (card.py: sampling_defaults).
+    # auto: what the model says of sampling holds where a request says nothing (generation_config.json).
     generation_config: GenerationConfigUse = "auto"
     warm_prompts: tuple[WarmPrompt, ...] = ()  # public: computed and pinned before there is traffic
     max_pins: int = 16  # of one API key, besides those

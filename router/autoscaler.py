@@ -30,11 +30,11 @@ class AutoscaleConfig:
     """Bounds on the number of engine replicas, and what is promised."""
 
     min: int = 1  # 0: none while nobody asks; the first request then waits for one to load
-    max: int = 1
-    target_ttft_s: float = 1.0  # work that waits at a replica
-    target_itl_s: float = 0.1  # a decode step
-    upscale_delay_s: float = 5.0
-    downscale_delay_s: float = 120.0
+    max: int = 1  # replicas
+    target_ttft_s: float = 1.0  # first tokens: more are started when the work that waits at a replica takes longer
+    target_itl_s: float = 0.1  # between tokens: likewise when a decode step takes longer
+    upscale_delay_s: float = 5.0  # how long more must have been wanted
+    downscale_delay_s: float = 120.0  # how long fewer must have been enough
 
     def __post_init__(self) -> None:
         check_range("autoscale.max", self.max, 1, 1024)

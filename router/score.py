@@ -47,7 +47,7 @@ UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 12, 2048, 1, math.nan, math.nan])
 class RouterConfig:
     """Says how affinity is weighed against load."""
 
-    policy: PolicyName = MINE  # another: by that rule (`chooser.py`), and only the sizes below say anything
+    policy: PolicyName = MINE  # another: by that rule alone, as a measure of what this one is worth
     block_tokens: int = BLOCK_TOKENS  # tokens per hashed block; replicas report blocks of the default
     index_blocks: int = 1_000_000  # blocks remembered per ingress
     load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
