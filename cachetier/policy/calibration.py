@@ -27,6 +27,7 @@ from mneme.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_MAX_FILES = 64  # in a folder: of models, and of settings that costs depend on
 _VERSION = 1  # of the file; raised when the numbers of older files mean something else
 _FORMAT = "mneme cost model"
 SHARE_CONSTANTS = ("key_many", "head_many", "piece", "merge")  # of kernels for a GPU
@@ -74,9 +75,12 @@ class CostFile:
             return None
 
     def write(self, costs: CostModel) -> None:
-        """Keep it if that is possible: what is not kept is measured again."""
+        """Keep it if that is possible, and the newest of the others: what is not kept is measured again."""
         try:
             write_private(self.path, {**self._whose, "costs": costs.as_mapping(), "share_cost": self.share_cost})
+            kept = sorted(self.path.parent.glob("costs-*.json"), key=lambda path: path.stat().st_mtime)
+            for path in kept[:-_MAX_FILES]:
+                path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("costs are not kept, %s cannot be written: %s", self.path, error)
 

@@ -65,7 +65,16 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("Llama", {"rope_parameters": _LINEAR_ROPE}),
+    "llama-blocks": ("Llama", {"intermediate_size": 96}),  # rows that quantized files cut into blocks of 32
     "llama-yarn": ("Llama", {"rope_parameters": _YARN_ROPE}),
+    "ministral": (
+        "Ministral",
+        {
+            "sliding_window": 40,
+            "head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": 40, "head_dim": 24}),
     "mistral-no-window": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),

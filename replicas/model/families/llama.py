@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and what shares its layout (Yi, Vicuna, SmolLM2), and Mistral."""
+"""Llama 1 to 3 and what shares its layout (Yi, Vicuna, SmolLM2), Mistral and Ministral."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_llama(fields: Fields) -> DecoderConfig:
 
 
 def read_mistral(fields: Fields) -> DecoderConfig:
-    """Every layer has the window; a file that does not name it means 4,096 tokens."""
+    """Every layer has the window, or those that `layer_types` names; a file without one means 4,096 tokens."""
     windows = read_windows(fields.with_defaults(sliding_window=4096), fields.integer("num_hidden_layers"))
     return read_decoder(fields, family="mistral", windows=windows)
 

@@ -12,6 +12,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": gemma.GEMMA_3,
     "gpt_oss": gpt_oss.FAMILY,
     "llama": llama.LLAMA,
+    "ministral": llama.MISTRAL,
     "mistral": llama.MISTRAL,
     "mixtral": mixtral.FAMILY,
     "opt": opt.FAMILY,

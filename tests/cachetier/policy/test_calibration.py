@@ -103,6 +103,17 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path, caplog:
     assert file.read() is None
 
 
+def test_the_newest_files_of_a_folder_are_kept(tmp_path: Path) -> None:
+    files = [CostFile(tmp_path, MODEL, f"machine {number}") for number in range(70)]
+    (tmp_path / "weights.json").write_text("{}")
+    for number, file in enumerate(files):
+        file.write(make_costs())
+        os.utime(file.path, (number, number))
+    files[0].write(make_costs())  # it is used again
+    assert [file.read() is not None for file in files] == [True, *[False] * 6, *[True] * 63]
+    assert (tmp_path / "weights.json").exists()
+
+
 def test_a_simulation_takes_its_costs_from_it(file: CostFile) -> None:
     kept = make_costs(prefill=(0.5, 1e-3, 1e-6), host=(0.0, 0.0, 1 / 2e9), disk=(0.0, 0.0, 1 / 5e8))
     kept.note_edge("disk", 500_000_000, 1, 3.0)

@@ -18,7 +18,10 @@ from mneme.replicas.model.config import load_model_config, model_directory, pars
 from mneme.replicas.model.formats.gguf_file import GgufFile, card_of
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.text.tokenizer import Tokenizer
-from tests.replicas.checkpoints import make_model
+from tests.budget import rarer
+from tests.replicas.checkpoints import decoder_of, make_model
+from tests.replicas.model.test_parity import FLOAT32_TOLERANCE, teacher_forced
+from tests.replicas.tiered_engine import answers, logits_of, make_engine, run, submit
 
 pytestmark = pytest.mark.engine
 
@@ -70,10 +73,10 @@ def write(
     writer.close()
 
 
-def converted(architecture: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
+def converted(architecture: str, name: str | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
     """A random model's tensors and fields as llama.cpp has them, and the model itself."""
-    name, more = KINDS[architecture]
-    model = make_model(name)
+    usual, more = KINDS[architecture]
+    model = make_model(name or usual)
     config = model.config
     names = gguf.get_tensor_name_map(
         next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture), config.num_hidden_layers
@@ -157,6 +160,33 @@ def test_each_quantization_is_what_the_gguf_package_makes_of_it(tmp_path: Path, 
     number = getattr(gguf.GGMLQuantizationType, kind)
     if kind != "F32":
         assert np.array_equal(found, gguf.dequantize(gguf.quantize(tensor.numpy(), number), number))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", *rarer(["Q4_0", "F16", "BF16"])])
+def test_a_quantized_file_answers_as_the_model_of_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
+    """Prefill and decode, from the file to the logits."""
+    tensors, fields, model = converted("llama", "llama-blocks")
+    write(tmp_path / "m.gguf", "llama", tensors, fields, kind)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    number = getattr(gguf.GGMLQuantizationType, kind)
+    for key, parameter in model.named_parameters():
+        stored = names.get_name(key, (".weight", ".bias"))
+        if parameter.ndim < 2 or stored not in tensors:
+            continue
+        found = torch.from_numpy(gguf.dequantize(gguf.quantize(tensors[stored].float().numpy(), number), number))
+        if key.endswith(("q_proj.weight", "k_proj.weight")):  # halves of heads, not pairs
+            heads = model.config.num_attention_heads if "q_proj" in key else model.config.num_key_value_heads
+            found = found.view(heads, -1, 2, found.shape[1]).transpose(1, 2).reshape(found.shape)
+        parameter.data = found
+    (tmp_path / "config.json").write_text(json.dumps(GgufFile(tmp_path / "m.gguf").config()))
+    (tmp_path / GGUF).symlink_to(tmp_path / "m.gguf")
+    engine = make_engine(decoder_of(tmp_path), num_host_pages=0, max_batch_tokens=16, max_running=8)
+    ids = list(range(3, 200, 7))
+    submit(engine, "r", ids, 6)
+    tokens = answers(run(engine))["r"]
+    expected = teacher_forced(model, ids, tokens)
+    assert (logits_of(engine, "r") - expected).abs().max() <= FLOAT32_TOLERANCE
+    assert tokens == expected.argmax(-1).tolist()
 
 
 @pytest.mark.slow
