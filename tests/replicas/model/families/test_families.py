@@ -38,8 +38,8 @@ from tests.replicas.tiered_engine import (
 pytestmark = pytest.mark.engine
 
 MODELS = [
-    "falcon-7b", "falcon-40b", "gemma-2", "gemma-3", "gpt-oss", "llama-3", "ministral", "mistral", "mixtral", "opt", "phi-3",
-    "phi-4-mini", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe",
+    "falcon-7b", "falcon-40b", "gemma-2", "gemma-3", "gpt-oss", "llama-3", "ministral", "mistral", "mixtral", "opt",
+    "phi-3", "phi-4-mini", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe",
 ]  # fmt: skip
 NUM_OUT = 6
 
