@@ -18,7 +18,7 @@ AttentionStore 3.4, 4.3.4 and 4.3.7 (Tables 1 and 2, Fig. 22). The arms:
               compute (hit rate), time to the first token of a turn that truncates and of the others.
 
 Where KV is kept the first four tokens stay, unless it says `no sinks`; `important` keeps, as half of what stays, the
-runs that the last tokens attend to most. Clearly worse, for NKVT, was said to be 1.05 x TT before anything was
+runs that the last tokens attend to most. A model with sliding windows keeps no first tokens: TT and ours alone. Clearly worse, for NKVT, was said to be 1.05 x TT before anything was
 measured; its harm grows as new tokens come to where kept keys still say they stand, so texts must be long enough.
 What bounds it: query rows of one thread in float32, one per token and text in decode, and for TT half a window of
 them at each truncation.
@@ -58,7 +58,7 @@ from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import PromptUsage
 from mneme.replicas.sequence import Sequence as EngineSequence
 from mneme.replicas.sequence import StepRows
-from mneme.replicas.truncation import Truncation, plan_truncation
+from mneme.replicas.truncation import Truncation, default_for, plan_truncation
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "training"))
@@ -158,7 +158,7 @@ class Arm:
         num_pages = 4 * num_sessions * (window // PAGE_SIZE + 2) + 8
         self._runner = TaughtRunner(decoder, num_pages, PAGE_SIZE)
         self._engine = Engine(self._runner, None, EngineConfig(page_size=PAGE_SIZE, max_context=window))
-        self._truncation = truncation
+        self._truncation = default_for(truncation, self._runner.immovable)
         self._num_requests = 0
 
     def turns(self, prompts: dict[str, list[int]], texts: dict[str, list[int]], *, append: bool = False) -> list[Heard]:
@@ -324,6 +324,9 @@ class Bench:
         assert isinstance(self._dense, DenseDecoder)
         self._tokenizer = load_tokenizer(folder)
         self._text = held_out_ids(self._tokenizer)
+        # Behind sliding windows no first tokens are kept, and nothing is chosen; and the dense decoder has none.
+        self._has_windows = self._decoder.config.immovable is not None
+        self._settings = {"": {}} if self._has_windows else SETTINGS
 
     def perplexity(self) -> PartResult:
         rows = []
@@ -332,7 +335,7 @@ class Bench:
             for ratio in self._scale.ratios:
                 rows += self._perplexity_rows(texts, window, ratio)
         ratios = {arm: [row["over TT"] for row in rows if row["arm"] == arm and not row["keeps"]] for arm in STRATEGIES}
-        checks = checks_of_perplexity(max(ratios[OURS]), min(ratios[NKVT]))
+        checks = checks_of_perplexity(max(ratios[OURS]), min(ratios[NKVT], default=None))
         return PartResult(name="perplexity", title="of text behind the first overflow", rows=rows, checks=checks)
 
     def retrieval(self) -> PartResult:
@@ -352,13 +355,14 @@ class Bench:
 
     def _perplexity_rows(self, texts: torch.Tensor, window: int, ratio: float) -> list[dict[str, Any]]:
         rows = []
-        for keeps, setting in SETTINGS.items():
+        for keeps, setting in self._settings.items():
+            arms = arms_of(keeps)[: 2 if self._has_windows else None]
             means: dict[str, list[float]] = {}
-            for arm in arms_of(keeps):
+            for arm in arms:
                 truncation = Truncation(strategy=STRATEGIES[arm], ratio=ratio, **setting)  # type: ignore[arg-type]
                 means[arm] = [mean_nats(own, window) for own in self._read(arm, texts, window, truncation)]
             base = means.setdefault(TT, rows[0]["_means"] if rows else [])
-            for arm in arms_of(keeps):
+            for arm in arms:
                 row = {"window": window, "ratio": ratio, "keeps": keeps, "arm": arm, "_means": means[arm]}
                 rows.append(row | compared(means[arm], base) | {"tokens": len(texts) * (self._scale.num_behind - 1)})
         return [{name: value for name, value in row.items() if name != "_means"} for row in rows]
