@@ -71,7 +71,7 @@ class Store:
         self._forest.look_ahead(self._waiting)
         for index in range(num_sessions):
             self._turn(self._ids(index, SESSION_PAGES), self._owners[index])
-        assert self._forest.num_free == 0
+        assert len(self._forest.device.free) == 0
 
     def stored_turn_us(self) -> float:
         index = self._rng.randrange(self._num_sessions)
@@ -79,7 +79,7 @@ class Store:
 
     def new_turn_us(self) -> float:
         place = self._rng.randrange(self._num_sessions)
-        self._forest.disown(self._owners[place])
+        self._forest.abandon(None, owner=self._owners[place])
         self._owners[place] = Owner()
         return self._turn(self._ids(self._rng.randrange(self._num_sessions, 2**31), SESSION_PAGES), self._owners[place])
 
@@ -248,7 +248,7 @@ class Simulator:
         path = forest.open_path("")
         found = min(forest.extend(path, prompt, len(prompt)), len(prompt) - 1)
         forest.extend(path, ids, len(ids))
-        if forest.num_new_pages(path, ids, len(ids)) > forest.num_available:
+        if forest.num_new_pages(path, ids, len(ids)) > forest.device.num_available:
             forest.release(path)
             return False
         forest.write(path, ids, len(ids))

@@ -169,7 +169,8 @@ class Replica:
 
     @property
     def _used_share(self) -> float:
-        return self._forest.num_in_use / self._forest.num_pages
+        pages = self._forest.stats()["pages"]
+        return pages["in_use"] / pages["total"]
 
     def load(self, span_s: float) -> ReplicaLoad:
         """Say what the autoscaler asks; the last call was `span_s` ago."""

@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mneme.cachetier.policy.eviction import make_policy
@@ -54,7 +53,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
-from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
+from mneme.replicas.sessions.session_pages import abandon_roots
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
 from mneme.replicas.text.grammar import Grammars, without
@@ -150,7 +149,7 @@ class Engine:
             max_tokens=config.max_session_tokens,
             end_token_ids=self._eos_token_ids,
             decode=None if tokenizer is None else tokenizer.decode,
-            on_drop=partial(expire_pages, self.forest),
+            on_drop=lambda log: self.forest.abandon(log.root, owner=log),
             on_delete=self._delete_kv,
             journal=None if durable is None else durable.writer,
         )
@@ -187,7 +186,7 @@ class Engine:
     @property
     def capacity(self) -> int:
         """Tokens of one sequence that is sure to finish."""
-        return min(self.max_context, self.forest.num_unpinned * self.forest.page_size)
+        return min(self.max_context, self.forest.capacity)
 
     @property
     def is_blocked(self) -> bool:
@@ -363,14 +362,13 @@ class Engine:
     def fork(self, key: SessionKey, new_key: SessionKey) -> None:
         """Make a new session with a session's past, which then owns its pages too; raises as `Sessions.fork` does."""
         self.sessions.fork(key, new_key, self.turn_so_far(key))
-        first = self._first_choice(key)
-        share_pages(
-            self.forest, self.sessions.get(key), self.sessions.get(new_key), None if first is None else first.path
-        )
+        first, fork = self._first_choice(key), self.sessions.get(new_key)
+        if fork is not None and fork.seen is None:  # a truncated one has ids only
+            self.forest.claim(fork, None if first is None else first.path, self.sessions.get(key))
 
     def _delete_kv(self, log: TokenLog) -> None:
         """Delete a session's pages. What runs of it is saved no more: it would come after the deletion."""
-        delete_pages(self.forest, log)
+        self.forest.delete(log, log.root)
         for sequence in self._sequence_by_id.values():
             if sequence.owner is log:
                 sequence.chain = None
@@ -389,7 +387,7 @@ class Engine:
             self.connector.abandon()
         for sequence in [each for each in self._sequence_by_id.values() if each.parent is None]:
             self._finish(sequence, "error", message)  # and what is computed for it
-        self.forest.forget_all()
+        self.forest.clear(is_trusted=False)
         self.pins.renew()
         return self.take_events()
 

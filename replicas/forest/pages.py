@@ -231,13 +231,6 @@ class Path:
         self.page_ids.append(NOWHERE if page_id is None else page_id)
         self.masks.append(mask)
 
-    def copy(self) -> Path:
-        """Make another path over the same pages; whoever makes it counts the references."""
-        other = Path(self.root, self.salt)
-        other.pages, other.page_ids, other.masks = list(self.pages), self.page_ids[:], self.masks[:]
-        other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
-        return other
-
 
 def resident(root: Root, ids: Sequence[int], salt: str | None = None) -> Resident:
     """Count what the tiers have of `ids` under a root, holes left out; changes nothing.

@@ -62,11 +62,6 @@ class Paths:
         self._sharing = sharing
         self.window = window
 
-    @property
-    def num_available(self) -> int:
-        """Pages that `write` can still take: free ones, then cached ones."""
-        return self._device.num_pages - self._device.num_in_use
-
     def is_settled(self, path: Path) -> bool:
         """Return whether all that the path sees lies on the device, but for tokens that this step adds to pages."""
         return not path.gaps and not any(page_id in self.store.fresh for page_id in path.page_ids)
@@ -126,7 +121,9 @@ class Paths:
         num_holes = sum(num_missing(path, index) for index in gaps) if gaps else 0
         start = path.num_tokens
         end = min(len(ids), start + max(budget - num_holes, 0))
-        if gaps and self.num_new_pages(path, ids, end) > self.num_available:  # without gaps it is `write` that asks
+        if (
+            gaps and self.num_new_pages(path, ids, end) > self._device.num_available
+        ):  # without gaps it is `write` that asks
             raise OutOfPages
         loaded = self._restore(path, gaps)
         spans, shifts, runs = fill(path, gaps, self.page_size, budget)
@@ -186,7 +183,7 @@ class Paths:
         """
         runs = []
         position, can_append = path.num_tokens, not is_apart and self._can_append(path, ids)
-        if self._num_pages_to(end, position, can_append) > self.num_available:
+        if self._num_pages_to(end, position, can_append) > self._device.num_available:
             raise OutOfPages
         while position < end:
             page = path.tail if can_append else self._begin_page(path, ids)

@@ -58,6 +58,19 @@ class Tier:
     def num_cached(self) -> int:
         return self.num_pages - len(self.free) - self.num_in_use
 
+    @property
+    def num_available(self) -> int:
+        """Free pages and cached ones."""
+        return self.num_pages - self.num_in_use
+
+    def by_state(self) -> dict[str, int]:
+        return {
+            "free": len(self.free),
+            "cached": self.num_cached,
+            "in_use": self.num_in_use,
+            "total": self.num_pages,
+        }
+
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]], owners: Owners) -> None:
         """Tell the policy what waits: the sessions of waiting requests, in order; None for one without."""
 

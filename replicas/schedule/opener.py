@@ -92,9 +92,7 @@ class PathOpener:
         Prompts that were cut in this step count as if they were whole.
         """
         needed = self._forest.num_new_pages(path, sequence.context, sequence.num_fitting)
-        kept = num_kept + (max(self._forest.num_reserved, num_running) if num_running else 0)
-        kept += budget.num_promised(path, sequence.context)
-        return needed + kept <= self._forest.num_available
+        return self._forest.has_room(needed + num_kept + budget.num_promised(path, sequence.context), num_running)
 
     def shorten(self, sequence: Sequence, path: Path, num_history: int) -> Path:
         """Return the path of what stays; of the first `num_history` tokens if possible, and all that follow them."""

@@ -158,15 +158,8 @@ class Scheduler:
         `num_kept_tokens` is what the longest request that was taken may need (`pins.py`). Raises `PinRefused` if
         nothing is resident, and if then that, or the reserve, would not be left.
         """
-        path = self._forest.open_path(salt, ids)
-        self._forest.extend(path, ids, len(ids))
-        try:
-            pinned = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
-        finally:
-            self._forest.release(path)
-        _limit_output(
-            [*self.gathering, *self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size
-        )
+        pinned = self._forest.pin(salt, ids, num_kept_tokens=num_kept_tokens)
+        _limit_output([*self.gathering, *self.waiting, *self.running], self._forest.capacity)
         return pinned
 
     def unpin(self, pinned: Path) -> None:
@@ -203,7 +196,7 @@ class Scheduler:
         sequences = list(self.running)
         self.num_retracted += len(sequences)
         self._put_back(sequences)
-        self._forest.forget_all()
+        self._forest.clear(is_trusted=False)
         for sequence in sequences:
             sequence.num_retries += 1
         return [sequence for sequence in sequences if sequence.num_retries > _MAX_RETRIES]
@@ -340,7 +333,7 @@ class Scheduler:
             return
         assert path is not None
         # Pages of their own may be one more than counted.
-        has_room = self._num_missing_pages(sequence) < self._forest.num_available
+        has_room = self._forest.has_room(self._num_missing_pages(sequence) + 1)
         limit = self._load_limit(found)
         if has_room and limit == 0 and sequence.num_to_come:
             return  # others load in this step

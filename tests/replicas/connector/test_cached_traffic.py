@@ -154,7 +154,7 @@ class Play:
         self._check_answers()
         for engine, cache in zip(self.engines, self.caches, strict=True):
             cache.play()
-            assert (engine.forest.num_in_use, engine.in_flight) == (0, {})
+            assert (engine.forest.device.num_in_use, engine.in_flight) == (0, {})
             assert (cache.num_open, cache.cache.stats()["read_buffer_bytes"]) == (0, 0)
             engine.close()
         assert self.store.num_open == 0

@@ -51,7 +51,7 @@ def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
             compute(forest, runner, path, prompt, num_rows)
             forest.release(path)
     if is_away:
-        while forest.num_cached:
+        while forest.device.num_cached:
             forest.store.evict()
         runner.prepare([], forest.drain_moves())
 
@@ -109,7 +109,7 @@ def test_a_blend_whose_private_tokens_are_gone_is_lost() -> None:
     forest.abandon(root)
     forest.release(path)
     forest.check()
-    assert forest.num_cached == 2  # the document
+    assert forest.device.num_cached == 2  # the document
 
 
 def compute(forest: PrefixForest, runner: FakeRunner, path: Path, ids: list[int], num_rows: int) -> int:

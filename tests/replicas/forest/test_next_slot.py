@@ -76,7 +76,7 @@ class Traffic:
 
         roots = [page_state(root) for root in (*forest.roots.values(), *(path.root for path in paths))]
         seen = [(path.num_tokens, path.gaps, path.page_ids, path.masks, path.num_changes) for path in paths]
-        return roots, seen, forest.device.free, forest.num_in_use, moves[:3]
+        return roots, seen, forest.device.free, forest.device.num_in_use, moves[:3]
 
 
 @given(seed=st.integers(0, 2**32), sharing=st.sampled_from([True, True, True, False]))

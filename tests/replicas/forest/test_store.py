@@ -29,11 +29,11 @@ def test_a_page_that_leads_nowhere_is_not_counted_as_reclaimable() -> None:
         forest.release(computed(forest, "b", [1000 * number + i for i in range(5 * PAGE)]))
     begun = computed(forest, "a", ids[: 3 * PAGE], num_rows=1)
     forest.release(kept)
-    forest.drop_kept(kept.root)
+    forest.delete(Owner(), kept.root)
     forest.release(begun)
     forest.check()
     forest.clear()
-    assert forest.num_reclaimable == forest.num_cached == 0
+    assert forest.store.num_reclaimable == forest.device.num_cached == 0
 
 
 def test_copies_ahead_pass_no_page_of_a_long_path_twice_in_a_step() -> None:
