@@ -281,7 +281,7 @@ class Replica:
             assert sequence.path is not None
             for _ in range(num_ended):
                 sequence.append(_answered(sequence))
-            self._forest.take_rows(sequence.path, sequence.context, num_ended)
+            sequence.path.take_rows(sequence.context, num_ended)
             self._scheduler.waiting.charge(sequence, num_ended * OUTPUT_WEIGHT)
         for length_s in self._lengths[1 : num_ended + 1]:
             self._busy_s += length_s

@@ -14,7 +14,7 @@ On a GPU a step is launched before the tokens of the one before are known on the
 that one, so that the GPU never waits for this thread, and grammars, penalties and stop strings need no special case
 (vLLM's asynchronous scheduling does the same but for these). While a step is scheduled, placeholders stand for the
 tokens that are on their way: ids below -1, each given once, which nobody sees between two calls of `step`. Pages that
-got one learn the token when it is known (`PrefixForest.learn`). A step whose outcome decides more than tokens is
+got one learn the token when it is known (`paths.learn`). A step whose outcome decides more than tokens is
 committed before the next is scheduled: at once where it loads or reads documents, else when that is known
 (`_must_wait`). A sequence that ends unforeseen has one row too many, whose draw is dropped.
 On a CPU each step is committed at once, by the same code.
@@ -43,6 +43,7 @@ from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.paths import learn
 from mneme.replicas.fuse.asked import AskedBeginnings
 from mneme.replicas.fuse.blend import make_blend
 from mneme.replicas.fuse.controller import Controller
@@ -513,7 +514,7 @@ class Engine:
             path, token_id = sequence.path, sampled[row].token_id
             if token_id is not None and path is not None and path.num_tokens > len(sequence.context):
                 learned.append((path, placeholder, token_id))
-        self.forest.learn(learned)
+        learn(learned)
 
     def _learn(self, batch: list[StepRows], took_s: float) -> None:
         """Let the costs know what a step took. Some rows of a blend see less than a prompt's, or leave early."""

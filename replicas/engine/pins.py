@@ -29,7 +29,7 @@ from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinBook, PinName
 from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import WarmPrompt
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.queries import KnownPin
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence

@@ -35,10 +35,10 @@ from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Resident, Root, common_prefix, resident
+from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.paths import (
     DocumentUse,
-    Paths,
+    Path,
     Spans,
     is_lost,
     kept_by,
@@ -55,7 +55,7 @@ _LEAST_PUBLIC = 8  # tokens: what is shorter, all chats of a model may begin wit
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
 
 
-class PrefixForest(Paths):
+class PrefixForest:
     """Pages, their owners, and token-exact matching over everything that is resident."""
 
     def __init__(
@@ -87,8 +87,17 @@ class PrefixForest(Paths):
         self.owners = Owners()
         self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), first_page=first_page)
         self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy())
-        store = PageStore(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
-        super().__init__(store, page_size, sharing=sharing, window=window)
+        self.page_size, self._sharing, self.window = page_size, sharing, window
+        self.store = PageStore(
+            self.device,
+            self.host,
+            self.owners,
+            self._drop_root,
+            page_size=page_size,
+            sharing=sharing,
+            window=window,
+            copy_out_below=copy_out_below,
+        )
 
     @property
     def capacity(self) -> int:
@@ -143,7 +152,7 @@ class PrefixForest(Paths):
         if root is None:
             root = self.roots[salt] = Root(salt)
         root.refs += 1
-        return Path(root, salt)
+        return Path(self.store, root, salt)
 
     def _root_of(self, salt: str, ids: Sequence[int]) -> Root | None:
         """Return the root under which most of a prompt is known: the tenant's own, or the public one."""
@@ -202,7 +211,7 @@ class PrefixForest(Paths):
         root.refs += 1
         self.kept_roots.add(root)
         root.watch()
-        path = Path(root)
+        path = Path(self.store, root)
         for kept in root.kept:
             self.store.hold(kept.page)
             path.append(kept.page, kept.mask(self.page_size))
@@ -329,6 +338,13 @@ class PrefixForest(Paths):
         for page in reversed(pages):
             self.store.drop_up(page)
 
+    def retract(self, pages: Iterable[Page]) -> None:
+        """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
+        if self._sharing:  # else nothing stays of a path that was given back
+            for page in pages:
+                self.store.drop_below(page)
+                self.store.drop_everywhere(page)
+
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
         """Delete a prompt: what begins with it, and of itself what nothing else is on."""
         for root in [each for each in (self.roots.get(salt), self.roots.get(PUBLIC_SALT)) if each is not None]:
@@ -403,7 +419,7 @@ class PrefixForest(Paths):
 
     def _follow(self, salt: str, ids: Sequence[int]) -> Path:
         path = self.open_path(salt, ids)
-        self.extend(path, ids, len(ids))
+        path.extend(ids, len(ids))
         return path
 
     def _num_left(self, num_new: int, num_kept_tokens: int) -> tuple[int, int]:

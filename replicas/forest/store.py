@@ -206,9 +206,13 @@ class PageStore:
         owners: Owners,
         on_empty_root: Callable[[Root], None],
         *,
+        page_size: int,
+        sharing: bool,
+        window: int | None,
         copy_out_below: float,
     ) -> None:
         """`copy_out_below`: the share of device pages, free or reclaimable, under which copies are made."""
+        self.page_size, self.sharing, self.window = page_size, sharing, window
         self.device, self.host = device, host
         self.tiers = (device, host) if host.num_pages else (device,)
         self._owners = owners

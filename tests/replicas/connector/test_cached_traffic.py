@@ -16,7 +16,7 @@ from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.errors import PinRefused
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.budget import examples

@@ -72,7 +72,7 @@ def test_what_is_resident_is_what_a_request_would_find(prompts: list[list[int]])
     for prompt in [*prompts, [*prompts[0], 1, 2, 0]]:
         found = engine.forest.resident("", prompt).device
         path = engine.forest.open_path("")
-        assert engine.forest.extend(path, prompt, len(prompt)) == found
+        assert path.extend(prompt, len(prompt)) == found
         engine.forest.release(path)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mneme.errors import PinRefused
 from mneme.replicas.engine.pins import pin_prefix
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner, continuation

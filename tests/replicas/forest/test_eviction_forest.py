@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner, Page, Path
+from mneme.replicas.forest.pages import Owner, Page
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import OutOfPages
 from tests.budget import examples
 
@@ -55,8 +56,8 @@ def make_forest(num_pages: int, name: Any = "lru", clock: Clock | None = None, *
 
 def hold(forest: PrefixForest, ids: list[int], salt: str = "") -> Path:
     path = forest.open_path(salt)
-    forest.extend(path, ids, len(ids))
-    forest.write(path, ids, len(ids))
+    path.extend(ids, len(ids))
+    path.write(ids, len(ids))
     return path
 
 
@@ -67,7 +68,7 @@ def turn(forest: NamedForest, ids: list[int], owner: str | None = None) -> None:
 
 def num_found(forest: PrefixForest, ids: list[int]) -> int:
     path = forest.open_path("")
-    found = forest.extend(path, ids, len(ids))
+    found = path.extend(ids, len(ids))
     forest.release(path)
     forest.check()
     return found
@@ -104,7 +105,7 @@ def test_a_shared_page_is_freed_by_its_last_owner() -> None:
     assert num_found(forest, A) == num_found(forest, B) == len(SHARED)
     assert forest.owners.tail_of(forest.owner["", "a"]) is forest.owners.tail_of(forest.owner["", "b"]) is not None
     assert sizes(forest) == {1: 2}
-    forest.write(path, [5] * 36, 36)
+    path.write([5] * 36, 36)
     assert num_found(forest, A) == 0
     assert forest.owners.tail_of(forest.owner["", "a"]) is None
 
@@ -118,7 +119,7 @@ def test_the_trailing_half_goes_first_and_no_page_before_it_must() -> None:
     path = hold(forest, [5] * 4)
     assert num_found(forest, [2] * 24) == 20  # the lookup made it young, and ended the choice
     clock.now_s = 2.0
-    forest.write(path, [5] * 8, 8)
+    path.write([5] * 8, 8)
     assert num_found(forest, [3] * 16) == 12
 
 
@@ -130,7 +131,7 @@ def test_a_half_that_was_chosen_goes_on_to_its_end() -> None:
     clock.now_s = 1.0
     ids, path = [5] * 20, hold(forest, [5] * 4)
     for num_pages in range(2, 5):  # three of six, then the four of the other are more than three
-        forest.write(path, ids, 4 * num_pages)
+        path.write(ids, 4 * num_pages)
     assert (num_found(forest, [2] * 24), num_found(forest, [3] * 16)) == (12, 12)
 
 
@@ -254,7 +255,7 @@ class ForestMachine(RuleBasedStateMachine):
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from(["", "t"]))
     def begin(self, ids: list[int], salt: str) -> None:
         path = self.forest.open_path(salt)
-        found = self.forest.extend(path, ids, len(ids))
+        found = path.extend(ids, len(ids))
         evicted_then = self.resident.get((salt, tuple(ids)))
         assert found == len(ids) or evicted_then != self.num_evicted, "what was released is lost"
         self.running.append((path, list(ids), salt))
@@ -263,10 +264,10 @@ class ForestMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_tokens=st.integers(1, 12), token=st.integers(0, 1))
     def write(self, data: st.DataObject, num_tokens: int, token: int) -> None:
         path, ids, _ = data.draw(st.sampled_from(self.running))
-        self.forest.extend(path, ids, len(ids))
+        path.extend(ids, len(ids))
         if path.num_tokens == len(ids):
             ids.append(token)
-            self.forest.extend(path, ids, len(ids))
+            path.extend(ids, len(ids))
         self.write_checked(path, ids, min(len(ids), path.num_tokens + num_tokens))
 
     @rule(
@@ -280,7 +281,7 @@ class ForestMachine(RuleBasedStateMachine):
         history = data.draw(st.sampled_from([*self.sessions.values(), []]))
         ids = [*history[: int(len(history) * kept)], *more][: 4 * PAGE_SIZE]
         path = self.forest.open_path("")
-        self.forest.extend(path, ids, len(ids))
+        path.extend(ids, len(ids))
         self.write_checked(path, ids, len(ids))
         self.released(path, ids, "", session)
 
@@ -289,9 +290,9 @@ class ForestMachine(RuleBasedStateMachine):
         if start == end:
             return
         available = self.forest.device.num_available
-        needed = self.forest.num_new_pages(path, ids, end)
+        needed = path.num_new_pages(ids, end)
         try:
-            runs = self.forest.write(path, ids, end)
+            runs = path.write(ids, end)
         except OutOfPages:
             assert needed > available
             return
@@ -350,7 +351,7 @@ class ForestMachine(RuleBasedStateMachine):
         running, ids, salt = data.draw(st.sampled_from(self.running))
         ids = ids[: running.num_tokens]
         path = self.forest.open_path(salt)
-        self.forest.extend(path, ids, len(ids))
+        path.extend(ids, len(ids))
         pinned = {page for pin, _ in self.pins for page in pin.page_ids} | set(path.page_ids)
         left = self.forest.device.num_pages - len(pinned)
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner, Path
+from mneme.replicas.forest.pages import Owner
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import Tier
 
 PAGE = 4
@@ -14,8 +15,8 @@ PAGE = 4
 def computed(forest: PrefixForest, salt: str, ids: list[int], num_rows: int = 1_000_000) -> Path:
     """A path over tokens of which so many have got their KV."""
     path = forest.open_path(salt, ids)
-    forest.extend(path, ids, len(ids))
-    forest.take_rows(path, ids, num_rows)
+    path.extend(ids, len(ids))
+    path.take_rows(ids, num_rows)
     forest.drain_moves(can_copy=False)
     return path
 

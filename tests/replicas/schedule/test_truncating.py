@@ -123,10 +123,10 @@ def test_pages_forget_the_truncations_that_kept_them_once_these_are_gone() -> No
     forest = PrefixForest(num_pages=16, page_size=4)
     ids = list(range(8))
     first = forest.open_path("")
-    forest.write(first, ids, 8)
+    first.write(ids, 8)
     for _ in range(5):
         path = forest.open_path("")
-        forest.extend(path, ids, 8)
+        path.extend(ids, 8)
         truncated = forest.truncate(path, [(2, 8)])
         assert truncated is not None
         assert all(page.keepers == {truncated.root} for page in first.pages)

@@ -162,8 +162,8 @@ def test_both_tiers_forget_it() -> None:
     spoken(forest, [4] * 24, other)  # six of eight pages: most of the first session goes to the host
     assert (forest.resident("", MINE).device, forest.resident("", MINE).host) == (8, 20)
     path = forest.open_path("")
-    forest.extend(path, MINE, 17)
-    forest.take_rows(path, MINE[:17], 8)
+    path.extend(MINE, 17)
+    path.take_rows(MINE[:17], 8)
     forest.release(path)
     forest.check()
     forest.delete(owner, None)
@@ -177,7 +177,7 @@ def test_both_tiers_forget_it() -> None:
 
 def spoken(forest: PrefixForest, ids: list[int], owner: Owner) -> None:
     path = forest.open_path("")
-    forest.extend(path, ids, len(ids))
-    forest.write(path, ids, len(ids))
+    path.extend(ids, len(ids))
+    path.write(ids, len(ids))
     forest.release(path, owner)
     forest.drain_moves()
