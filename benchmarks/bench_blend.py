@@ -355,7 +355,7 @@ def measure_decode(run: Run, num_steps: int) -> Part:
             engine.step()
             num_decoding = sum(sequence.num_output > 0 for sequence in engine.scheduler.running)
             assert engine.has_work, "some ended before all decode together"
-        pages = engine.forest.num_in_use
+        pages = engine.forest.device.num_in_use
         times = []
         for _ in range(num_steps):
             began_s = time.perf_counter()

@@ -33,7 +33,7 @@ from workloads import MODEL_SHAPE, VOCAB_SIZE
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.model.decoder import Decoder
 
 BATCH = 8

@@ -32,7 +32,8 @@ from harness import Check, Run, at_most, options_of
 from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner, Path
+from mneme.replicas.forest.pages import Owner
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import OutOfPages
 
 PAGE_SIZE = 32
@@ -71,7 +72,7 @@ class Store:
         self._forest.look_ahead(self._waiting)
         for index in range(num_sessions):
             self._turn(self._ids(index, SESSION_PAGES), self._owners[index])
-        assert self._forest.num_free == 0
+        assert len(self._forest.device.free) == 0
 
     def stored_turn_us(self) -> float:
         index = self._rng.randrange(self._num_sessions)
@@ -79,7 +80,7 @@ class Store:
 
     def new_turn_us(self) -> float:
         place = self._rng.randrange(self._num_sessions)
-        self._forest.disown(self._owners[place])
+        self._forest.abandon(None, owner=self._owners[place])
         self._owners[place] = Owner()
         return self._turn(self._ids(self._rng.randrange(self._num_sessions, 2**31), SESSION_PAGES), self._owners[place])
 
@@ -93,8 +94,8 @@ class Store:
         self._now_s += self._rng.random()
         forest, started = self._forest, time.perf_counter()
         path = forest.open_path("")
-        forest.extend(path, ids, len(ids))
-        forest.write(path, ids, len(ids))
+        path.extend(ids, len(ids))
+        path.write(ids, len(ids))
         forest.release(path, owner)
         took = time.perf_counter() - started
         forest.drain_moves()
@@ -246,12 +247,12 @@ class Simulator:
         forest, prompt, turn = self._forest, asked.prompt, asked.turn
         ids = prompt + turn.answer
         path = forest.open_path("")
-        found = min(forest.extend(path, prompt, len(prompt)), len(prompt) - 1)
-        forest.extend(path, ids, len(ids))
-        if forest.num_new_pages(path, ids, len(ids)) > forest.num_available:
+        found = min(path.extend(prompt, len(prompt)), len(prompt) - 1)
+        path.extend(ids, len(ids))
+        if path.num_new_pages(ids, len(ids)) > forest.device.num_available:
             forest.release(path)
             return False
-        forest.write(path, ids, len(ids))
+        path.write(ids, len(ids))
         forest.drain_moves()
         self._outcome.prompt_tokens += len(prompt)
         self._outcome.found_tokens += found

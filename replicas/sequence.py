@@ -15,8 +15,8 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import EXACT, HISTORY, TRUNCATED, BlendUsage, Declined, DocumentSpan, DocumentUsage
 from mneme.replicas.forest.moves import Chunks
-from mneme.replicas.forest.pages import Owner, Path, Root
-from mneme.replicas.forest.paths import Rows
+from mneme.replicas.forest.pages import Owner, Root
+from mneme.replicas.forest.paths import Path, Rows
 from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.report import GivenUp

@@ -87,7 +87,7 @@ def _run(bench: Bench, case: Case, seed: int, spread_s: float) -> Found:
     return Found(
         max(each.token_s[0] for each in served),
         counts["prompt"] - counts["cached"],
-        engine.forest.num_in_use,
+        engine.forest.device.num_in_use,
         allowed_pages(SHARED, case.own, generated),
     )
 

@@ -169,7 +169,8 @@ class Replica:
 
     @property
     def _used_share(self) -> float:
-        return self._forest.num_in_use / self._forest.num_pages
+        pages = self._forest.stats()["pages"]
+        return pages["in_use"] / pages["total"]
 
     def load(self, span_s: float) -> ReplicaLoad:
         """Say what the autoscaler asks; the last call was `span_s` ago."""
@@ -280,7 +281,7 @@ class Replica:
             assert sequence.path is not None
             for _ in range(num_ended):
                 sequence.append(_answered(sequence))
-            self._forest.take_rows(sequence.path, sequence.context, num_ended)
+            sequence.path.take_rows(sequence.context, num_ended)
             self._scheduler.waiting.charge(sequence, num_ended * OUTPUT_WEIGHT)
         for length_s in self._lengths[1 : num_ended + 1]:
             self._busy_s += length_s

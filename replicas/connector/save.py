@@ -33,8 +33,8 @@ from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded, Workers
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
-from mneme.replicas.forest.pages import DEVICE, Path
-from mneme.replicas.forest.paths import references_of
+from mneme.replicas.forest.pages import DEVICE
+from mneme.replicas.forest.paths import Path, references_of
 from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 

@@ -75,7 +75,7 @@ from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import SessionKey, session_key
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sessions.journal import DurableSessions
-from mneme.replicas.sessions.session_pages import delete_pages, resident_of
+from mneme.replicas.sessions.session_pages import resident_of
 
 T = TypeVar("T")
 
@@ -281,7 +281,7 @@ def delete_sequence_pages(asked: AskedEngine, query: DeleteSequencePages) -> Dro
         _save_no_more(engine, lambda sequence: session_key(sequence.request) == query.session)
         log = engine.sessions.get(query.session)
         if log is not None:
-            delete_pages(engine.forest, log)
+            engine.forest.delete(log, log.root)
 
     deleted = asked.between_steps(lambda engine: _deleted_pages(engine, delete))
     _settle(asked)
@@ -386,10 +386,13 @@ def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -
 
 def _deleted_pages(engine: Engine, delete: Callable[[Engine], None]) -> DroppedPages:
     """Count the pages that `delete` frees."""
-    device, host = engine.forest.device, engine.forest.host
-    before = len(device.free), len(host.free)
+    before = engine.forest.stats()
     delete(engine)
-    return {"device_pages": len(device.free) - before[0], "host_pages": len(host.free) - before[1]}
+    now = engine.forest.stats()
+    return {
+        "device_pages": now["pages"]["free"] - before["pages"]["free"],
+        "host_pages": now["host_pages"]["free"] - before["host_pages"]["free"],
+    }
 
 
 def _tenant(tier: KvTier, tenant: bytes, own: Mapping[str, int]) -> TenantKv:

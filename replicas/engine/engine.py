@@ -14,7 +14,7 @@ On a GPU a step is launched before the tokens of the one before are known on the
 that one, so that the GPU never waits for this thread, and grammars, penalties and stop strings need no special case
 (vLLM's asynchronous scheduling does the same but for these). While a step is scheduled, placeholders stand for the
 tokens that are on their way: ids below -1, each given once, which nobody sees between two calls of `step`. Pages that
-got one learn the token when it is known (`PrefixForest.learn`). A step whose outcome decides more than tokens is
+got one learn the token when it is known (`paths.learn`). A step whose outcome decides more than tokens is
 committed before the next is scheduled: at once where it loads or reads documents, else when that is known
 (`_must_wait`). A sequence that ends unforeseen has one row too many, whose draw is dropped.
 On a CPU each step is committed at once, by the same code.
@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mneme.cachetier.policy.eviction import make_policy
@@ -44,6 +43,7 @@ from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.paths import learn
 from mneme.replicas.fuse.asked import AskedBeginnings
 from mneme.replicas.fuse.blend import make_blend
 from mneme.replicas.fuse.controller import Controller
@@ -54,7 +54,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
-from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
+from mneme.replicas.sessions.session_pages import abandon_roots
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
 from mneme.replicas.text.grammar import Grammars, without
@@ -150,7 +150,7 @@ class Engine:
             max_tokens=config.max_session_tokens,
             end_token_ids=self._eos_token_ids,
             decode=None if tokenizer is None else tokenizer.decode,
-            on_drop=partial(expire_pages, self.forest),
+            on_drop=lambda log: self.forest.abandon(log.root, owner=log),
             on_delete=self._delete_kv,
             journal=None if durable is None else durable.writer,
         )
@@ -187,7 +187,7 @@ class Engine:
     @property
     def capacity(self) -> int:
         """Tokens of one sequence that is sure to finish."""
-        return min(self.max_context, self.forest.num_unpinned * self.forest.page_size)
+        return min(self.max_context, self.forest.capacity)
 
     @property
     def is_blocked(self) -> bool:
@@ -363,14 +363,13 @@ class Engine:
     def fork(self, key: SessionKey, new_key: SessionKey) -> None:
         """Make a new session with a session's past, which then owns its pages too; raises as `Sessions.fork` does."""
         self.sessions.fork(key, new_key, self.turn_so_far(key))
-        first = self._first_choice(key)
-        share_pages(
-            self.forest, self.sessions.get(key), self.sessions.get(new_key), None if first is None else first.path
-        )
+        first, fork = self._first_choice(key), self.sessions.get(new_key)
+        if fork is not None and fork.seen is None:  # a truncated one has ids only
+            self.forest.claim(fork, None if first is None else first.path, self.sessions.get(key))
 
     def _delete_kv(self, log: TokenLog) -> None:
         """Delete a session's pages. What runs of it is saved no more: it would come after the deletion."""
-        delete_pages(self.forest, log)
+        self.forest.delete(log, log.root)
         for sequence in self._sequence_by_id.values():
             if sequence.owner is log:
                 sequence.chain = None
@@ -389,7 +388,7 @@ class Engine:
             self.connector.abandon()
         for sequence in [each for each in self._sequence_by_id.values() if each.parent is None]:
             self._finish(sequence, "error", message)  # and what is computed for it
-        self.forest.forget_all()
+        self.forest.clear(is_trusted=False)
         self.pins.renew()
         return self.take_events()
 
@@ -515,7 +514,7 @@ class Engine:
             path, token_id = sequence.path, sampled[row].token_id
             if token_id is not None and path is not None and path.num_tokens > len(sequence.context):
                 learned.append((path, placeholder, token_id))
-        self.forest.learn(learned)
+        learn(learned)
 
     def _learn(self, batch: list[StepRows], took_s: float) -> None:
         """Let the costs know what a step took. Some rows of a blend see less than a prompt's, or leave early."""

@@ -29,7 +29,7 @@ from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinBook, PinName
 from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import WarmPrompt
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.queries import KnownPin
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence
@@ -76,7 +76,8 @@ class Pins:
     def __init__(self, engine: Engine, config: EngineConfig) -> None:
         self._engine = engine
         self._max_pins = config.max_pins
-        self._num_kept_tokens = int(engine.forest.num_pages * (1 - config.max_pinned_share)) * engine.forest.page_size
+        num_pages = engine.forest.stats()["pages"]["total"]
+        self._num_kept_tokens = int(num_pages * (1 - config.max_pinned_share)) * engine.forest.page_size
         self._entries = PinBook[_Entry](engine.clock)
         self._entry_by_request: dict[str, _Entry] = {}  # those that are being computed
 
@@ -100,7 +101,8 @@ class Pins:
         if keeps and not is_configured:
             self._check_quota(name.tenant)
         if keeps:
-            self._check_room(salt, list(ids))
+            num_kept_tokens = _num_kept_tokens(self._engine, self._num_kept_tokens)
+            self._engine.forest.check_pin(salt, list(ids), num_kept_tokens=num_kept_tokens)
         end_s = self._entries.end_s(ttl_s)
         entry = _Entry(name=name, salt=salt, ids=ids, keeps=keeps, is_configured=is_configured, expires_at_s=end_s)
         self._compute(entry)
@@ -223,18 +225,6 @@ class Pins:
 
     def _num_own(self, tenant: bytes) -> int:
         return sum(each.is_listed and not each.is_configured for each in self._entries.of_tenant(tenant).values())
-
-    def _check_room(self, salt: str, ids: list[int]) -> None:
-        """Raise `PinRefused` before anything is computed in vain; what is pinned already costs nothing."""
-        forest = self._engine.forest
-        path = forest.open_path(salt, ids)
-        forest.extend(path, ids, len(ids))
-        num_pinned = sum(page.pins > 0 for page in path.pages)
-        forest.release(path)
-        num_new = max(-(-len(ids) // forest.page_size) - num_pinned, 0)
-        needed = max(forest.num_reserved, -(-_num_kept_tokens(self._engine, self._num_kept_tokens) // forest.page_size))
-        if forest.num_unpinned - num_new < needed:
-            raise PinRefused(num_new, max(forest.num_unpinned - num_new, 0), needed)
 
     def _compute(self, entry: _Entry) -> None:
         request = GenerationRequest(

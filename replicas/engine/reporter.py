@@ -106,13 +106,13 @@ class Reporter:
     def _load(self) -> tuple[int, int, int, int, float]:
         engine = self._engine
         running = engine.scheduler.running
-        free = len(engine.forest.device.free) + engine.forest.num_cached
+        pages = engine.forest.stats()["pages"]
         return (
             num_queued_tokens(engine),
             len(running),
             engine.limits.num_requests,
             sum(len(each.context) for each in running),
-            round(free / engine.forest.num_pages, 3),
+            round((pages["free"] + pages["cached"]) / pages["total"], 3),
         )
 
     def _queue_s(self, queued_tokens: int, running: int, context_tokens: int) -> float:

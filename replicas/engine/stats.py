@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mneme.cachetier.policy.cost_model import CostModel
     from mneme.replicas.engine.engine import Engine
-    from mneme.replicas.forest.forest import PrefixForest
-    from mneme.replicas.forest.store import Tier
 
 
 class StartReport:
@@ -42,9 +40,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
     """Gather counters and gauges as plain values."""
     scheduler, runner, limits = engine.scheduler, engine.runner, engine.limits
     stats = {
-        "pages": _page_counts(engine.forest),
-        "host_pages": _by_state(engine.forest.host),
-        "moved_pages": engine.forest.num_moved,
+        **engine.forest.stats(),
         "requests": {
             "running": len(scheduler.running),
             "waiting": limits.num_requests,
@@ -123,19 +119,3 @@ def rss_bytes() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _page_counts(forest: PrefixForest) -> dict[str, int]:
-    """Count pages by state; pinned ones are in use too, reclaimable ones are cached, with a copy on the host."""
-    pinned = {"pinned": forest.num_pages - forest.num_unpinned, "reclaimable": forest.num_reclaimable}
-    return {**_by_state(forest.device), **pinned}
-
-
-def _by_state(tier: Tier) -> dict[str, int]:
-    """Count pages by state; those in use on the host have a copy on the device that sequences hold."""
-    return {
-        "free": len(tier.free),
-        "cached": tier.num_cached,
-        "in_use": tier.num_in_use,
-        "total": tier.num_pages,
-    }

@@ -35,10 +35,10 @@ from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Resident, Root, common_prefix, resident
+from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.paths import (
     DocumentUse,
-    Paths,
+    Path,
     Spans,
     is_lost,
     kept_by,
@@ -55,7 +55,7 @@ _LEAST_PUBLIC = 8  # tokens: what is shorter, all chats of a model may begin wit
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
 
 
-class PrefixForest(Paths):
+class PrefixForest:
     """Pages, their owners, and token-exact matching over everything that is resident."""
 
     def __init__(
@@ -76,7 +76,6 @@ class PrefixForest(Paths):
 
         `window`: tokens that a row sees on every layer; None if a layer sees all.
         """
-        self.num_pages = num_pages
         self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
         self.roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
         self.kept_roots: set[Root] = set()  # of truncated sessions
@@ -88,50 +87,56 @@ class PrefixForest(Paths):
         self.owners = Owners()
         self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), first_page=first_page)
         self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy())
-        store = PageStore(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
-        super().__init__(store, page_size, sharing=sharing, window=window)
+        self.page_size, self._sharing, self.window = page_size, sharing, window
+        self.store = PageStore(
+            self.device,
+            self.host,
+            self.owners,
+            self._drop_root,
+            page_size=page_size,
+            sharing=sharing,
+            window=window,
+            copy_out_below=copy_out_below,
+        )
 
     @property
-    def num_free(self) -> int:
-        return len(self.device.free)
+    def capacity(self) -> int:
+        """Tokens that one sequence could have if it were alone, beside the pinned pages that it shares."""
+        return (self.device.num_pages - self._num_pinned) * self.page_size
 
-    @property
-    def num_in_use(self) -> int:
-        return self.device.num_in_use
+    def has_room(self, num_pages: int, num_running: int = 0) -> bool:
+        """Return whether so many free or cached pages are left beside the reserve: at least one for each that runs."""
+        reserve = max(self.num_reserved, num_running) if num_running else 0
+        return num_pages + reserve <= self.device.num_available
 
-    @property
-    def num_cached(self) -> int:
-        return self.device.num_cached
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Count the pages of both tiers by state, and those saved to the host, loaded from it and dropped everywhere.
 
-    @property
-    def num_unpinned(self) -> int:
-        """Pages that one sequence could have if it were alone, beside the pinned ones that it shares."""
-        return self.num_pages - self._num_pinned
-
-    @property
-    def num_reclaimable(self) -> int:
-        """Cached pages whose KV the host has too."""
-        return self.store.num_reclaimable
-
-    @property
-    def num_moved(self) -> dict[str, int]:
-        """Pages saved to the host, loaded from it, and dropped from the last tier that had them."""
-        return dict(self.store.num_moved)
+        Pinned ones are in use too, reclaimable ones are cached, with a copy on the host. Those in use on the host have
+        a copy on the device that sequences hold.
+        """
+        more = {"pinned": self._num_pinned, "reclaimable": self.store.num_reclaimable}
+        return {
+            "pages": {**self.device.by_state(), **more},
+            "host_pages": self.host.by_state(),
+            "moved_pages": dict(self.store.num_moved),
+        }
 
     @property
     def wants_copies(self) -> bool:
         """Return whether a step without rows would still have pages to copy to the host."""
         return self.store.wants_copies
 
-    def resident(self, salt: str, ids: Sequence[int]) -> Resident:
-        """Count what the tiers have of a sequence; leaves their order of eviction as it is."""
+    def resident(self, salt: str, ids: Sequence[int], root: Root | None = None) -> Resident:
+        """Count what the tiers have of a sequence; leaves their order of eviction as it is.
+
+        `root`: a truncated session's own; `ids` begin with what it kept.
+        """
+        if root is not None:
+            counts = [resident(root, ids), *(each.resident for each in root.kept)]
+            return Resident(sum(each.device for each in counts), sum(each.host for each in counts))
         root = self._root_of(salt, ids)
         return Resident(0, 0) if root is None else resident(root, ids, salt)
-
-    def resident_behind(self, root: Root, ids: Sequence[int]) -> Resident:
-        """Count what the tiers have of what a truncated session sees; `ids` begin with what it kept."""
-        kept, own = [each.resident for each in root.kept], resident(root, ids)
-        return Resident(own.device + sum(each.device for each in kept), own.host + sum(each.host for each in kept))
 
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
         """Tell eviction where to read which sessions wait, in order; None: without a session."""
@@ -147,7 +152,7 @@ class PrefixForest(Paths):
         if root is None:
             root = self.roots[salt] = Root(salt)
         root.refs += 1
-        return Path(root, salt)
+        return Path(self.store, root, salt)
 
     def _root_of(self, salt: str, ids: Sequence[int]) -> Root | None:
         """Return the root under which most of a prompt is known: the tenant's own, or the public one."""
@@ -206,7 +211,7 @@ class PrefixForest(Paths):
         root.refs += 1
         self.kept_roots.add(root)
         root.watch()
-        path = Path(root)
+        path = Path(self.store, root)
         for kept in root.kept:
             self.store.hold(kept.page)
             path.append(kept.page, kept.mask(self.page_size))
@@ -248,7 +253,7 @@ class PrefixForest(Paths):
                 first, num_tokens = len(kept), end
                 kept += moved_pages(path.salt, ids, start, chunks.rotated(index)[: end - start], self.page_size)
                 spans.append((index, first, len(kept)))
-        if not spans or not self._sharing or len(kept) - num_pages > self.num_available:
+        if not spans or not self._sharing or not self.has_room(len(kept) - num_pages):
             return None
         self.kept_roots.update(each.root for each in kept[num_pages:])
         restored = self._open(Root(path.salt, tuple(kept), event=event))
@@ -292,27 +297,40 @@ class PrefixForest(Paths):
         path.pages, path.page_ids, path.masks = [], array("i"), array("q")
         path.gaps, path.num_tokens = [], root.start
 
-    def claim(self, owner: Owner, page: Page) -> None:
-        """Let the path up to this page be the owner's too."""
-        self._mark_grown(self.owners.claim(owner, page))
+    def claim(self, owner: Owner, path: Path | None, other: Owner | None) -> None:
+        """Let an owner have what a path is on too, or else, where none is open, what is left of another owner's."""
+        tail = path.tail if path is not None and path.pages else None
+        if tail is None and other is not None:
+            tail = self.owners.tail_of(other)
+        if self._sharing and tail is not None and tail.parent is not None:
+            self._mark_grown(self.owners.claim(owner, tail))
 
-    def disown(self, owner: Owner) -> None:
-        """Forget an owner that is gone: what only it owned is nobody's and stays cached until room is needed."""
-        self._mark_grown(self.owners.drop(owner))
+    def abandon(self, root: Root | None, heir: Root | None = None, *, owner: Owner | None = None) -> None:
+        """Drop what hangs on a root from which its session does not go on: nobody else can find it.
 
-    def drop_owned(self, owner: Owner) -> None:
-        """Delete what a session owned from every tier: from the end of its last path up, what nothing else is on."""
+        What the `heir` kept of it stays, and so do the roots from which the heir kept something. What only `owner`
+        owned, which is gone, is nobody's and stays cached until room is needed.
+        """
+        if owner is not None:
+            self._mark_grown(self.owners.drop(owner))
+        spared = set() if heir is None else heir.kept_roots
+        roots = [] if root is None else [root]
+        for each in roots:  # grows
+            if each not in spared:
+                self.store.drop_below(each)
+            roots += each.kept_roots - spared
+
+    def delete(self, owner: Owner, root: Root | None) -> None:
+        """Delete a session's pages from every tier: from the end of its last path up, what nothing else is on.
+
+        With a root of its own also what it computed since, what it kept of its history, and what led there. Documents
+        that a blend moved to their places stay cached: they are whoever's names them, as is what others keep.
+        """
         tail = self.owners.tail_of(owner)
-        self.disown(owner)
+        self._mark_grown(self.owners.drop(owner))
         if tail is not None:
             self.store.drop_up(tail)
-
-    def drop_kept(self, root: Root) -> None:
-        """Delete a session's own root: what it computed since, what it kept of its history, and what led there.
-
-        Documents that a blend moved to their places stay cached: they are whoever's names them, as is what others keep.
-        """
-        roots, pages = [root], []
+        roots, pages = [] if root is None else [root], []
         for each in roots:  # grows
             pages += [kept.page for kept in each.kept if kept.root.is_own or not (each.is_blend and kept.delta)]
             roots += each.kept_roots
@@ -320,16 +338,12 @@ class PrefixForest(Paths):
         for page in reversed(pages):
             self.store.drop_up(page)
 
-    def abandon(self, root: Root, heir: Root | None = None) -> None:
-        """Drop what hangs on a root from which its session does not go on: nobody else can find it.
-
-        What the `heir` kept of it stays, and so do the roots from which the heir kept something.
-        """
-        spared = set() if heir is None else heir.kept_roots
-        if root not in spared:
-            self.store.drop_below(root)
-        for earlier in root.kept_roots - spared:
-            self.abandon(earlier, heir)
+    def retract(self, pages: Iterable[Page]) -> None:
+        """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
+        if self._sharing:  # else nothing stays of a path that was given back
+            for page in pages:
+                self.store.drop_below(page)
+                self.store.drop_everywhere(page)
 
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
         """Delete a prompt: what begins with it, and of itself what nothing else is on."""
@@ -356,7 +370,7 @@ class PrefixForest(Paths):
 
         `is_counted`: in `num_moved`.
         """
-        num_moved = self.num_moved
+        num_moved = dict(self.store.num_moved)
         for root in [each for each in (*self.roots.values(), *self.kept_roots) if is_chosen(each.salt)]:
             self.store.drop_below(root)
         for page in [each for each in self._behind_public() if is_chosen(each.salt)]:
@@ -375,25 +389,43 @@ class PrefixForest(Paths):
                 else:
                     yield child
 
-    def pin(self, path: Path, *, num_kept: int = 0) -> Path:
-        """Keep the path's pages until `unpin` of what this returns, whatever becomes of the path.
+    def check_pin(self, salt: str, ids: Sequence[int], *, num_kept_tokens: int) -> None:
+        """Raise `PinRefused` before a prompt is computed whose pin would be refused; what is pinned costs nothing."""
+        path = self._follow(salt, ids)
+        num_new = max(-(-len(ids) // self.page_size) - sum(page.pins > 0 for page in path.pages), 0)
+        self.release(path)
+        left, needed = self._num_left(num_new, num_kept_tokens)
+        if left < needed:
+            raise PinRefused(num_new, max(left, 0), needed)
 
-        Raises `PinRefused` if fewer than the reserve, or than `num_kept`, would then be left unpinned, or if the device
-        lacks what a row behind them sees.
+    def pin(self, salt: str, ids: Sequence[int], *, num_kept_tokens: int = 0) -> Path:
+        """Keep what is resident of a prompt until `unpin` of what this returns.
+
+        Raises `PinRefused` if fewer pages than the reserve, or than `num_kept_tokens` need, would then be left
+        unpinned, or if the device lacks what a row behind them sees.
         """
+        path = self._follow(salt, ids)
         lacks = visible_gaps(path, path.num_tokens + 1, self.window) if path.gaps else []
         num_new = sum(not page.pins for page in path.pages)
-        left, needed = self.num_unpinned - num_new, max(self.num_reserved, num_kept)
-        if left < needed or not path.pages or lacks or not self._sharing:
+        left, needed = self._num_left(num_new, num_kept_tokens)
+        if left < needed or not path.pages or lacks:
+            self.release(path)
             raise PinRefused(num_new, max(left, 0), needed)
-        pinned = path.copy()
         for page in path.pages:
-            self.store.hold(page)
             page.pins += 1
-        path.root.refs += 1
         self._num_pinned += num_new
-        self._pinned.add(pinned)
-        return pinned
+        self._pinned.add(path)
+        return path
+
+    def _follow(self, salt: str, ids: Sequence[int]) -> Path:
+        path = self.open_path(salt, ids)
+        path.extend(ids, len(ids))
+        return path
+
+    def _num_left(self, num_new: int, num_kept_tokens: int) -> tuple[int, int]:
+        """Return how many pages so many more pins leave unpinned, and how many are needed."""
+        left = self.device.num_pages - self._num_pinned - num_new
+        return left, max(self.num_reserved, -(-num_kept_tokens // self.page_size))
 
     def unpin(self, pinned: Path) -> None:
         """Let pinned pages be as any others again, and empty the path; nothing if that is so already."""
@@ -405,16 +437,16 @@ class PrefixForest(Paths):
             self._num_pinned -= not page.pins
         self.release(pinned)
 
-    def clear(self) -> None:
-        """Forget every cached page of both tiers; pages in use or pinned stay."""
-        self.store.clear()
+    def clear(self, *, is_trusted: bool = True) -> None:
+        """Forget every cached page of both tiers; pages in use or pinned stay.
 
-    def forget_all(self) -> None:
-        """Trust no page after a failed step: pins go too. Pages that sequences hold stay theirs."""
-        for pinned in list(self._pinned):
+        `is_trusted`: False after a failed step: pins go too. Pages that sequences hold stay theirs.
+        """
+        for pinned in () if is_trusted else list(self._pinned):
             self.unpin(pinned)
-        self.clear()
-        self.store.forget_moves()
+        self.store.clear()
+        if not is_trusted:
+            self.store.forget_moves()
 
     def drain_moves(self, *, can_copy: bool = True) -> Moves:
         """Return what happens to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
@@ -446,7 +478,6 @@ class PrefixForest(Paths):
             assert page.parent.children[page.parent.key_of(page, page.tokens[0])] is page
             assert page.salt == page.parent.salt or page.parent.salt == PUBLIC_SALT
             assert self.kept_roots.issuperset(page.keepers or ())
-        assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
 
     def _mark_grown(self, pages: list[Page]) -> None:
         """Let runs be measured anew that no session's path ends in any more."""

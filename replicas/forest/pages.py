@@ -1,4 +1,4 @@
-"""Defines what the prefix forest is made of: pages with their tokens, roots, paths, claims of sessions."""
+"""Defines what the prefix forest is made of: pages with their tokens, roots, claims of sessions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Page:
         self.is_reclaimable = False  # nobody holds it, and the host has all that the device has
         self.refs = 0  # paths that hold it; a pin is one
         self.pins = 0
-        self.writer: Path | None = None  # the one path that may append
+        self.writer: object | None = None  # the one `Path` that may append
         self.claim: Claim | None = None  # of the sessions whose last path ends here
         self.released = 0  # number of the last release, which gave it back together with others
         self.last_used_s = 0.0  # when that was
@@ -197,46 +197,6 @@ class Owner:
     """Owns a path after its sequence is gone: a session."""
 
     claim: Claim | None = field(default=None, init=False, repr=False)  # where its last path ended
-
-
-class Path:
-    """Lists what one sequence sees, in order: its page table. The root's kept tokens come first.
-
-    `page_ids[i]` with `masks[i]` are the references; NOWHERE where the device has no page. Between changes that
-    `num_changes` counts they are only appended to. A tenant's path may begin with public pages; what it adds is
-    its own.
-    """
-
-    __slots__ = ("gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root", "salt")
-
-    def __init__(self, root: Root, salt: str | None = None) -> None:
-        """`salt`: whose it is, where that is not the root's."""
-        self.root = root
-        self.salt = root.salt if salt is None else salt
-        self.pages: list[Page] = []
-        self.page_ids = array("i")
-        self.masks = array("q")
-        self.gaps: list[int] = []  # in order, the pages of which the device may lack something that the path has
-        self.num_tokens = root.start  # tokens on this path
-        self.num_changes = 0
-
-    @property
-    def tail(self) -> Page:
-        return self.pages[-1] if len(self.pages) > len(self.root.kept) else self.root
-
-    def append(self, page: Page, mask: int = ALL_SLOTS) -> None:
-        """Go on to a page; whoever appends it counts the reference."""
-        self.pages.append(page)
-        page_id = page.ids[DEVICE]
-        self.page_ids.append(NOWHERE if page_id is None else page_id)
-        self.masks.append(mask)
-
-    def copy(self) -> Path:
-        """Make another path over the same pages; whoever makes it counts the references."""
-        other = Path(self.root, self.salt)
-        other.pages, other.page_ids, other.masks = list(self.pages), self.page_ids[:], self.masks[:]
-        other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
-        return other
 
 
 def resident(root: Root, ids: Sequence[int], salt: str | None = None) -> Resident:

@@ -1,4 +1,4 @@
-"""Grows paths in the prefix forest: they follow what is known, bring back what the device lacks, and write the rest.
+"""Grows paths in the prefix forest: they follow what is known, load what the device lacks, and write the rest.
 
 What the device lacks of a path are its gaps: pages that the host has, and holes (Pensieve 4.3, Fig. 6).
 A row needs the KV of every token that it can see. Holes are filled in order, as rows of the same batch, before any
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from mneme.cachetier.chunk.header import I32Array
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
-from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, Kept, Page, Path, Root, common_prefix
+from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, NOWHERE, Kept, Page, Root, common_prefix
 from mneme.replicas.forest.store import OutOfPages, PageStore
 
 Runs = list[tuple[int, int, int]]  # (page id, first offset, number of tokens)
@@ -43,110 +43,120 @@ class Rows(NamedTuple):
     shifts: list[int]  # of each span: how far behind the place at which its keys are rotated it stands
 
 
-class DocumentUse(NamedTuple):
-    """Puts what a path has of a document, computed apart, at the positions [start, end) of another sequence."""
+class Path:
+    """Lists what one sequence sees, in order: its page table. The root's kept tokens come first.
 
-    path: Path
-    start: int
-    end: int
-    delta: int  # from where its keys are rotated
+    `page_ids[i]` with `masks[i]` are the references; NOWHERE where the device has no page. Between changes that
+    `num_changes` counts they are only appended to. A tenant's path may begin with public pages; what it adds is
+    its own.
+    """
 
+    __slots__ = ("gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root", "salt", "store")
 
-class Paths:
-    """Walks and extends paths over the pages of one forest."""
-
-    def __init__(self, store: PageStore, page_size: int, *, sharing: bool, window: int | None) -> None:
-        self.page_size = page_size
+    def __init__(self, store: PageStore, root: Root, salt: str | None = None) -> None:
+        """`salt`: whose it is, where that is not the root's."""
         self.store = store
-        self._device = store.device
-        self._sharing = sharing
-        self.window = window
+        self.root = root
+        self.salt = root.salt if salt is None else salt
+        self.pages: list[Page] = []
+        self.page_ids = array("i")
+        self.masks = array("q")
+        self.gaps: list[int] = []  # in order, the pages of which the device may lack something that the path has
+        self.num_tokens = root.start  # tokens on this path
+        self.num_changes = 0
 
     @property
-    def num_available(self) -> int:
-        """Pages that `write` can still take: free ones, then cached ones."""
-        return self._device.num_pages - self._device.num_in_use
+    def tail(self) -> Page:
+        return self.pages[-1] if len(self.pages) > len(self.root.kept) else self.root
 
-    def is_settled(self, path: Path) -> bool:
+    def append(self, page: Page, mask: int = ALL_SLOTS) -> None:
+        """Go on to a page; whoever appends it counts the reference."""
+        self.pages.append(page)
+        page_id = page.ids[DEVICE]
+        self.page_ids.append(NOWHERE if page_id is None else page_id)
+        self.masks.append(mask)
+
+    def is_settled(self) -> bool:
         """Return whether all that the path sees lies on the device, but for tokens that this step adds to pages."""
-        return not path.gaps and not any(page_id in self.store.fresh for page_id in path.page_ids)
+        return not self.gaps and not any(page_id in self.store.fresh for page_id in self.page_ids)
 
-    def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
-        """Follow known tokens equal to `ids[path.num_tokens:limit]`; returns how many were found.
+    def extend(self, ids: Sequence[int], limit: int) -> int:
+        """Follow known tokens equal to `ids[self.num_tokens:limit]`; returns how many were found.
 
         The device may lack the KV of some: `take_rows` brings it back.
         """
-        if not self._sharing:
+        if not self.store.sharing:
             return 0
-        before = position = path.num_tokens
-        num_pages, page = len(path.pages), path.tail
+        before = position = self.num_tokens
+        num_pages, page = len(self.pages), self.tail
         while position < limit:
             offset = position - page.start
             if offset < len(page.tokens):
                 position += common_prefix(page.tokens, offset, ids, position, limit)
-            child = page.child(position, ids[position], path.salt) if position < limit else None
+            child = page.child(position, ids[position], self.salt) if position < limit else None
             if child is None:
                 break
-            if position % self.page_size:
-                self._leave(path, position)
+            if position % self.store.page_size:
+                self._leave(position)
             self.store.hold(child)
-            path.append(child)
+            self.append(child)
             page = child
         if position > before:
-            path.num_tokens = position
-            note_gaps(path, max(num_pages - 1, len(path.root.kept)))
+            self.num_tokens = position
+            note_gaps(self, max(num_pages - 1, len(self.root.kept)))
         return position - before
 
-    def write_next(self, path: Path, ids: Sequence[int]) -> tuple[int, int, int] | None:
+    def write_next(self, ids: Sequence[int]) -> tuple[int, int, int] | None:
         """Take the slot of the one token that follows, if it goes into the path's own last page, where no other path is
         found: what `extend` and `take_rows` do for a decode, but once in a page. Returns the run; None: ask those."""
-        position = path.num_tokens
-        offset = position % self.page_size
-        if not offset or path.gaps or not path.pages or len(ids) != position + 1:
+        position = self.num_tokens
+        offset = position % self.store.page_size
+        if not offset or self.gaps or not self.pages or len(ids) != position + 1:
             return None
-        page = path.pages[-1]
-        if page.writer is not path or page.children or page.end != position:
+        page = self.pages[-1]
+        if page.writer is not self or page.children or page.end != position:
             return None
         page_id = page.ids[DEVICE]
         assert page_id is not None
         page.tokens.append(ids[position])
         page.filled[DEVICE] += 1
-        path.num_tokens = position + 1
-        if offset + 1 == self.page_size and self._device.changed is not None:
-            self._device.changed.add(page)
+        self.num_tokens = position + 1
+        if offset + 1 == self.store.page_size and self.store.device.changed is not None:
+            self.store.device.changed.add(page)
         return page_id, offset, 1
 
-    def take_rows(self, path: Path, ids: Sequence[int], budget: int) -> Rows:
-        """Take at most `budget` rows: holes first, then `ids[path.num_tokens:]`, which `extend` did not find.
+    def take_rows(self, ids: Sequence[int], budget: int) -> Rows:
+        """Take at most `budget` rows: holes first, then `ids[self.num_tokens:]`, which `extend` did not find.
 
         Where nothing of that is left, one row: the last, whose KV is there, for its logits. Takes the pages that they
         need, for what comes back from the host too. Raises `OutOfPages`, having taken nothing.
         """
-        gaps = visible_gaps(path, len(ids), self.window) if path.gaps else []
-        num_holes = sum(num_missing(path, index) for index in gaps) if gaps else 0
-        start = path.num_tokens
+        gaps = visible_gaps(self, len(ids), self.store.window) if self.gaps else []
+        num_holes = sum(num_missing(self, index) for index in gaps) if gaps else 0
+        start = self.num_tokens
         end = min(len(ids), start + max(budget - num_holes, 0))
-        if gaps and self.num_new_pages(path, ids, end) > self.num_available:  # without gaps it is `write` that asks
+        # Without gaps it is `write` that asks.
+        if gaps and self.num_new_pages(ids, end) > self.store.device.num_available:
             raise OutOfPages
-        loaded = self._restore(path, gaps)
-        spans, shifts, runs = fill(path, gaps, self.page_size, budget)
+        loaded = self._restore(gaps)
+        spans, shifts, runs = fill(self, gaps, self.store.page_size, budget)
         if start < end:
-            runs += self.write(path, ids, end)
+            runs += self.write(ids, end)
             spans.append((start, end))
         elif num_holes < budget and start == len(ids) and (not spans or spans[-1][1] < start):
             spans.append((start - 1, start))
         shifts += [0] * (len(spans) - len(shifts))
-        is_new = path.root.is_blend and path.num_tokens == path.root.start  # private tokens never had KV
+        is_new = self.root.is_blend and self.num_tokens == self.root.start  # private tokens never had KV
         return Rows(spans, runs, 0 if is_new else min(num_holes, budget), loaded, shifts)
 
-    def num_pending(self, path: Path, ids: Sequence[int]) -> int:
+    def num_pending(self, ids: Sequence[int]) -> int:
         """Count the rows before the path's next sampled token but for the last token's own."""
-        num_new = len(ids) - path.num_tokens
-        if not path.gaps:
+        num_new = len(ids) - self.num_tokens
+        if not self.gaps:
             return num_new
-        return num_new + sum(num_missing(path, i) for i in visible_gaps(path, len(ids), self.window))
+        return num_new + sum(num_missing(self, i) for i in visible_gaps(self, len(ids), self.store.window))
 
-    def graft(self, path: Path, ids: Sequence[int], chunks: Chunks, limit: int | None = None) -> Graft | None:
+    def graft(self, ids: Sequence[int], chunks: Chunks, limit: int | None = None) -> Graft | None:
         """Take pages for what these chunks have behind the path's end; their KV comes with the step. None: none fit.
 
         They are nobody else's and begin with what comes, so that they can be taken back (`retract`). At most `limit`
@@ -156,142 +166,145 @@ class Paths:
         is_last = True
         with contextlib.suppress(OutOfPages):
             for index, (start, end) in enumerate(chunks.spans):
-                position = path.num_tokens
+                position = self.num_tokens
                 if not start <= position < end:
                     continue
                 if len(pieces) == limit:
                     is_last = False
                     break
-                num_pages = len(path.pages)
-                runs = self.write(path, ids, end, is_apart=True)
-                pieces.append(GraftPiece(index, position, end, runs, tuple(path.pages[num_pages:])))
+                num_pages = len(self.pages)
+                runs = self.write(ids, end, is_apart=True)
+                pieces.append(GraftPiece(index, position, end, runs, tuple(self.pages[num_pages:])))
         if not pieces:
             return None
         graft = Graft(chunks, pieces, is_last)
         self.store.grafts.append(graft)
         return graft
 
-    def retract(self, pages: Iterable[Page]) -> None:
-        """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
-        if self._sharing:  # else nothing stays of a path that was given back
-            for page in pages:
-                self.store.drop_below(page)
-                self.store.drop_everywhere(page)
-
-    def write(self, path: Path, ids: Sequence[int], end: int, *, is_apart: bool = False) -> Runs:
-        """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
+    def write(self, ids: Sequence[int], end: int, *, is_apart: bool = False) -> Runs:
+        """Take slots for `ids[self.num_tokens:end]`, which `extend` did not find.
 
         Returns runs (page id, first offset, number of tokens), in order, of pages begun for them if they are to be
         apart. Raises `OutOfPages`, having taken nothing.
         """
         runs = []
-        position, can_append = path.num_tokens, not is_apart and self._can_append(path, ids)
-        if self._num_pages_to(end, position, can_append) > self.num_available:
+        position, can_append = self.num_tokens, not is_apart and self._can_append(ids)
+        if self._num_pages_to(end, position, can_append) > self.store.device.num_available:
             raise OutOfPages
         while position < end:
-            page = path.tail if can_append else self._begin_page(path, ids)
-            page.writer, can_append = path, False
-            count = min(end, (position // self.page_size + 1) * self.page_size) - position
+            page = self.tail if can_append else self._begin_page(ids)
+            page.writer, can_append = self, False
+            count = min(end, (position // self.store.page_size + 1) * self.store.page_size) - position
             page.tokens.extend(ids[position : position + count])
             page.filled[DEVICE] += count
             page_id = page.ids[DEVICE]
             assert page_id is not None
-            runs.append((page_id, position % self.page_size, count))
-            path.num_tokens = position = position + count
-            if position % self.page_size == 0 and self._device.changed is not None:
-                self._device.changed.add(page)
+            runs.append((page_id, position % self.store.page_size, count))
+            self.num_tokens = position = position + count
+            if position % self.store.page_size == 0 and self.store.device.changed is not None:
+                self.store.device.changed.add(page)
         return runs
 
-    def learn(self, learned: Sequence[tuple[Path, int, int]]) -> None:
-        """Put tokens in the places of placeholders, each the last of its path: (path, placeholder, token).
-
-        Whoever began a page with a placeholder where another path has the same token goes on with that one's.
-        """
-        for path, placeholder, token_id in learned:  # all, before any page is compared with another
-            page, index = path.tail, path.num_tokens - 1 - path.tail.start
-            assert page.tokens[index] == placeholder, "the path's last token"
-            page.tokens[index] = token_id
-        for path, placeholder, _ in learned:
-            if self._sharing and path.num_tokens == path.tail.start + 1:
-                self._name(path, placeholder)
-
-    def _name(self, path: Path, placeholder: int) -> None:
+    def _name(self, placeholder: int) -> None:
         """Let the path's last page, which began with a placeholder, be found by its token, or give it back."""
-        page, parent = path.tail, path.tail.parent
+        page, parent = self.tail, self.tail.parent
         assert parent is not None
         token_id, at = page.tokens[0], page.start - parent.start
         del parent.children[parent.key_of(page, placeholder)]
-        twin = parent.child(page.start, token_id, path.salt)
+        twin = parent.child(page.start, token_id, self.salt)
         goes_on = at < len(parent.tokens) and parent.tokens[at] == token_id
         if twin is None and not goes_on:
             parent.children[parent.key_of(page, token_id)] = page
             return
-        for column in (path.pages, path.page_ids, path.masks):
+        for column in (self.pages, self.page_ids, self.masks):
             column.pop()
-        path.num_changes += 1
+        self.num_changes += 1
         self.store.discard(page)
         if goes_on:
-            path.masks[-1] = ALL_SLOTS
+            self.masks[-1] = ALL_SLOTS
         else:
             assert twin is not None
             self.store.hold(twin)
-            path.append(twin)
-        note_gaps(path, max(len(path.pages) - 1, len(path.root.kept)))
+            self.append(twin)
+        note_gaps(self, max(len(self.pages) - 1, len(self.root.kept)))
 
-    def num_new_pages(self, path: Path, ids: Sequence[int], end: int) -> int:
+    def num_new_pages(self, ids: Sequence[int], end: int) -> int:
         """Count the pages that `take_rows` would take up to `end`, for what is to come back too."""
-        num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))
-        if path.gaps:
-            gaps = visible_gaps(path, len(ids), self.window)
-            num_pages += len({path.pages[index] for index in gaps if path.pages[index].ids[DEVICE] is None})
+        num_pages = self._num_pages_to(end, self.num_tokens, self._can_append(ids))
+        if self.gaps:
+            gaps = visible_gaps(self, len(ids), self.store.window)
+            num_pages += len({self.pages[index] for index in gaps if self.pages[index].ids[DEVICE] is None})
         return num_pages
 
     def _num_pages_to(self, end: int, position: int, can_append: bool) -> int:
         """Count pages to begin for [position, end); `can_append`: the first tokens go into the page that is there."""
-        begun = position // self.page_size + can_append
-        return max(0, -(-end // self.page_size) - begun)
+        begun = position // self.store.page_size + can_append
+        return max(0, -(-end // self.store.page_size) - begun)
 
-    def _leave(self, path: Path, position: int) -> None:
+    def _leave(self, position: int) -> None:
         """Use other pages from `position` on: in the block that the path leaves, higher slots are not its own."""
-        offset = position % self.page_size
-        if path.tail is not path.root and offset and path.masks[-1] == ALL_SLOTS:
-            path.masks[-1] = (1 << offset) - 1
-            path.num_changes += 1
+        offset = position % self.store.page_size
+        if self.tail is not self.root and offset and self.masks[-1] == ALL_SLOTS:
+            self.masks[-1] = (1 << offset) - 1
+            self.num_changes += 1
 
-    def _restore(self, path: Path, gaps: list[int]) -> Spans:
+    def _restore(self, gaps: list[int]) -> Spans:
         """Take pages on the device for what is behind these gaps; returns what comes back from the host."""
         loaded = []
         for index in gaps:
-            page = path.pages[index]
+            page = self.pages[index]
             if page.ids[DEVICE] is None:
                 self.store.add(page)
-                loaded += [loaded_span(path, index)] if page.filled[DEVICE] else []
+                loaded += [loaded_span(self, index)] if page.filled[DEVICE] else []
             page_id = page.ids[DEVICE]
             assert page_id is not None
-            path.page_ids[index] = page_id
-            path.num_changes += 1
+            self.page_ids[index] = page_id
+            self.num_changes += 1
         return loaded
 
-    def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
+    def _can_append(self, ids: Sequence[int]) -> bool:
         """Return whether the path's next token may go into its last page."""
-        page, position = path.tail, path.num_tokens
-        if position % self.page_size == 0 or page is path.root or page.end != position or page.salt != path.salt:
+        page, position = self.tail, self.num_tokens
+        if position % self.store.page_size == 0 or page is self.root or page.end != position or page.salt != self.salt:
             return False
         if page.writer is None and position < len(ids):
-            return page.child(position, ids[position], path.salt) is None
-        return page.writer is path
+            return page.child(position, ids[position], self.salt) is None
+        return page.writer is self
 
-    def _begin_page(self, path: Path, ids: Sequence[int]) -> Page:
-        position, parent = path.num_tokens, path.tail
-        self._leave(path, position)
+    def _begin_page(self, ids: Sequence[int]) -> Page:
+        position, parent = self.num_tokens, self.tail
+        self._leave(position)
         page = Page(parent, position)
-        page.salt = path.salt
-        if self._sharing:
+        page.salt = self.salt
+        if self.store.sharing:
             parent.children[parent.key_of(page, ids[position])] = page
         page.refs = page.num_uses = 1
         self.store.add(page)
-        path.append(page)
+        self.append(page)
         return page
+
+
+class DocumentUse(NamedTuple):
+    """Puts what a path has of a document, computed apart, at the positions [start, end) of another sequence."""
+
+    path: Path
+    start: int
+    end: int
+    delta: int  # from where its keys are rotated
+
+
+def learn(learned: Sequence[tuple[Path, int, int]]) -> None:
+    """Put tokens in the places of placeholders, each the last of its path: (path, placeholder, token).
+
+    Whoever began a page with a placeholder where another path has the same token goes on with that one's.
+    """
+    for path, placeholder, token_id in learned:  # all, before any page is compared with another
+        page, index = path.tail, path.num_tokens - 1 - path.tail.start
+        assert page.tokens[index] == placeholder, "the path's last token"
+        page.tokens[index] = token_id
+    for path, placeholder, _ in learned:
+        if path.store.sharing and path.num_tokens == path.tail.start + 1:
+            path._name(placeholder)
 
 
 def note_gaps(path: Path, first: int) -> None:

@@ -58,6 +58,19 @@ class Tier:
     def num_cached(self) -> int:
         return self.num_pages - len(self.free) - self.num_in_use
 
+    @property
+    def num_available(self) -> int:
+        """Free pages and cached ones."""
+        return self.num_pages - self.num_in_use
+
+    def by_state(self) -> dict[str, int]:
+        return {
+            "free": len(self.free),
+            "cached": self.num_cached,
+            "in_use": self.num_in_use,
+            "total": self.num_pages,
+        }
+
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]], owners: Owners) -> None:
         """Tell the policy what waits: the sessions of waiting requests, in order; None for one without."""
 
@@ -193,9 +206,13 @@ class PageStore:
         owners: Owners,
         on_empty_root: Callable[[Root], None],
         *,
+        page_size: int,
+        sharing: bool,
+        window: int | None,
         copy_out_below: float,
     ) -> None:
         """`copy_out_below`: the share of device pages, free or reclaimable, under which copies are made."""
+        self.page_size, self.sharing, self.window = page_size, sharing, window
         self.device, self.host = device, host
         self.tiers = (device, host) if host.num_pages else (device,)
         self._owners = owners

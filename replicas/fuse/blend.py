@@ -40,8 +40,8 @@ from mneme.replicas.documents import (
     Selector,
 )
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Path, Root
-from mneme.replicas.forest.paths import DocumentUse
+from mneme.replicas.forest.pages import Root
+from mneme.replicas.forest.paths import DocumentUse, Path
 from mneme.replicas.fuse.controller import Controller, Work
 from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
 from mneme.replicas.request import GenerationRequest
@@ -240,8 +240,8 @@ class Blend:
                 continue
             ids = self._alone(span, context)
             path = forest.open_path(self.salt, ids)
-            forest.extend(path, ids, len(ids))
-            if forest.num_pending(path, ids):
+            path.extend(ids, len(ids))
+            if path.num_pending(ids):
                 forest.release(path)
             else:
                 uses.append(DocumentUse(path, low, high, span.start - len(self.sink_ids)))

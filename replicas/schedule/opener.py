@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from mneme.replicas.documents import NO_ROOM
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Path
-from mneme.replicas.forest.paths import Spans
+from mneme.replicas.forest.paths import Path, Spans
 from mneme.replicas.schedule.step_budget import StepBudget
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.truncation import Truncation, plan_truncation
@@ -43,7 +42,7 @@ class PathOpener:
             request = sequence.request  # one that reads its prompt finds nothing, public pages neither
             known = () if request.reads_prompt else sequence.context
             path, sequence.root = self._forest.open_path(request.kv_salt, known), None
-        self._forest.extend(path, sequence.context, len(sequence.context))
+        path.extend(sequence.context, len(sequence.context))
         if sequence.is_over and not (sequence.event and sequence.found is not None):
             return self.shorten(sequence, path, sequence.num_history)
         if sequence.blend is not None:
@@ -91,10 +90,8 @@ class PathOpener:
 
         Prompts that were cut in this step count as if they were whole.
         """
-        needed = self._forest.num_new_pages(path, sequence.context, sequence.num_fitting)
-        kept = num_kept + (max(self._forest.num_reserved, num_running) if num_running else 0)
-        kept += budget.num_promised(path, sequence.context)
-        return needed + kept <= self._forest.num_available
+        needed = path.num_new_pages(sequence.context, sequence.num_fitting)
+        return self._forest.has_room(needed + num_kept + budget.num_promised(path, sequence.context), num_running)
 
     def shorten(self, sequence: Sequence, path: Path, num_history: int) -> Path:
         """Return the path of what stays; of the first `num_history` tokens if possible, and all that follow them."""
@@ -118,7 +115,7 @@ class PathOpener:
         if sequence.root is not None and sequence.root is not heir:
             self._forest.abandon(sequence.root, heir)
         sequence.root = heir
-        self._forest.extend(shorter, sequence.context, len(sequence.context))
+        shorter.extend(sequence.context, len(sequence.context))
         return shorter
 
     def _masses(self, truncation: Truncation, path: Path, context: list[int], num_history: int) -> list[float] | None:
@@ -126,7 +123,7 @@ class PathOpener:
 
         The last token of a turn has none yet, and no mass.
         """
-        is_known = path.num_tokens >= num_history - 1 and self._forest.is_settled(path) and not path.root.is_blend
+        is_known = path.num_tokens >= num_history - 1 and path.is_settled() and not path.root.is_blend
         if truncation.keep != "important" or self._attention_mass is None or not is_known:
             return None
         try:

@@ -31,7 +31,8 @@ import numpy as np
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.moves import Graft
-from mneme.replicas.forest.pages import Page, Path
+from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
@@ -158,15 +159,8 @@ class Scheduler:
         `num_kept_tokens` is what the longest request that was taken may need (`pins.py`). Raises `PinRefused` if
         nothing is resident, and if then that, or the reserve, would not be left.
         """
-        path = self._forest.open_path(salt, ids)
-        self._forest.extend(path, ids, len(ids))
-        try:
-            pinned = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
-        finally:
-            self._forest.release(path)
-        _limit_output(
-            [*self.gathering, *self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size
-        )
+        pinned = self._forest.pin(salt, ids, num_kept_tokens=num_kept_tokens)
+        _limit_output([*self.gathering, *self.waiting, *self.running], self._forest.capacity)
         return pinned
 
     def unpin(self, pinned: Path) -> None:
@@ -203,7 +197,7 @@ class Scheduler:
         sequences = list(self.running)
         self.num_retracted += len(sequences)
         self._put_back(sequences)
-        self._forest.forget_all()
+        self._forest.clear(is_trusted=False)
         for sequence in sequences:
             sequence.num_retries += 1
         return [sequence for sequence in sequences if sequence.num_retries > _MAX_RETRIES]
@@ -340,7 +334,7 @@ class Scheduler:
             return
         assert path is not None
         # Pages of their own may be one more than counted.
-        has_room = self._num_missing_pages(sequence) < self._forest.num_available
+        has_room = self._forest.has_room(self._num_missing_pages(sequence) + 1)
         limit = self._load_limit(found)
         if has_room and limit == 0 and sequence.num_to_come:
             return  # others load in this step
@@ -348,7 +342,7 @@ class Scheduler:
         if has_room and sequence.event:
             graft = self._restore(sequence, path, found, limit)
         elif has_room and sequence.root is None:
-            graft = self._forest.graft(path, sequence.context, found, limit)
+            graft = path.graft(sequence.context, found, limit)
         for piece in () if graft is None else graft.pieces:
             sequence.note_origin(piece.start, piece.end, found.source_of(piece.chunk))
         if graft is None:
@@ -407,7 +401,7 @@ class Scheduler:
         assert sequence.path is not None
         if sequence.found is not None and not sequence.found.is_ready(is_alone=not batch):
             return
-        self._forest.extend(sequence.path, sequence.context, len(sequence.context))
+        sequence.path.extend(sequence.context, len(sequence.context))
         self._graft(sequence)
         with contextlib.suppress(OutOfPages):  # it has rows in the next step, at others' cost
             self._begin(sequence, batch, has_others=bool(self.waiting))
@@ -436,17 +430,17 @@ class Scheduler:
             num_rows = budget.num_rows(part.end)
             if num_rows == 0:
                 continue
-            if self._forest.extend(path, ids, len(ids)):
+            if path.extend(ids, len(ids)):
                 continue
             with contextlib.suppress(OutOfPages):  # it has its share
-                rows = self._forest.take_rows(path, ids, num_rows)
+                rows = path.take_rows(ids, num_rows)
                 part.sequence.note_rows(rows)
                 batch[index] = wider = part.with_rows(rows)
                 budget.spend(wider.num_rows - part.num_rows, part.end)
 
     def _num_missing_pages(self, sequence: Sequence) -> int:
         assert sequence.path is not None
-        return self._forest.num_new_pages(sequence.path, sequence.context, sequence.num_fitting)
+        return sequence.path.num_new_pages(sequence.context, sequence.num_fitting)
 
     @property
     def _has_streams(self) -> bool:
@@ -484,7 +478,7 @@ class Scheduler:
         path = sequence.path
         if path is None or sequence.found is not None or sequence.blend is not None or not sequence.num_output:
             return None
-        run = self._forest.write_next(path, sequence.context)
+        run = path.write_next(sequence.context)
         return None if run is None else StepRows(sequence, [(path.num_tokens - 1, path.num_tokens)], [run], [0])
 
     def _take_rows(self, sequence: Sequence, budget: int) -> StepRows | None:
@@ -498,7 +492,7 @@ class Scheduler:
         path, ids = sequence.path, sequence.context
         assert path is not None
         num_had = path.num_tokens
-        self._forest.extend(path, ids, len(ids))
+        path.extend(ids, len(ids))
         if path.num_tokens + 1 < len(ids) and self._budget.follows(path, ids):
             return None
         if budget > 1 and path.num_tokens > num_had:  # rows behind what it found now take longer
@@ -513,7 +507,7 @@ class Scheduler:
                 self._budget.cut(sequence, path.num_tokens, self._num_missing_pages(sequence))
                 return None
             budget = min(budget, found.num_rows_before(path.num_tokens))
-        rows = self._forest.take_rows(path, ids, budget)
+        rows = path.take_rows(ids, budget)
         sequence.note_rows(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
         if found is not None:
@@ -529,8 +523,8 @@ class Scheduler:
         path, ids, blend = sequence.path, sequence.context, sequence.blend
         assert path is not None
         assert blend is not None
-        num_text = self._forest.num_pending(path, ids) - (len(ids) - path.num_tokens)
-        rows = self._forest.take_rows(path, ids, min(num_text, budget))
+        num_text = path.num_pending(ids) - (len(ids) - path.num_tokens)
+        rows = path.take_rows(ids, min(num_text, budget))
         sequence.note_rows(rows)
         positions = blend.next_compared(max(budget - num_text, 0))
         pieces = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
@@ -564,7 +558,7 @@ class Scheduler:
         num_compared = 0
         if sequence.blend is not None and sequence.is_comparing:
             num_compared = len(sequence.blend.reused) - sequence.blend.num_scored
-        return num_compared + self._forest.num_pending(sequence.path, sequence.context)
+        return num_compared + sequence.path.num_pending(sequence.context)
 
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)

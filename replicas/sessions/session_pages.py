@@ -5,32 +5,9 @@ from __future__ import annotations
 import collections.abc
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Path, Resident, Root
+from mneme.replicas.forest.pages import Resident, Root
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.token_log import Seen, TokenLog
-
-
-def expire_pages(forest: PrefixForest, log: TokenLog) -> None:
-    """Let what only an expired session owned stay cached until room is needed, but for what nobody else could find."""
-    forest.disown(log)
-    if log.root is not None:
-        forest.abandon(log.root)
-
-
-def delete_pages(forest: PrefixForest, log: TokenLog) -> None:
-    """Delete the pages of a session: what only its last path is on is gone, and what that came from by truncation."""
-    forest.drop_owned(log)
-    if log.root is not None:
-        forest.drop_kept(log.root)
-
-
-def share_pages(forest: PrefixForest, log: TokenLog | None, fork: TokenLog | None, path: Path | None) -> None:
-    """Let a fork own what its original's last path is on, or the running turn's; of a truncated one it has ids only."""
-    tail = path.tail if path is not None and path.pages else None
-    if tail is None and log is not None:
-        tail = forest.owners.tail_of(log)
-    if fork is not None and fork.seen is None and tail is not None and tail.parent is not None:
-        forest.claim(fork, tail)
 
 
 def abandon_roots(
@@ -50,4 +27,4 @@ def resident_of(forest: PrefixForest, salt: str, ids: collections.abc.Sequence[i
     """Count what the tiers have of what a session sees of `ids`."""
     if seen is None:
         return forest.resident(salt, ids)
-    return forest.resident(salt, seen.ids) if seen.root is None else forest.resident_behind(seen.root, seen.ids)
+    return forest.resident(salt, seen.ids, seen.root)

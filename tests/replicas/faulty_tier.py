@@ -150,7 +150,7 @@ def check_rest(engine: Engine, folder: Path, config: CacheConfig) -> None:
 def check_engine(engine: Engine) -> None:
     """Nothing of it is under way."""
     engine.forest.check()
-    assert (engine.forest.num_in_use, engine.in_flight) == (0, {})
+    assert (engine.forest.device.num_in_use, engine.in_flight) == (0, {})
     connector = engine.connector
     assert connector is not None
     assert connector.saver.num_bytes == 0

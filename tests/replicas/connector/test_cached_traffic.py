@@ -16,7 +16,7 @@ from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.errors import PinRefused
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.budget import examples
@@ -154,7 +154,7 @@ class Play:
         self._check_answers()
         for engine, cache in zip(self.engines, self.caches, strict=True):
             cache.play()
-            assert (engine.forest.num_in_use, engine.in_flight) == (0, {})
+            assert (engine.forest.device.num_in_use, engine.in_flight) == (0, {})
             assert (cache.num_open, cache.cache.stats()["read_buffer_bytes"]) == (0, 0)
             engine.close()
         assert self.store.num_open == 0

@@ -304,7 +304,7 @@ def test_any_traffic_and_any_faults_give_the_tokens_of_a_full_prefill(
         for name, tokens in answers(run(engine)).items():
             found.setdefault(name, []).extend(tokens)
         engine.forest.check()
-        assert engine.forest.num_in_use == 0
+        assert engine.forest.device.num_in_use == 0
         finish_saves(engine)
     assert found == expected
     assert store.num_open == 0

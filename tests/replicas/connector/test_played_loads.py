@@ -41,7 +41,7 @@ class Played:
 
     def check_rest(self) -> None:
         self.cache.play()
-        assert (self.engine.forest.num_in_use, self.engine.in_flight) == (0, {})
+        assert (self.engine.forest.device.num_in_use, self.engine.in_flight) == (0, {})
         assert (self.cache.num_open, self.cache.cache.stats()["read_buffer_bytes"]) == (0, 0)
         assert (self.store.num_open, self.store.waiting) == (0, set())
 
@@ -319,13 +319,13 @@ def test_a_warm_up_leaves_nothing(store: FakeStore) -> None:
     case.submit("before", [4] * 20)
     case.cache.play()
     run(case.engine)
-    stats, chunks, cached = case.engine.stats(), dict(store.chunks), case.engine.forest.num_cached
+    stats, chunks, cached = case.engine.stats(), dict(store.chunks), case.engine.forest.device.num_cached
     for number in range(2):
         case.submit(f"w{number}", IDS[:30], salt=WARM_UP_SALT)
         events = run(case.engine)
         assert tokens_of(events, f"w{number}") == continuation(IDS[:30], 3, 5)
         assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
-    assert (case.engine.stats(), store.chunks, case.engine.forest.num_cached) == (stats, chunks, cached)
+    assert (case.engine.stats(), store.chunks, case.engine.forest.device.num_cached) == (stats, chunks, cached)
     assert len(case.engine.explanations) == 1
     case.check_rest()
 
@@ -570,7 +570,7 @@ def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
     for index in range(6):
         queue.case.submit(f"b{index}", [index % 5, index // 5, 3] * 12, session_id=str(index))
     assert len(queue.step()) == 4
-    left = queue.case.engine.forest.num_available
+    left = queue.case.engine.forest.device.num_available
     assert left >= 9 + queue.case.engine.forest.num_reserved
     queue.finish()
 

@@ -85,7 +85,7 @@ class Client:
         """Nothing runs, and no page is held; on the engine's thread."""
         forest = self.engine.forest
         self.loop._ask(forest.check)
-        assert (forest.num_in_use, forest.host.num_in_use) == (0, 0)
+        assert (forest.device.num_in_use, forest.host.num_in_use) == (0, 0)
         assert self.engine.in_flight == {}
 
 

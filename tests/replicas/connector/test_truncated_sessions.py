@@ -275,7 +275,7 @@ def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
         assert len(said[0]) == num_tokens
     for engine, cache in zip(engines, caches, strict=True):
         cache.play()
-        assert (engine.forest.num_in_use, cache.num_open) == (0, 0)
+        assert (engine.forest.device.num_in_use, cache.num_open) == (0, 0)
         for key in home:
             engine.sessions.delete(key)
         engine.forest.clear()

@@ -259,7 +259,7 @@ def test_twins_share_their_pages() -> None:
     while engine.has_work:
         events += engine.step()
         engine.forest.check()
-        most = max(most, engine.forest.num_in_use)
+        most = max(most, engine.forest.device.num_in_use)
     assert most <= 25 // 4 + 1 + 2
     answer = continuation([1, 2, 3, 1, 2], 20, 5)
     assert all(tokens_of(events, name) == answer for name in "abc")

@@ -83,7 +83,7 @@ def test_the_engine_is_as_it_was(engine: Engine) -> None:
     before, runner = settled(engine), engine.runner
     found = calibrate(runner, SMALL, budget_s=0.5)
     assert settled(engine) == before
-    assert engine.forest.num_free == SMALL.num_pages
+    assert len(engine.forest.device.free) == SMALL.num_pages
     assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
     assert sum(found.prefill) > 0
     assert sum(found.decode) > 0

@@ -59,7 +59,7 @@ def test_looking_changes_nothing() -> None:
     assert engine.stats() == before
     engine.forest.check()
     assert engine.forest.resident("nobody", [1, 2]) == (0, 0)
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=6))
@@ -72,7 +72,7 @@ def test_what_is_resident_is_what_a_request_would_find(prompts: list[list[int]])
     for prompt in [*prompts, [*prompts[0], 1, 2, 0]]:
         found = engine.forest.resident("", prompt).device
         path = engine.forest.open_path("")
-        assert engine.forest.extend(path, prompt, len(prompt)) == found
+        assert path.extend(prompt, len(prompt)) == found
         engine.forest.release(path)
 
 
@@ -137,7 +137,7 @@ def test_a_fork_in_the_middle_of_an_answer_shares_to_the_token() -> None:
     assert usage_of(events, "two.0") == (11, 10)  # the last one is computed in this very step
     assert tokens_of(events, "two.0") == continuation([1, 2, 3, *said, 4], 4, 5)
     assert session(engine)["tokens"] == 23
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def test_a_turn_appended_to_a_session_deleted_before_it_ends_with_its_error() -> None:

@@ -80,7 +80,7 @@ def test_abort_ends_a_request_and_frees_its_pages(loop: EngineLoop) -> None:
     assert until_finished(messages, "long")[1] == "abort"
     loop.submit_many([make_request("after", [1])])
     until_finished(messages, "after")
-    assert loop.engine.forest.num_in_use == 0
+    assert loop.engine.forest.device.num_in_use == 0
 
 
 def test_what_is_handed_over_ends_once_it_is_saved(loop: EngineLoop) -> None:

@@ -70,7 +70,7 @@ def test_a_warm_prompt_outlives_traffic_and_is_found_to_the_token() -> None:
     assert usage_of(run(engine), "stranger")[1] == 0
     assert engine.pins.unpin(PinName(b"t", "p"))
     assert not engine.pins.unpin(PinName(b"t", "p"))
-    assert (engine.forest.num_in_use, engine.capacity) == (0, 16 * 4)
+    assert (engine.forest.device.num_in_use, engine.capacity) == (0, 16 * 4)
 
 
 def test_several_prompts_at_once_share_what_they_have_in_common() -> None:
@@ -81,7 +81,7 @@ def test_several_prompts_at_once_share_what_they_have_in_common() -> None:
     run(engine)
     assert [pin["pinned"] for pin in engine.pins.of_tenant(b"t")] == [True] * 3
     assert runner.num_rows == 18 + 2 + 2
-    assert engine.forest.num_pages - engine.forest.num_unpinned == 4 + 3
+    assert engine.forest.stats()["pages"]["pinned"] == 4 + 3
 
 
 def test_a_pin_ends_at_its_time() -> None:
@@ -92,7 +92,7 @@ def test_a_pin_ends_at_its_time() -> None:
     assert engine.pins.of_tenant(b"t")[0]["expires_in_s"] == 1
     clock.now_s = 60.0
     assert engine.pins.of_tenant(b"t") == []
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def test_a_pin_that_is_let_go_while_it_is_computed_leaves_nothing() -> None:
@@ -102,7 +102,7 @@ def test_a_pin_that_is_let_go_while_it_is_computed_leaves_nothing() -> None:
     assert engine.pins.of_tenant(b"t")[0]["warming"]
     assert engine.pins.unpin(PinName(b"t", "p"))
     run(engine)
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     assert engine.in_flight == {}
 
 
@@ -162,7 +162,7 @@ def test_what_is_only_computed_is_not_pinned() -> None:
     described = warm(engine, "p", [1] * 8, keeps=False)
     assert (described["pinned"], described["warming"], described["error"]) == (False, False, None)
     assert engine.pins.of_tenant(b"t") == []
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     engine.submit(make_request("r", [1] * 8))
     assert usage_of(run(engine), "r") == (8, 7)
     clock.now_s = 100.0
@@ -276,7 +276,7 @@ def test_a_prompt_that_is_on_the_host_or_in_part_lost_is_pinned_on_the_device(lo
     fill(engine)
     assert engine.forest.resident("", ids).device == len(ids)
     engine.pins.unpin(PinName(b"t", "p"))
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def test_under_a_window_what_comes_behind_a_pinned_prompt_finds_all_that_it_sees() -> None:
@@ -292,7 +292,7 @@ def test_under_a_window_what_comes_behind_a_pinned_prompt_finds_all_that_it_sees
     engine.submit(make_request("in the middle", [*ids[:9], 3], SamplingParams(temperature=0, max_tokens=1)))
     assert tokens_of(run(engine), "in the middle") == continuation([*ids[:9], 3], 1, 5)
     engine.pins.unpin(PinName(b"t", "p"))
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def push_out(ids: list[int], runner: FakeRunner, lost: list[int]) -> Engine:
@@ -424,7 +424,7 @@ def test_what_a_request_keeps_of_its_prompt_outlives_traffic_for_its_time() -> N
     assert marks(engine) == [8]
     clock.now_s = 120.0
     assert marks(engine) == []
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def test_a_mark_that_goes_on_from_another_takes_its_place_unless_that_stays_longer() -> None:

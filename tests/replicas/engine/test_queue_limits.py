@@ -174,7 +174,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     found: dict[str, Any] = answer(engine, GetSession(("", "s")))
     assert found["tokens"] == 2 + 5  # the session keeps what was generated in five steps, as after an abort
     assert tokens_of(last + run(engine), "in time") == continuation([4], 4, 5)
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     assert (engine.in_flight, len(engine.deadlines)) == ({}, 0)
 
 
@@ -204,7 +204,7 @@ def test_a_suspended_sequence_has_its_deadline_too() -> None:
     found = ends(engine.step())
     assert [type(end) for end in found.values()] == [DeadlineExceeded] * 4
     assert not engine.has_work
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def test_the_default_is_for_requests_that_name_none() -> None:
@@ -264,7 +264,7 @@ def test_any_deadlines_give_one_end_each_and_only_their_own(traffic: list[Any]) 
         assert timeout_s is not None or end.finish_reason == "length"
         assert timeout_s is None or len(got) <= timeout_s + 1, "it ran on after its time"
     assert engine.num_missed_deadlines == sum(event.refusal is not None for event in events)
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     assert (engine.in_flight, len(engine.deadlines)) == ({}, 0)
 
 

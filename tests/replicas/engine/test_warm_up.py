@@ -44,7 +44,7 @@ def test_a_new_engine_has_no_trace_of_what_warmed_it(tmp_path: Path) -> None:
     try:
         stats = engine.stats()
         assert (engine.num_steps, dict(engine.num_tokens), dict(engine.num_finished)) == (0, {}, {})
-        assert (engine.forest.num_in_use, engine.forest.num_cached) == (0, 0)
+        assert (engine.forest.device.num_in_use, engine.forest.device.num_cached) == (0, 0)
         assert stats["cache"]["plans"] == {}
         assert "lookups" not in stats["cache"]
         assert bool((engine.runner.pool.slot_position == FREE_SLOT_POSITION).all())  # what nobody is told

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mneme.errors import PinRefused
 from mneme.replicas.engine.pins import pin_prefix
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner, continuation
@@ -119,5 +119,5 @@ def check_traffic(
         assert got == expected[: len(got)]
         assert len(got) == max_tokens or abort_after is not None
         assert sum(e.finish_reason is not None for e in events if e.request_id == name) == 1
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     assert engine.in_flight == {}

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Path
-from mneme.replicas.forest.paths import DocumentUse
+from mneme.replicas.forest.paths import DocumentUse, Path
 from mneme.replicas.sequence import Sequence, StepRows
 from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner
@@ -47,21 +46,21 @@ def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
     for prompt in (*([*sink, *ids[start:stop]] for start, stop in spans), ids[: min(num_exact, end - 1)]):
         if prompt:
             path = forest.open_path("")
-            forest.extend(path, prompt, len(prompt))
+            path.extend(prompt, len(prompt))
             compute(forest, runner, path, prompt, num_rows)
             forest.release(path)
     if is_away:
-        while forest.num_cached:
+        while forest.device.num_cached:
             forest.store.evict()
         runner.prepare([], forest.drain_moves())
 
     exact = forest.open_path("")
-    forest.extend(exact, ids, end - 1)
+    exact.extend(ids, end - 1)
     uses = []
     for start, stop in spans:
         if start >= exact.num_tokens:
             path = forest.open_path("")
-            forest.extend(path, [*sink, *ids[start:stop]], len(sink) + stop - start)
+            path.extend([*sink, *ids[start:stop]], len(sink) + stop - start)
             uses.append(DocumentUse(path, start, stop, start - len(sink)))
     reused = {position for use in uses for position in range(use.start, use.end)} - chosen
     private = [position for position in range(exact.num_tokens, end) if position not in reused]
@@ -75,13 +74,13 @@ def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
     root = path.root
     forest.release(path)
     stranger = forest.open_path("")
-    num_known = forest.extend(stranger, ids, len(ids))
+    num_known = stranger.extend(ids, len(ids))
     is_document = any([*sink, *ids[start:stop]][: len(ids)] == ids for start, stop in spans)  # then it is known as that
     assert num_known < len(ids) or is_document
     forest.release(stranger)
     again = forest.open_kept(root, [*ids, 1])
     assert again is not None
-    forest.extend(again, ids, len(ids))
+    again.extend(ids, len(ids))
     assert compute(forest, runner, again, [*ids, 1], num_rows) == 1
     forest.release(again)
     forest.abandon(root)
@@ -109,7 +108,7 @@ def test_a_blend_whose_private_tokens_are_gone_is_lost() -> None:
     forest.abandon(root)
     forest.release(path)
     forest.check()
-    assert forest.num_cached == 2  # the document
+    assert forest.device.num_cached == 2  # the document
 
 
 def compute(forest: PrefixForest, runner: FakeRunner, path: Path, ids: list[int], num_rows: int) -> int:
@@ -118,8 +117,8 @@ def compute(forest: PrefixForest, runner: FakeRunner, path: Path, ids: list[int]
         request=make_request("r", ids), ids=list(ids), num_prompt=len(ids), max_tokens=1, arrival=0, path=path
     )
     before = runner.num_rows
-    while forest.num_pending(path, ids):
-        rows = forest.take_rows(path, ids, num_rows)
+    while path.num_pending(ids):
+        rows = path.take_rows(ids, num_rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
         runner.forward(runner.prepare([part], forest.drain_moves()))
         forest.check()

@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner, Page, Path
+from mneme.replicas.forest.pages import Owner, Page
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import OutOfPages
 from tests.budget import examples
 
@@ -55,8 +56,8 @@ def make_forest(num_pages: int, name: Any = "lru", clock: Clock | None = None, *
 
 def hold(forest: PrefixForest, ids: list[int], salt: str = "") -> Path:
     path = forest.open_path(salt)
-    forest.extend(path, ids, len(ids))
-    forest.write(path, ids, len(ids))
+    path.extend(ids, len(ids))
+    path.write(ids, len(ids))
     return path
 
 
@@ -67,7 +68,7 @@ def turn(forest: NamedForest, ids: list[int], owner: str | None = None) -> None:
 
 def num_found(forest: PrefixForest, ids: list[int]) -> int:
     path = forest.open_path("")
-    found = forest.extend(path, ids, len(ids))
+    found = path.extend(ids, len(ids))
     forest.release(path)
     forest.check()
     return found
@@ -90,7 +91,7 @@ def test_a_session_is_as_large_as_what_its_eviction_would_free() -> None:
     turn(forest, B, "b")
     assert sizes(forest)[3] == 3
     forest.clear()
-    assert forest.num_free == 40
+    assert len(forest.device.free) == 40
 
 
 def test_a_shared_page_is_freed_by_its_last_owner() -> None:
@@ -104,7 +105,7 @@ def test_a_shared_page_is_freed_by_its_last_owner() -> None:
     assert num_found(forest, A) == num_found(forest, B) == len(SHARED)
     assert forest.owners.tail_of(forest.owner["", "a"]) is forest.owners.tail_of(forest.owner["", "b"]) is not None
     assert sizes(forest) == {1: 2}
-    forest.write(path, [5] * 36, 36)
+    path.write([5] * 36, 36)
     assert num_found(forest, A) == 0
     assert forest.owners.tail_of(forest.owner["", "a"]) is None
 
@@ -118,7 +119,7 @@ def test_the_trailing_half_goes_first_and_no_page_before_it_must() -> None:
     path = hold(forest, [5] * 4)
     assert num_found(forest, [2] * 24) == 20  # the lookup made it young, and ended the choice
     clock.now_s = 2.0
-    forest.write(path, [5] * 8, 8)
+    path.write([5] * 8, 8)
     assert num_found(forest, [3] * 16) == 12
 
 
@@ -130,7 +131,7 @@ def test_a_half_that_was_chosen_goes_on_to_its_end() -> None:
     clock.now_s = 1.0
     ids, path = [5] * 20, hold(forest, [5] * 4)
     for num_pages in range(2, 5):  # three of six, then the four of the other are more than three
-        forest.write(path, ids, 4 * num_pages)
+        path.write(ids, 4 * num_pages)
     assert (num_found(forest, [2] * 24), num_found(forest, [3] * 16)) == (12, 12)
 
 
@@ -152,8 +153,8 @@ def test_a_session_that_moves_on_leaves_its_old_branch_to_nobody() -> None:
     turn(forest, A[:16], "b")
     turn(forest, B, "b")
     assert len(forest.owners) == 2
-    forest.disown(forest.owner["", "a"])
-    forest.disown(forest.owner["", "a"])
+    forest.abandon(None, owner=forest.owner["", "a"])
+    forest.abandon(None, owner=forest.owner["", "a"])
     forest.check()
     assert len(forest.owners) == 1
 
@@ -164,7 +165,7 @@ def test_a_run_grows_when_the_owner_inside_it_is_gone() -> None:
     forest.release(path_b, forest.owner["", "b"])
     forest.release(path_a, forest.owner["", "a"])
     assert sizes(forest) == {2: 2}
-    forest.disown(forest.owner["", "b"])
+    forest.abandon(None, owner=forest.owner["", "b"])
     assert sizes(forest) == {2: 6}
     forest.check()
 
@@ -182,26 +183,26 @@ def test_without_sharing_nothing_is_pinned_or_owned() -> None:
     forest = make_forest(8, sharing=False)
     path = hold(forest, [1] * 8)
     with pytest.raises(PinRefused):
-        forest.pin(path)
+        forest.pin("", [1] * 8)
     forest.release(path, forest.owner["", "a"])
     forest.check()
-    assert (forest.num_free, len(forest.owners)) == (8, 0)
+    assert (len(forest.device.free), len(forest.owners)) == (8, 0)
 
 
 def test_pins_over_each_other_count_a_page_once() -> None:
     forest = make_forest(20)
     path_a, path_b = hold(forest, A), hold(forest, B)
-    pin_a, pin_b = forest.pin(path_a), forest.pin(path_b)
+    pin_a, pin_b = forest.pin("", A), forest.pin("", B)
     forest.release(path_a)
     forest.release(path_b)
     forest.check()
-    assert (forest.num_unpinned, forest.num_available) == (11, 11)
+    assert (forest.capacity, forest.device.num_available) == (11 * PAGE_SIZE, 11)
     forest.unpin(pin_a)
-    assert (forest.num_unpinned, forest.num_available) == (15, 15)
+    assert (forest.capacity, forest.device.num_available) == (15 * PAGE_SIZE, 15)
     forest.clear()
     assert num_found(forest, B) == len(B)
     forest.unpin(pin_b)
-    assert forest.num_unpinned == forest.num_available == 20
+    assert (forest.capacity, forest.device.num_available) == (20 * PAGE_SIZE, 20)
 
 
 def idle_leaves(forest: PrefixForest) -> list[Page]:
@@ -254,7 +255,7 @@ class ForestMachine(RuleBasedStateMachine):
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from(["", "t"]))
     def begin(self, ids: list[int], salt: str) -> None:
         path = self.forest.open_path(salt)
-        found = self.forest.extend(path, ids, len(ids))
+        found = path.extend(ids, len(ids))
         evicted_then = self.resident.get((salt, tuple(ids)))
         assert found == len(ids) or evicted_then != self.num_evicted, "what was released is lost"
         self.running.append((path, list(ids), salt))
@@ -263,10 +264,10 @@ class ForestMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_tokens=st.integers(1, 12), token=st.integers(0, 1))
     def write(self, data: st.DataObject, num_tokens: int, token: int) -> None:
         path, ids, _ = data.draw(st.sampled_from(self.running))
-        self.forest.extend(path, ids, len(ids))
+        path.extend(ids, len(ids))
         if path.num_tokens == len(ids):
             ids.append(token)
-            self.forest.extend(path, ids, len(ids))
+            path.extend(ids, len(ids))
         self.write_checked(path, ids, min(len(ids), path.num_tokens + num_tokens))
 
     @rule(
@@ -280,7 +281,7 @@ class ForestMachine(RuleBasedStateMachine):
         history = data.draw(st.sampled_from([*self.sessions.values(), []]))
         ids = [*history[: int(len(history) * kept)], *more][: 4 * PAGE_SIZE]
         path = self.forest.open_path("")
-        self.forest.extend(path, ids, len(ids))
+        path.extend(ids, len(ids))
         self.write_checked(path, ids, len(ids))
         self.released(path, ids, "", session)
 
@@ -288,10 +289,10 @@ class ForestMachine(RuleBasedStateMachine):
         start = path.num_tokens
         if start == end:
             return
-        available = self.forest.num_available
-        needed = self.forest.num_new_pages(path, ids, end)
+        available = self.forest.device.num_available
+        needed = path.num_new_pages(ids, end)
         try:
-            runs = self.forest.write(path, ids, end)
+            runs = path.write(ids, end)
         except OutOfPages:
             assert needed > available
             return
@@ -323,12 +324,12 @@ class ForestMachine(RuleBasedStateMachine):
         self.forest.release(path, None if session is None else self.forest.owner[salt, session])
 
     @rule(session=st.sampled_from(["a", "b", "c", "d", "e"]), salt=st.sampled_from(["", "t"]))
-    def disown(self, session: str, salt: str) -> None:
+    def abandon(self, session: str, salt: str) -> None:
         self.sessions.pop((salt, session), None)
-        self.forest.disown(self.forest.owner[salt, session])
+        self.forest.abandon(None, owner=self.forest.owner[salt, session])
 
     @rule(session=st.sampled_from(["a", "b", "c", "d", "e"]), salt=st.sampled_from(["", "t"]))
-    def drop_owned(self, session: str, salt: str) -> None:
+    def delete(self, session: str, salt: str) -> None:
         """From the end of the path up: what nobody holds, no other session ends at and nothing goes on from."""
         tail = self.tail_of((salt, session))
         self.sessions.pop((salt, session), None)
@@ -338,25 +339,29 @@ class ForestMachine(RuleBasedStateMachine):
                 break
             expected.add(tail)
             tail = tail.parent
-        num_free = self.forest.num_free
-        self.forest.drop_owned(self.forest.owner[salt, session])
+        num_free = len(self.forest.device.free)
+        self.forest.delete(self.forest.owner[salt, session], None)
         assert before - pages_of(self.forest) == expected
-        assert self.forest.num_free == num_free + len(expected)
+        assert len(self.forest.device.free) == num_free + len(expected)
         self.num_evicted += bool(expected)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_kept=st.integers(0, 10))
     def pin(self, data: st.DataObject, num_kept: int) -> None:
-        path, ids, _ = data.draw(st.sampled_from(self.running))
+        running, ids, salt = data.draw(st.sampled_from(self.running))
+        ids = ids[: running.num_tokens]
+        path = self.forest.open_path(salt)
+        path.extend(ids, len(ids))
         pinned = {page for pin, _ in self.pins for page in pin.page_ids} | set(path.page_ids)
-        left = self.forest.num_pages - len(pinned)
+        left = self.forest.device.num_pages - len(pinned)
         try:
-            pin = self.forest.pin(path, num_kept=num_kept)
+            pin = self.forest.pin(salt, ids, num_kept_tokens=num_kept * PAGE_SIZE)
         except PinRefused:
             assert not path.pages or left < max(num_kept, self.forest.num_reserved)
-            return
-        assert self.forest.num_unpinned == left >= max(num_kept, self.forest.num_reserved)
-        self.pins.append((pin, ids[: path.num_tokens]))
+        else:
+            assert self.forest.capacity == left * PAGE_SIZE >= max(num_kept, self.forest.num_reserved) * PAGE_SIZE
+            self.pins.append((pin, ids))
+        self.forest.release(path)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -376,7 +381,7 @@ class ForestMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.forest.clear()
-        assert self.forest.num_cached == 0
+        assert self.forest.device.num_cached == 0
 
     @invariant()
     def holds(self) -> None:
@@ -388,9 +393,9 @@ class ForestMachine(RuleBasedStateMachine):
         for pin, ids in self.pins:
             assert self.visible(pin) == ids
         pinned = {page for pin, _ in self.pins for page in pin.page_ids}
-        assert self.forest.num_unpinned == self.forest.num_pages - len(pinned)
+        assert self.forest.capacity == (self.forest.device.num_pages - len(pinned)) * PAGE_SIZE
         held = pinned | {page for path, _, _ in self.running for page in path.page_ids}
-        assert self.forest.num_in_use == len(held)
+        assert self.forest.device.num_in_use == len(held)
         assert len(self.forest.owners) == len(self.sessions)
         for name, ids in self.sessions.items():
             self.check_owner(name, ids)

@@ -117,4 +117,4 @@ def test_after_a_deletion_nothing_beyond_what_others_share_is_found(
     others = [prompt for prompt in whole if prompt[: len(gone)] != gone]
     if not others:
         assert engine.forest.resident("", gone) == Resident(0, 0)
-        assert engine.forest.num_cached == 0
+        assert engine.forest.device.num_cached == 0

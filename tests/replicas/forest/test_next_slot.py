@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Page, Path
+from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import OutOfPages
 from tests.budget import examples
 
@@ -39,12 +40,12 @@ class Traffic:
         return self.advance(path, ids, 1)
 
     def advance(self, path: Path, ids: list[int], budget: int) -> Any:
-        if self.is_short and budget == 1 and (run := self.forest.write_next(path, ids)) is not None:
+        if self.is_short and budget == 1 and (run := path.write_next(ids)) is not None:
             self.num_short += 1
             return [(path.num_tokens - 1, path.num_tokens)], [run], [0]
-        self.forest.extend(path, ids, len(ids))
+        path.extend(ids, len(ids))
         try:
-            rows = self.forest.take_rows(path, ids, budget)
+            rows = path.take_rows(ids, budget)
         except OutOfPages:
             return "out of pages"
         return rows.spans, rows.runs, rows.shifts
@@ -76,7 +77,7 @@ class Traffic:
 
         roots = [page_state(root) for root in (*forest.roots.values(), *(path.root for path in paths))]
         seen = [(path.num_tokens, path.gaps, path.page_ids, path.masks, path.num_changes) for path in paths]
-        return roots, seen, forest.device.free, forest.num_in_use, moves[:3]
+        return roots, seen, forest.device.free, forest.device.num_in_use, moves[:3]
 
 
 @given(seed=st.integers(0, 2**32), sharing=st.sampled_from([True, True, True, False]))
@@ -117,10 +118,10 @@ def test_a_page_that_another_follows_or_goes_on_from_is_looked_through() -> None
     traffic = Traffic(is_short=True, num_pages=8, sharing=True, window=None)
     traffic.begin([1, 2])
     first, ids = traffic.running[0]
-    assert traffic.forest.write_next(first, [*ids, 3]) == (first.page_ids[0], 2, 1)
+    assert first.write_next([*ids, 3]) == (first.page_ids[0], 2, 1)
     ids.append(3)
     traffic.begin([1, 2, 9])  # leaves the page at its third slot
-    assert traffic.forest.write_next(first, [*ids, 4]) is None
+    assert first.write_next([*ids, 4]) is None
     fork = traffic.forest.open_path("", ids)
-    traffic.forest.extend(fork, ids, len(ids))
-    assert traffic.forest.write_next(fork, [*ids, 4]) is None  # whose page it is not
+    fork.extend(ids, len(ids))
+    assert fork.write_next([*ids, 4]) is None  # whose page it is not

@@ -5,7 +5,8 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner, Path
+from mneme.replicas.forest.pages import Owner
+from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import Tier
 
 PAGE = 4
@@ -14,8 +15,8 @@ PAGE = 4
 def computed(forest: PrefixForest, salt: str, ids: list[int], num_rows: int = 1_000_000) -> Path:
     """A path over tokens of which so many have got their KV."""
     path = forest.open_path(salt, ids)
-    forest.extend(path, ids, len(ids))
-    forest.take_rows(path, ids, num_rows)
+    path.extend(ids, len(ids))
+    path.take_rows(ids, num_rows)
     forest.drain_moves(can_copy=False)
     return path
 
@@ -29,11 +30,11 @@ def test_a_page_that_leads_nowhere_is_not_counted_as_reclaimable() -> None:
         forest.release(computed(forest, "b", [1000 * number + i for i in range(5 * PAGE)]))
     begun = computed(forest, "a", ids[: 3 * PAGE], num_rows=1)
     forest.release(kept)
-    forest.drop_kept(kept.root)
+    forest.delete(Owner(), kept.root)
     forest.release(begun)
     forest.check()
     forest.clear()
-    assert forest.num_reclaimable == forest.num_cached == 0
+    assert forest.store.num_reclaimable == forest.device.num_cached == 0
 
 
 def test_copies_ahead_pass_no_page_of_a_long_path_twice_in_a_step() -> None:

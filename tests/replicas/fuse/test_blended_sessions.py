@@ -234,7 +234,7 @@ def test_any_turns_and_moves_see_their_whole_context_once(
         said[key] += tokens_of(events, name)
     for engine, cache in zip(engines, caches, strict=True):
         cache.play()
-        assert (engine.forest.num_in_use, cache.num_open) == (0, 0)
+        assert (engine.forest.device.num_in_use, cache.num_open) == (0, 0)
         for key in home:
             if engine.sessions.get(key) is not None:
                 answer(engine, DeleteSession(key))

@@ -74,7 +74,7 @@ def test_documents_are_computed_once_and_reused_in_any_order() -> None:
     assert (usage.prompt_tokens, usage.cached_tokens) == (20, 17)
     assert usage.blend is not None
     assert (usage.blend.mode, usage.blend.selector, usage.blend.reused) == ("full_reuse", "none", 15)
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def test_a_tenant_finds_no_document_of_another() -> None:
@@ -191,7 +191,7 @@ def test_choices_of_a_turn_share_its_blend(selector: Any, num_tokens: int, sessi
     # Each other choice computes its prompt's last token, as the first token is drawn from it, and later output.
     num_documents = len(A) + len(B) + 2  # and what is before them: the first computed these
     assert rows[1] == rows[0] - num_documents + 2 * num_tokens
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     for turn in ("alone", "three") if session else ():
         answer(engine, DeleteSession(("", turn)))
     engine.forest.check()
@@ -239,7 +239,7 @@ def test_a_choice_that_ends_early_harms_no_other(at: int, index: int) -> None:
     for choice in range(3):
         said = tokens_of(events, f"turn.{choice}")
         assert said == (expected[: len(said)] if choice == index else expected)
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     assert not engine.forest.kept_roots
 
 
@@ -294,7 +294,7 @@ def test_tokens_that_the_question_looks_at_are_computed_anew_in_a_second_pass() 
     assert usage.blend is not None
     assert (usage.blend.selector, usage.blend.reused, usage.blend.recomputed) == ("query", 10, 5)
     assert not engine.forest.kept_roots
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def test_keys_of_documents_are_compared_before_some_are_computed_anew() -> None:
@@ -313,7 +313,7 @@ def test_keys_of_documents_are_compared_before_some_are_computed_anew() -> None:
     assert usage.blend is not None
     assert (usage.blend.selector, usage.blend.reused, usage.blend.recomputed) == ("hkvd", 12, 3)  # in the mean
     assert not engine.forest.kept_roots
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 @pytest.mark.parametrize("selector", ["query", "hkvd"])
@@ -330,7 +330,7 @@ def test_an_abort_between_the_passes_leaves_nothing(at: int, selector: Any) -> N
     engine.abort("second")
     run(engine)
     engine.forest.check()
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     assert len(engine.forest.kept_roots) <= kept + 1  # the session's
     answer(engine, DeleteSession(("", "s")))
     assert not engine.forest.kept_roots
@@ -403,7 +403,7 @@ def test_an_abort_while_documents_are_computed_ends_them_too() -> None:
     engine.abort("a")
     run(engine)
     assert not engine.in_flight
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -504,7 +504,7 @@ def test_any_traffic_computes_what_each_request_alone_would(
         ids, num_tokens = in_its_order(request, events, name), request.sampling.max_tokens
         assert num_tokens is not None
         assert tokens_of(events, name) == continuation(ids, num_tokens, 5)
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
     for session_key in itertools.product(("", "tenant"), ("s", "t")):
         if engine.sessions.get(session_key) is not None:
             answer(engine, DeleteSession(session_key))
@@ -557,7 +557,7 @@ def test_any_chunk_of_a_document_may_be_lost_on_its_way(
         assert tokens_of(events[at], request.request_id) == continuation(ids, num_tokens, 5)
     for engine, cache in zip(engines, caches, strict=True):
         cache.play()
-        assert (engine.forest.num_in_use, cache.num_open) == (0, 0)
+        assert (engine.forest.device.num_in_use, cache.num_open) == (0, 0)
         assert not engine.forest.kept_roots
 
 

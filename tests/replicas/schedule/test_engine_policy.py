@@ -126,7 +126,7 @@ def test_identical_decodes_share_their_pages() -> None:
     peak = 0
     while engine.has_work:
         engine.step()
-        peak = max(peak, engine.forest.num_in_use)
+        peak = max(peak, engine.forest.device.num_in_use)
     assert peak <= 4  # 11 positions with KV are three pages of four, however many sequences follow them
 
 
@@ -142,11 +142,11 @@ def test_a_tail_nobody_writes_is_continued_in_place() -> None:
     engine = make_engine(page_size=16)
     engine.submit(make_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3)))
     answer = tokens_of(run(engine), "a")
-    in_first = engine.forest.num_cached
+    in_first = engine.forest.device.num_cached
     engine.submit(make_request("b", [1, 2, 3, *answer, 4]))
     events = run(engine)
     assert usage_of(events, "b") == (7, 5)  # the last token of an answer was sampled, never computed
-    assert in_first == engine.forest.num_cached == 1
+    assert in_first == engine.forest.device.num_cached == 1
 
 
 def test_out_of_pages_suspends_and_every_request_ends() -> None:
@@ -203,7 +203,7 @@ def test_a_failed_step_answers_everyone_and_trusts_nothing() -> None:
         engine.step()
     events = engine.fail_all("failed")
     assert [(e.request_id, e.finish_reason, e.error) for e in events] == [("a", "error", "failed")]
-    assert engine.forest.num_free == engine.forest.num_pages
+    assert len(engine.forest.device.free) == engine.forest.device.num_pages
     engine.submit(make_request("b", [1, 2, 3, 4, 0]))
     assert tokens_of(run(engine), "b") == continuation([1, 2, 3, 4, 0], 4, 5)
 
@@ -215,7 +215,7 @@ def test_no_sharing_still_computes_the_same() -> None:
     events = run(engine)
     assert usage_of(events, "b") == (6, 0)
     assert tokens_of(events, "a") == tokens_of(events, "b") == continuation([1, 2, 3, 4, 0, 1], 4, 5)
-    assert engine.forest.num_free == engine.forest.num_pages
+    assert len(engine.forest.device.free) == engine.forest.device.num_pages
 
 
 def test_the_next_turns_all_fail_and_nobody_else_notices() -> None:
@@ -302,7 +302,7 @@ def test_admission_leaves_a_tenth_of_the_pages_and_decodes_use_it() -> None:
     engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=512)
     engine.submit(make_request("runs", [1] * 100, SamplingParams(temperature=0, max_tokens=50)))  # 38 pages at last
     engine.step()
-    assert engine.forest.num_in_use == 25
+    assert engine.forest.device.num_in_use == 25
     engine.submit(make_request("eleven pages", [2] * 44))
     engine.step()
     assert len(engine.scheduler.running) == 1  # 26 and 11 leave three
@@ -313,7 +313,7 @@ def test_admission_leaves_a_tenth_of_the_pages_and_decodes_use_it() -> None:
     peak = 0
     while engine.has_work:
         engine.step()
-        peak = max(peak, engine.forest.num_in_use)
+        peak = max(peak, engine.forest.device.num_in_use)
     assert peak > 40 - engine.forest.num_reserved
     assert engine.scheduler.num_suspensions == 0
 

@@ -68,7 +68,7 @@ def test_without_sharing_what_stays_is_computed_anew(truncation: Truncation) -> 
     engine = engine_of(prefix_sharing=False)
     ids = [1, 2, 3, 4, 0, 1, 2]
     assert tokens_of(say(engine, "a", ids, 60, truncation), "a") == played(ids, 60)
-    assert engine.forest.num_in_use == 0
+    assert engine.forest.device.num_in_use == 0
 
 
 def test_the_next_turn_goes_on_from_what_was_kept() -> None:
@@ -123,10 +123,10 @@ def test_pages_forget_the_truncations_that_kept_them_once_these_are_gone() -> No
     forest = PrefixForest(num_pages=16, page_size=4)
     ids = list(range(8))
     first = forest.open_path("")
-    forest.write(first, ids, 8)
+    first.write(ids, 8)
     for _ in range(5):
         path = forest.open_path("")
-        forest.extend(path, ids, 8)
+        path.extend(ids, 8)
         truncated = forest.truncate(path, [(2, 8)])
         assert truncated is not None
         assert all(page.keepers == {truncated.root} for page in first.pages)
@@ -173,11 +173,11 @@ def test_what_is_kept_first_stays_and_moves_nowhere() -> None:
 def test_a_truncated_session_leaves_nothing_when_it_goes() -> None:
     engine = engine_of()
     say(engine, "a", [1, 2, 3], 40)
-    assert engine.forest.num_cached > 5
+    assert engine.forest.device.num_cached > 5
     assert answer(engine, DeleteSession(("", "s")))
     assert not engine.forest.kept_roots
     engine.forest.check()
-    assert engine.forest.num_free == engine.forest.num_pages
+    assert len(engine.forest.device.free) == engine.forest.device.num_pages
 
 
 def test_choices_that_keep_the_same_compute_what_is_new_once() -> None:
@@ -266,7 +266,7 @@ def test_any_turns_end_and_every_row_sees_its_context(
         for choice in range(num_choices):
             said = len(tokens_of(events, f"r{index}.{choice}"))
             assert said == num_tokens or (and_then == "abort" and choice == 0 and said < num_tokens)
-    assert engine.forest.num_in_use == engine.forest.host.num_in_use == 0
+    assert engine.forest.device.num_in_use == engine.forest.host.num_in_use == 0
     assert (len(engine.scheduler.waiting), engine.scheduler.waiting.num_tokens) == (0, 0)
     for session in "st":
         answer(engine, DeleteSession(("", session)))
@@ -274,7 +274,7 @@ def test_any_turns_end_and_every_row_sees_its_context(
     engine.forest.check()
     engine.forest.clear()
     assert not engine.forest.kept_roots
-    assert engine.forest.num_free == engine.forest.num_pages
+    assert len(engine.forest.device.free) == engine.forest.device.num_pages
 
 
 def interfere(engine: Engine, what: str, request_id: str, session: str) -> None:

@@ -59,7 +59,7 @@ class DurableMachine(SessionMachine):
         while self.engine.has_work:
             self.step()
         self.sessions_are_what_was_said()
-        assert self.engine.forest.num_in_use == 0
+        assert self.engine.forest.device.num_in_use == 0
         self.engine.close()
         self.folder.cleanup()
 

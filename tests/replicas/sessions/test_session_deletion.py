@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.forest.forest import PrefixForest
@@ -11,6 +13,7 @@ from mneme.replicas.forest.pages import Owner
 from mneme.replicas.queries import DeleteSession
 from mneme.replicas.request import SamplingParams
 from tests.replicas.asked import answer
+from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
 
 SHARED = [1, 2, 3, 4] * 4  # four pages
@@ -32,9 +35,9 @@ def test_an_idle_session_s_pages_are_free_at_once() -> None:
     engine = make_engine()
     say(engine, "1", "s", MINE)
     run(engine)
-    assert engine.forest.num_cached > 0
+    assert engine.forest.device.num_cached > 0
     assert delete(engine, "s")
-    assert (engine.forest.num_cached, engine.forest.num_free) == (0, engine.forest.num_pages)
+    assert (engine.forest.device.num_cached, len(engine.forest.device.free)) == (0, engine.forest.device.num_pages)
     assert len(engine.forest.roots) == 0
 
 
@@ -47,7 +50,7 @@ def test_what_another_session_is_on_stays() -> None:
     assert engine.forest.resident("", MINE).device == len(SHARED)
     assert engine.forest.resident("", OTHERS).device == len(OTHERS)
     assert delete(engine, "t")
-    assert engine.forest.num_cached == 0
+    assert engine.forest.device.num_cached == 0
 
 
 def test_a_fork_keeps_its_past_at_once() -> None:
@@ -60,7 +63,21 @@ def test_a_fork_keeps_its_past_at_once() -> None:
     assert log is not None
     assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
     assert delete(engine, "f")
-    assert engine.forest.num_cached == 0
+    assert engine.forest.device.num_cached == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 50])
+def test_without_sharing_a_fork_has_no_pages_and_is_deleted(num_steps: int) -> None:
+    engine = make_engine(runner=FakeRunner(64, 4, num_host_pages=16), prefix_sharing=False)
+    say(engine, "1", "s", MINE)
+    for _ in range(num_steps):
+        engine.step()
+    engine.fork(("", "s"), ("", "f"))
+    assert len(engine.forest.owners) == 0
+    assert delete(engine, "f")
+    run(engine)
+    assert delete(engine, "s")
+    assert len(engine.forest.device.free) == 64
 
 
 def test_a_fork_of_a_turn_that_is_deleted_while_it_answers_keeps_what_was_said() -> None:
@@ -95,10 +112,10 @@ def test_a_session_deleted_while_it_answers_leaves_nothing_when_it_ends() -> Non
     for _ in range(6):
         engine.step()
     assert delete(engine, "s")
-    assert engine.forest.num_in_use > 0
+    assert engine.forest.device.num_in_use > 0
     events = run(engine)
     assert [event.finish_reason for event in events][-1] == "length"
-    assert (engine.forest.num_cached, len(engine.sessions)) == (0, 0)
+    assert (engine.forest.device.num_cached, len(engine.sessions)) == (0, 0)
 
 
 def test_a_turn_behind_the_deleted_one_begins_anew_and_is_kept() -> None:
@@ -113,7 +130,7 @@ def test_a_turn_behind_the_deleted_one_begins_anew_and_is_kept() -> None:
     assert log.ids.tolist()[: len(OTHERS)] == OTHERS
     assert engine.forest.resident("", MINE).device == len(SHARED)
     assert delete(engine, "s")
-    assert engine.forest.num_cached == 0
+    assert engine.forest.device.num_cached == 0
 
 
 def test_a_pinned_page_outlives_the_session() -> None:
@@ -145,22 +162,22 @@ def test_both_tiers_forget_it() -> None:
     spoken(forest, [4] * 24, other)  # six of eight pages: most of the first session goes to the host
     assert (forest.resident("", MINE).device, forest.resident("", MINE).host) == (8, 20)
     path = forest.open_path("")
-    forest.extend(path, MINE, 17)
-    forest.take_rows(path, MINE[:17], 8)
+    path.extend(MINE, 17)
+    path.take_rows(MINE[:17], 8)
     forest.release(path)
     forest.check()
-    forest.drop_owned(owner)
+    forest.delete(owner, None)
     forest.check()
     assert forest.resident("", MINE) == (0, 0)
     assert forest.resident("", [4] * 24).device + forest.resident("", [4] * 24).host == 24
-    forest.drop_owned(other)
+    forest.delete(other, None)
     forest.check()
-    assert (forest.num_free, len(forest.host.free), len(forest.roots)) == (8, 16, 0)
+    assert (len(forest.device.free), len(forest.host.free), len(forest.roots)) == (8, 16, 0)
 
 
 def spoken(forest: PrefixForest, ids: list[int], owner: Owner) -> None:
     path = forest.open_path("")
-    forest.extend(path, ids, len(ids))
-    forest.write(path, ids, len(ids))
+    path.extend(ids, len(ids))
+    path.write(ids, len(ids))
     forest.release(path, owner)
     forest.drain_moves()

@@ -128,7 +128,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.step()
         self.sessions_are_what_was_said()
         assert not any(self.turns.values())
-        assert self.engine.forest.num_in_use == 0
+        assert self.engine.forest.device.num_in_use == 0
         for name in list(self.said):
             self.delete(name)
         assert len(self.engine.sessions) == 0
