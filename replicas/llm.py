@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import ConfigError, InvalidRequest, MnemeError

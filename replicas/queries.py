@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Generic, NotRequired, TypeVar
 
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
+from mneme.cachetier.names import TierName
 from mneme.cachetier.pins import PinName
-from mneme.cachetier.store import TierName
 from mneme.errors import MnemeError
 from mneme.replicas.documents import ShownBlend
 from mneme.replicas.report import ReplicaReport

@@ -24,7 +24,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_docs import Deleted, Dropped, KvStats, Lookup, Pin, PinList, TierPin

@@ -26,7 +26,8 @@ from mneme.cachetier.admin import (
 )
 from mneme.cachetier.admin import FoundChunk as ChunkPlace
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.keys import prefix_lineage, session_lineage, tenant_id, tenant_of
+from mneme.cachetier.chunk.keys import prefix_lineage, session_lineage
+from mneme.cachetier.names import tenant_id, tenant_of
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.connector.connector import KvConnector

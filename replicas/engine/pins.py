@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinBook, PinName
 from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import WarmPrompt

@@ -17,9 +17,9 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.sessions.log_store import Appended, LogKey, SessionLogStore, log_key
+from mneme.cachetier.names import Appended, tenant_id
+from mneme.cachetier.sessions.log_store import LogKey, SessionLogStore, log_key
 from mneme.cachetier.sessions.rows import SessionState, next_version, rows_of, taken_over
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.names import Miss
 from mneme.errors import PinRefused
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix

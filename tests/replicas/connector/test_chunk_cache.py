@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.names import Miss
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.model.decoder import Decoder

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.names import Miss
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mneme import LLM
-from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.names import Miss
 from mneme.errors import DeadlineExceeded, PinRefused, TransferFailed
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import (

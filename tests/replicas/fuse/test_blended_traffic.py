@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.names import Miss
 from mneme.errors import ContextLengthExceeded
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import Engine

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mneme.cachetier.sessions.log_store import Appended, LogKey, log_key
+from mneme.cachetier.names import Appended
+from mneme.cachetier.sessions.log_store import LogKey, log_key
 from mneme.cachetier.sessions.rows import LogRows
 from mneme.replicas.sessions import journal as session_journal
 from mneme.replicas.sessions.journal import DurableSessions, Recalled, SessionLogWriter

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.names import tenant_id
 from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.chunk.keys import tenant_id
-from mneme.cachetier.sessions.log_store import Appended
+from mneme.cachetier.names import Appended, tenant_id
 from mneme.errors import InvalidRequest, ReplicaUnavailable
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import LeaveSession
