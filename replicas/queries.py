@@ -179,7 +179,7 @@ class KnownPin(PinnedPrompt):
 
 
 @dataclass(frozen=True, slots=True)
-class WarmPrompt(Query[KnownPin | None]):
+class ComputePrompt(Query[KnownPin | None]):
     """Begin to compute a prompt, to be pinned then (`pin`); answers as `GetPin`."""
 
     name: PinName

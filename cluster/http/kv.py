@@ -256,7 +256,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
         request.state.meter.use(len(ids))
     name = PinName(owner, secrets.token_hex(16))
     chosen = await _replicas(api, body.replicas)
-    prompt = queries.WarmPrompt(name, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
+    prompt = queries.ComputePrompt(name, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
     try:
         async with asyncio.timeout(_WARM_TIMEOUT_S):
             described = await _computed(api, name, prompt, chosen)
@@ -288,7 +288,7 @@ async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
 
 
 async def _computed(
-    api: ApiState, name: PinName, prompt: queries.WarmPrompt, chosen: Sequence[str]
+    api: ApiState, name: PinName, prompt: queries.ComputePrompt, chosen: Sequence[str]
 ) -> queries.KnownPin:
     """Wait until the prompt is computed on all of them; one of their answers."""
     described = await _ask(api, prompt, chosen)

@@ -6,13 +6,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mneme.cachetier.policy.cost_model import CostModel
-    from mneme.replicas.engine.engine import Engine
-    from mneme.replicas.forest.forest import PrefixForest
-    from mneme.replicas.forest.store import Tier
+from mneme.cachetier.policy.cost_model import CostModel
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.store import Tier
 
 
 class StartReport:

@@ -23,10 +23,9 @@ from mneme.errors import (
     PinRefused,
     SessionNotFound,
 )
-from mneme.replicas.config import EngineConfig
-from mneme.replicas.config import WarmPrompt as Configured
+from mneme.replicas.config import EngineConfig, WarmPrompt
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.pins import pin_prefix, warm_before_traffic
+from mneme.replicas.engine.load import warm_before_traffic
 from mneme.replicas.request import KeptPrefix, SamplingParams, TokenEvent
 from mneme.replicas.text.prompts import conversation_prefix
 from tests.budget import examples
@@ -208,7 +207,7 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
 def test_configured_prompts_are_computed_once_for_all_tenants_and_stay() -> None:
     runner = FakeRunner(200, 4, vocab_size=400)
     engine = Engine(runner, None, EngineConfig(max_waiting=2))  # type: ignore[arg-type]
-    prompts = [Configured(system="be brief"), Configured(text="the quick brown fox", ttl_s=60.0), Configured(text="a")]
+    prompts = [WarmPrompt(system="be brief"), WarmPrompt(text="the quick brown fox", ttl_s=60.0), WarmPrompt(text="a")]
     warm_before_traffic(engine, TOKENIZER, prompts)
     ids = TOKENIZER.encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n")
     system = [{"role": "system", "content": "be brief"}]
@@ -250,7 +249,7 @@ def test_what_tenants_add_to_a_public_prompt_is_their_own() -> None:
 
 def test_configured_prompts_that_do_not_fit_are_named() -> None:
     engine = Engine(FakeRunner(8, 4, vocab_size=400), None, EngineConfig())  # type: ignore[arg-type]
-    prompts = [Configured(text="a b"), Configured(text="the quick brown fox " * 20)]
+    prompts = [WarmPrompt(text="a b"), WarmPrompt(text="the quick brown fox " * 20)]
     with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[1\]: pin: pinning \d+ pages more would leave"):
         warm_before_traffic(engine, TOKENIZER, prompts)
     without = replace(prompts[0], text=None, system="s")
@@ -264,7 +263,7 @@ def test_configured_prompts_that_do_not_fit_are_named() -> None:
 def test_configured_prompts_are_checked(given: Any) -> None:
     with pytest.raises(ConfigError, match="warm_prompts"):
         parse(EngineConfig, {"warm_prompts": [given]}, "engine")
-    assert parse(EngineConfig, {"warm_prompts": [{"system": "a"}]}).warm_prompts == (Configured(system="a"),)
+    assert parse(EngineConfig, {"warm_prompts": [{"system": "a"}]}).warm_prompts == (WarmPrompt(system="a"),)
 
 
 @pytest.mark.parametrize("lost", [[], [0, 2]])
@@ -314,9 +313,9 @@ def test_a_turn_that_waits_for_its_session_is_not_refused_because_of_a_later_pin
     engine.submit(make_request("two.0", [0] * 22, SamplingParams(temperature=0, max_tokens=16), session_id="s"))
     engine.step()
     with pytest.raises(PinRefused, match="would leave 9 unpinned; at least 10"):
-        pin_prefix(engine, "", [1] * 2)
+        engine.pins.pin_prefix("", [1] * 2)
     assert len(tokens_of(run(engine), "two.0")) == 16
-    pin_prefix(engine, "", [0] * 4)
+    engine.pins.pin_prefix("", [0] * 4)
 
 
 def test_an_appended_turn_that_waits_has_room_for_all_that_comes_before_it() -> None:
@@ -327,8 +326,8 @@ def test_an_appended_turn_that_waits_has_room_for_all_that_comes_before_it() -> 
     engine.submit(make_request("three.0", [3] * 4, four, session_id="s", append=True))
     events = engine.step()
     with pytest.raises(PinRefused, match="would leave 8 unpinned; at least 9"):  # 16 + 4, 4 + 4, 4 + 4
-        pin_prefix(engine, "", [1] * 5)
-    pin_prefix(engine, "", [1] * 4)
+        engine.pins.pin_prefix("", [1] * 5)
+    engine.pins.pin_prefix("", [1] * 4)
     events += run(engine)
     assert [len(tokens_of(events, name)) for name in ("one.0", "two.0", "three.0")] == [4, 4, 4]
     assert usage_of(events, "three.0")[0] == 32
@@ -341,14 +340,14 @@ def test_a_request_without_a_limit_ends_sooner_where_a_pin_takes_the_room() -> N
     engine.submit(make_request("endless", [2] * 8, SamplingParams(temperature=0, max_tokens=None)))
     for _ in range(3):
         engine.step()
-    pin_prefix(engine, "", [1] * 12)
+    engine.pins.pin_prefix("", [1] * 12)
     assert len(tokens_of(run(engine), "endless")) <= 28 - 8
     engine = make_engine(num_pages=10, page_size=4)
     engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
     run(engine)
     engine.submit(make_request("endless", [2] * 8, SamplingParams(temperature=0, max_tokens=None, min_tokens=24)))
     with pytest.raises(PinRefused, match="would leave 7 unpinned; at least 8"):  # it was promised 24
-        pin_prefix(engine, "", [1] * 12)
+        engine.pins.pin_prefix("", [1] * 12)
 
 
 turns = st.lists(
@@ -390,7 +389,7 @@ def test_no_pin_ends_or_refuses_what_was_taken_before_it(
         for start, length in pinning:
             if start == step:
                 with contextlib.suppress(PinRefused):
-                    pin_prefix(engine, "", [start % 2] * length)
+                    engine.pins.pin_prefix("", [start % 2] * length)
         events += engine.step()
         if step > 40 and not engine.has_work:
             break
