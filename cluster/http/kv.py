@@ -27,10 +27,20 @@ from starlette.requests import Request
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
-from mneme.cluster.http.api_docs import Deleted, Dropped, KvStats, Lookup, Pin, PinList, TierPin
 from mneme.cluster.http.api_state import ApiState, Prompt, Service
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
+from mneme.cluster.wire.answers import (
+    Deleted,
+    Dropped,
+    DroppedOnReplica,
+    FoundOnReplica,
+    KvStats,
+    Lookup,
+    Pin,
+    PinList,
+    TierPin,
+)
 from mneme.cluster.wire.openai import Conversation, GivenDocument, Int, Text, TokenIds, Ttl, template_variables
 from mneme.errors import (
     ContextLengthExceeded,
@@ -124,7 +134,7 @@ async def lookup(api: ApiState, request: Request, body: LookupRequest) -> Lookup
     if tier is not None:
         chunks = tier.pop("chunks")
         tier |= {"chunks": chunks[:_MAX_LISTED_CHUNKS]} if body.chunks else {}
-    replicas = _by_replica(engines)
+    replicas: list[FoundOnReplica] = [{"replica": name, **found} for name, found in sorted(engines.items())]
     return {"object": "kv.lookup", "num_tokens": len(chosen.token_ids), "replicas": replicas, "tier": tier}
 
 
@@ -207,7 +217,8 @@ async def drop(service: Service, request: Request, body: DropRequest) -> Dropped
         tier = await ask_tier(service.apis[0].client, queries.DeleteTenantKv(salt))  # last, as below
     else:
         engines, tier = await service.first(body.model, lambda api: _drop_sequence(api, request, body))
-    return {"object": "kv.deleted", "by": field, "replicas": _by_replica(engines), "tier": tier}
+    replicas: list[DroppedOnReplica] = [{"replica": name, **dropped} for name, dropped in sorted(engines.items())]
+    return {"object": "kv.deleted", "by": field, "replicas": replicas, "tier": tier}
 
 
 async def _drop_sequence(
@@ -236,10 +247,6 @@ async def _query_all(service: Service, query: queries.Query[R]) -> dict[str, R]:
     """Ask the replicas of all models."""
     answers = await asyncio.gather(*(api.client.query(query) for api in service.apis))
     return {replica_id: answer for each in answers for replica_id, answer in each.items()}
-
-
-def _by_replica(answers: dict[str, Any]) -> list[Any]:
-    return [{"replica": replica_id, **found} for replica_id, found in sorted(answers.items()) if found is not None]
 
 
 async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
