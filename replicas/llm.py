@@ -342,7 +342,7 @@ class LLM:
         while self.engine.has_work:
             self._step()
         described = self.engine.pins.describe(name)
-        error = MnemeError("the prompt was let go before it was computed") if described is None else described["error"]
+        error = MnemeError("the prompt was let go before it was computed") if described is None else described.error
         if error is not None:
             self.engine.pins.unpin(name)
             raise error

@@ -9,7 +9,7 @@ Torch-free and Ray-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NotRequired, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, NotRequired, TypeVar
 
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
@@ -173,7 +173,8 @@ class PinnedPrompt(TypedDict):
     expires_in_s: float | None
 
 
-class KnownPin(PinnedPrompt):
+class KnownPin(NamedTuple):
+    pin: PinnedPrompt
     warming: bool  # it is being computed
     error: MnemeError | None  # why it could not be
 

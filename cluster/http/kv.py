@@ -174,11 +174,11 @@ async def _release(api: ApiState, request: Request, pin_id: str) -> Deleted:
 async def list_pins(service: Service, request: Request) -> PinList:
     """Return what the API key has pinned, and where, and what is public."""
     tenant = kv_tenant(request.state.tenant)
-    described_by_id: dict[str, queries.KnownPin] = {}
+    described_by_id: dict[str, queries.PinnedPrompt] = {}
     replicas_by_id: dict[str, list[str]] = {}
     for owner in (tenant, tenant_id(PUBLIC_SALT)):
         for replica_id, pins in (await _query_all(service, queries.ListPins(owner))).items():
-            for each in pins:
+            for each, *_ in pins:
                 known = described_by_id.setdefault(each["id"], each)
                 known["pinned"] = known["pinned"] and each["pinned"]
                 replicas_by_id.setdefault(each["id"], []).append(replica_id)
@@ -191,18 +191,8 @@ def _tier_pin(described: queries.PinnedChunks) -> TierPin:
     return {"id": described["id"], "object": "kv.pin", "where": "tier", "pinned": True, **described}
 
 
-def _device_pin(described: queries.KnownPin, replicas: Sequence[str]) -> Pin:
-    return {
-        "id": described["id"],
-        "object": "kv.pin",
-        "where": "device",
-        "num_tokens": described["num_tokens"],
-        "pinned": described["pinned"],
-        "configured": described["configured"],
-        "public": described["public"],
-        "expires_in_s": described["expires_in_s"],
-        "replicas": sorted(replicas),
-    }
+def _device_pin(described: queries.PinnedPrompt, replicas: Sequence[str]) -> Pin:
+    return {"id": described["id"], "object": "kv.pin", "where": "device", **described, "replicas": sorted(replicas)}
 
 
 async def drop(service: Service, request: Request, body: DropRequest) -> Dropped:
@@ -278,7 +268,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
         api.client.note_prefix(ids, replica_id, salt=salt)
     if not body.pin:
         await _delete_pin(api, name, chosen)  # only its outcome was kept
-    return _device_pin(described, chosen)
+    return _device_pin(described.pin, chosen)
 
 
 async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
@@ -300,7 +290,7 @@ async def _computed(
     """Wait until the prompt is computed on all of them; one of their answers."""
     described = await _ask(api, prompt, chosen)
     pause_s = _FIRST_PAUSE_S
-    while any(one["warming"] for one in described):
+    while any(one.warming for one in described):
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         described = await _ask(api, queries.GetPin(name), chosen)
@@ -320,8 +310,8 @@ async def _ask(
         known = answer[replica_id]
         if known is None:
             raise ReplicaUnavailable("a replica was started anew, or the prompt was let go, before it was computed")
-        if known["error"] is not None:
-            raise known["error"]
+        if known.error is not None:
+            raise known.error
         described.append(known)
     return described
 

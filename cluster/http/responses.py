@@ -30,22 +30,7 @@ from mneme.cluster.http.messages import kept_prefixes, parsed_arguments
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
 from mneme.cluster.serve.engine_client import look_up_session
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, session_key
-from mneme.cluster.wire.answers import (
-    CacheChange,
-    CacheDiagnostics,
-    Deleted,
-    IncompleteDetails,
-    ItemStatus,
-    Response,
-    ResponseFailure,
-    ResponseHead,
-    ResponseItem,
-    ResponseItems,
-    ResponseStatus,
-    ResponseText,
-    ResponseUsage,
-    TokenLogprobs,
-)
+from mneme.cluster.wire import answers
 from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, validate
 from mneme.cluster.wire.responses import (
     REASONING,
@@ -92,7 +77,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
 }
 _TRUE = ("true", "1", "yes", "on", "t", "y")  # as query parameters are written
 # What a prompt begins with, and what a change of it is called.
-_HEAD: Mapping[Literal["model", "instructions", "tools"], CacheChange] = {
+_HEAD: Mapping[Literal["model", "instructions", "tools"], answers.CacheChange] = {
     "model": "model_changed",
     "instructions": "instructions_changed",
     "tools": "tools_changed",
@@ -128,7 +113,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     offered = body.offered([*history, *items])
     if any(each.is_told for each in offered.values()):  # an answer is not held to it
         request.state.answer_headers.append((IGNORED_HEADER, b"tools.format.definition"))
-    echo: ResponseHead = {
+    echo: answers.ResponseHead = {
         **body.echo(),
         "id": response_id,
         "object": "response",
@@ -201,14 +186,14 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     return run_fork
 
 
-async def get_response(api: ApiState, request: Request) -> Response:
+async def get_response(api: ApiState, request: Request) -> answers.Response:
     """Return a response that was kept."""
     if request.query_params.get("stream", "").lower() in _TRUE:
         raise InvalidRequest("stream", True, "a response that has ended is not streamed again")
     return (await _kept(api, _key(request), "response_id")).response
 
 
-async def delete_response(api: ApiState, request: Request) -> Deleted:
+async def delete_response(api: ApiState, request: Request) -> answers.Deleted:
     """Forget a response; those that go on from it stay."""
     key = _key(request)
     await _kept(api, key, "response_id")
@@ -222,7 +207,7 @@ async def cancel_response(api: ApiState, request: Request) -> None:
     raise InvalidRequest("response_id", None, "cannot cancel a synchronous response")
 
 
-async def list_input_items(api: ApiState, request: Request) -> ResponseItems:
+async def list_input_items(api: ApiState, request: Request) -> answers.ResponseItems:
     """List the items that led to a response's output, those of earlier responses too, newest first."""
     query = request.query_params
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(_LISTED))
@@ -239,7 +224,7 @@ async def list_input_items(api: ApiState, request: Request) -> ResponseItems:
     page = items[first : first + int(limit)]
     return {
         "object": "list",
-        "data": cast(list[ResponseItem], page),
+        "data": cast(list[answers.ResponseItem], page),
         "first_id": page[0]["id"] if page else "",
         "last_id": page[-1]["id"] if page else "",
         "has_more": first + len(page) < len(items),
@@ -254,7 +239,7 @@ class Keeper(NamedTuple):
     items: Items  # that lead to its output
     compared: SessionKey | None  # the response that its use of the cache is compared with
 
-    async def keep(self, response: Response, choice: Choice) -> None:
+    async def keep(self, response: answers.Response, choice: Choice) -> None:
         """Keep it, if it is to be; says in it whether it is kept.
 
         An answer that was computed is given, though nobody can go on from it.
@@ -275,7 +260,9 @@ class Keeper(NamedTuple):
             logger.warning("response not kept id=%s: %s", response["id"], error)
         response["store"] = is_kept
 
-    async def _diagnosed(self, compared: SessionKey, response: Response, choice: Choice) -> CacheDiagnostics:
+    async def _diagnosed(
+        self, compared: SessionKey, response: answers.Response, choice: Choice
+    ) -> answers.CacheDiagnostics:
         """Say whether the prompt went on from the compared response's, else what changed and from which token on.
 
         A prompt that did, and was computed all the same, finds its KV gone, for which OpenAI has no reason.
@@ -294,8 +281,8 @@ class Keeper(NamedTuple):
             is_found = usage["input_tokens_details"]["cached_tokens"] >= _HIT_SHARE * min(num_same, len(new) - 1)
             return {"type": "cache_hit" if is_found else "unavailable"}
         changes = (change for name, change in _HEAD.items() if response[name] != before[name])
-        changed: CacheChange = next(changes, "input_changed")
-        reason: CacheChange = "context_compacted" if choice.usage.truncated_tokens else changed
+        changed: answers.CacheChange = next(changes, "input_changed")
+        reason: answers.CacheChange = "context_compacted" if choice.usage.truncated_tokens else changed
         shown = slice(num_same, num_same + _SHOWN_TOKENS)
         decode = self.api.tokenizer.decode
         return {
@@ -310,7 +297,7 @@ class Keeper(NamedTuple):
             },
         }
 
-    async def _tokens(self, key: SessionKey, response: Response) -> Sequence[int]:
+    async def _tokens(self, key: SessionKey, response: answers.Response) -> Sequence[int]:
         """The prompt of a response; of one that was truncated as many tokens of all there were."""
         found = await look_up_session(self.api.client, key)
         asked = queries.GetTokens(key, visible=False)
@@ -327,7 +314,7 @@ class ResponsesAnswer(Answer):
 
     def __init__(
         self,
-        echo: ResponseHead,
+        echo: answers.ResponseHead,
         keeper: Keeper,
         offered: Mapping[str, Offered],
         *,
@@ -342,16 +329,16 @@ class ResponsesAnswer(Answer):
         self._echo, self._keeper, self._is_prewarm = echo, keeper, is_prewarm
         self._offered, self._seals = offered, seals
         self._input = RawInput()  # of the custom tool that is being called
-        self._output: list[ResponseItem] = []  # the last one may still grow: then its text is in `_pieces`
+        self._output: list[answers.ResponseItem] = []  # the last one may still grow: then its text is in `_pieces`
         self._pieces: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []  # of these
+        self._logprobs: list[answers.TokenLogprobs] = []  # of these
         self._unsaid: list[Logprobs] = []  # of tokens that have not become text yet
         self._is_open = False
         self._num_events = 0
         self._ending: list[bytes] = []  # events of the output's end, told when it is kept
-        self._response: Response | None = None  # once it is whole
+        self._response: answers.Response | None = None  # once it is whole
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Response:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> answers.Response:
         """See `Answer`."""
         self.events(choices, deltas, str)
         self._end_output(choices[0])
@@ -391,13 +378,13 @@ class ResponsesAnswer(Answer):
     def failed(self, error: MnemeError) -> bytes:
         """See `Answer`."""
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
-        failure: ResponseFailure = {"code": code, "message": str(error) or "internal error"}
+        failure: answers.ResponseFailure = {"code": code, "message": str(error) or "internal error"}
         return self.events((), (), str) + self._event("failed", response=self._object("failed", error=failure))
 
     def _end_output(self, choice: Choice) -> list[bytes]:
         """Close what is open, and make the response."""
         is_cut = choice.finish_reason == "length" and not self._is_prewarm
-        status: ItemStatus = "incomplete" if is_cut else "completed"
+        status: answers.ItemStatus = "incomplete" if is_cut else "completed"
         said = [] if self._output or self._is_prewarm else self._open("message")
         said += self._close(status)
         self._response = self._object(
@@ -421,7 +408,7 @@ class ResponsesAnswer(Answer):
         said = self._close("completed")
         own = self._echo["id"].removeprefix(RESPONSE_PREFIX)
         item = {"id": f"{_PREFIXES[kind]}{own}_{len(self._output)}", "type": kind, "status": "in_progress"}
-        self._output.append(cast(ResponseItem, {**item, **fields, **deepcopy(_EMPTY[kind])}))
+        self._output.append(cast(answers.ResponseItem, {**item, **fields, **deepcopy(_EMPTY[kind])}))
         self._is_open = True
         said.append(self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1]))
         if "content" in _EMPTY[kind]:
@@ -443,7 +430,7 @@ class ResponsesAnswer(Answer):
         self._logprobs += entries
         return [*said, self._of_item(f"{_GROWS[kind]}.delta", delta=text, logprobs=entries)]
 
-    def _close(self, status: ItemStatus) -> list[bytes]:
+    def _close(self, status: answers.ItemStatus) -> list[bytes]:
         if not self._is_open:
             return []
         item, kind, said = self._output[-1], self._output[-1]["type"], list[bytes]()
@@ -476,14 +463,14 @@ class ResponsesAnswer(Answer):
 
     def _object(
         self,
-        status: ResponseStatus,
+        status: answers.ResponseStatus,
         *,
-        output: Sequence[ResponseItem] = (),
-        usage: ResponseUsage | None = None,
-        error: ResponseFailure | None = None,
-        incomplete_details: IncompleteDetails | None = None,
+        output: Sequence[answers.ResponseItem] = (),
+        usage: answers.ResponseUsage | None = None,
+        error: answers.ResponseFailure | None = None,
+        incomplete_details: answers.IncompleteDetails | None = None,
         completed_at: int | None = None,
-    ) -> Response:
+    ) -> answers.Response:
         return {
             **self._echo,
             "status": status,
@@ -495,7 +482,7 @@ class ResponsesAnswer(Answer):
             "prompt_cache_diagnostics": None,
         }
 
-    def _usage(self, choice: Choice) -> ResponseUsage:
+    def _usage(self, choice: Choice) -> answers.ResponseUsage:
         usage, num_told = choice.usage, 0 if self._is_prewarm else choice.num_told
         thoughts = "".join(part["text"] for i in self._output if i["type"] == "reasoning" for part in i["content"])
         num_thought = len(self._keeper.api.tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
@@ -519,7 +506,7 @@ class ResponsesAnswer(Answer):
         return event(json.dumps({"type": kind, "sequence_number": number, **fields}), kind)
 
 
-def _part(kind: str, text: str) -> ResponseText:
+def _part(kind: str, text: str) -> answers.ResponseText:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

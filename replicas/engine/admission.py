@@ -16,7 +16,7 @@ from mneme.replicas.sequence import Sequence, TokenCounts
 from mneme.replicas.sessions.sessions import TurnQueue
 from mneme.replicas.sessions.token_log import TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.matcher import Grammars
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import MAX_WINDOWS, Immovable
 

@@ -56,7 +56,7 @@ from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
-from mneme.replicas.text.grammar import Grammars, without
+from mneme.replicas.text.matcher import Grammars, without
 
 if TYPE_CHECKING:
     import torch

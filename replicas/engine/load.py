@@ -502,8 +502,8 @@ def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[
         engine.step()
     for index, name in names:
         described = engine.pins.describe(name)
-        if described is not None and described["error"] is not None:
-            raise ConfigError(f"engine.warm_prompts[{index}]: {described['error']}")
+        if described is not None and described.error is not None:
+            raise ConfigError(f"engine.warm_prompts[{index}]: {described.error}")
 
 
 def _begin_warming(engine: Engine, named: tuple[int, PinName], ids: tuple[int, ...], ttl_s: float | None) -> None:

@@ -29,7 +29,7 @@ from mneme.errors import InvalidRequest, MnemeError, PinRefused
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path
-from mneme.replicas.queries import KnownPin
+from mneme.replicas.queries import KnownPin, PinnedPrompt
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence
@@ -212,16 +212,15 @@ class Pins:
         return [self._described(each) for each in self._entries.of_tenant(tenant).values() if each.is_listed]
 
     def _described(self, entry: _Entry) -> KnownPin:
-        return {
+        pin: PinnedPrompt = {
             "id": entry.name.pin_id,
             "num_tokens": len(entry.ids),
-            "warming": entry.is_warming,
             "pinned": entry.path is not None,
             "configured": entry.is_configured,
             "public": entry.salt == PUBLIC_SALT,
             "expires_in_s": self._entries.left_s(entry) if entry.keeps else None,
-            "error": entry.error,
         }
+        return KnownPin(pin, entry.is_warming, entry.error)
 
     def pin_prefix(self, salt: str, ids: list[int], num_kept_tokens: int = 0) -> Path:
         """Keep what is resident of a prefix, leaving room for so many tokens at least.
