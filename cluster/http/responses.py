@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import re
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -22,7 +21,6 @@ from typing import Any, Literal, NamedTuple, cast
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mneme.cachetier.sessions.rows import common_prefix
 from mneme.cluster.http.answers import Answer, Choice, Delta, FieldNames, event, token_logprobs
 from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.completions import renamed, run_chat
@@ -46,6 +44,7 @@ from mneme.cluster.wire.responses import (
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, ResponseNotFound, SessionNotFound
 from mneme.replicas import queries
 from mneme.replicas.request import KeptPrefix, Logprobs, SessionKey
+from mneme.replicas.text.prompts import num_common
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +275,7 @@ class Keeper(NamedTuple):
         except MnemeError as error:
             logger.warning("prompt not compared id=%s: %s", response["id"], error)
             return {"type": "unavailable"}
-        num_same, usage = common_prefix(array("i", old), array("i", new)), usage_of(response)
+        num_same, usage = num_common(old, new), usage_of(response)
         if num_same == min(len(old), len(new)) and response["model"] == before["model"]:
             is_found = usage["input_tokens_details"]["cached_tokens"] >= _HIT_SHARE * min(num_same, len(new) - 1)
             return {"type": "cache_hit" if is_found else "unavailable"}
