@@ -29,7 +29,8 @@ from typing import NamedTuple, get_args
 
 from harness import Check, Run, at_most, options_of
 
-from mneme.cachetier.policy.eviction import PolicyName, make_policy
+from mneme.cachetier.names import PolicyName
+from mneme.cachetier.policy.eviction import make_policy
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Owner

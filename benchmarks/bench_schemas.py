@@ -24,7 +24,7 @@ from harness import PartResult, Run, at_most, options_of
 
 from mneme import LLM, Grammar, SamplingParams
 from mneme.errors import InvalidRequest
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.matcher import Grammars
 
 _MAX_TOKENS = 200
 _COMPILE_TARGET_S = 1.0

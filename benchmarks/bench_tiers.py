@@ -98,8 +98,8 @@ from tier_io.disk import cached_share
 
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.names import PolicyName
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.policy.eviction import PolicyName
 from mneme.cachetier.policy.load_controller import LoadPlan
 from mneme.errors import MnemeError
 from mneme.lab.cache.costs import Prices

@@ -18,10 +18,10 @@ AttentionStore 3.4, 4.3.4 and 4.3.7 (Tables 1 and 2, Fig. 22). The arms:
               compute (hit rate), time to the first token of a turn that truncates and of the others.
 
 Where KV is kept the first four tokens stay, unless it says `no sinks`; `important` keeps, as half of what stays, the
-runs that the last tokens attend to most. A model with sliding windows keeps no first tokens: TT and ours alone. Clearly worse, for NKVT, was said to be 1.05 x TT before anything was
-measured; its harm grows as new tokens come to where kept keys still say they stand, so texts must be long enough.
-What bounds it: query rows of one thread in float32, one per token and text in decode, and for TT half a window of
-them at each truncation.
+runs that the last tokens attend to most. A model with sliding windows keeps no first tokens, and has TT and ours
+alone. Clearly worse, for NKVT, was said to be 1.05 x TT before anything was measured; its harm grows as new tokens
+come to where kept keys still say they stand, so texts must be long enough. What bounds it: query rows of one thread in
+float32, one per token and text in decode, and for TT half a window of them at each truncation.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
+from mneme.cachetier.names import TierName
 from mneme.cachetier.pins import PinName
-from mneme.cachetier.store import ChainQuery, TierName
+from mneme.cachetier.store import ChainQuery
 
 # `take_back_pin`: of a node alone, where another has refused the pin.
 AdminCall = Literal["lookup", "pin", "take_back_pin", "unpin", "pins", "delete", "delete_tenant", "stats"]

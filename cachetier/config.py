@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mneme.cachetier.chunk.fingerprint import MAX_CHUNK_TOKENS
-from mneme.cachetier.policy.eviction import PolicyName
+from mneme.cachetier.names import MAX_CHUNK_TOKENS, PolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
 

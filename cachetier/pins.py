@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 
 class PinName(NamedTuple):
-    tenant: bytes  # its id, as `keys.tenant_id` says it
+    tenant: bytes  # its id, as `names.tenant_id` says it
     pin_id: str  # drawn by the caller, so that it is the same on every replica and every node
 
 

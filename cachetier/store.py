@@ -10,25 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Literal, Protocol
+from typing import Protocol
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array
 from mneme.cachetier.chunk.keys import Lineage, TokenIds, U32Array, encoded
-
-TierName = Literal["host", "disk"]
-Edge = Literal["host", "disk", "peer_host", "peer_disk"]  # where bytes come from, as rates are measured
-EDGES: tuple[Edge, ...] = ("host", "disk", "peer_host", "peer_disk")
-
-
-class HostPut(Enum):
-    """Says what became of a chunk that was given; the values are the names of counters."""
-
-    TAKEN = "taken"
-    KEPT = "kept"  # it was there, or is about to be
-    TO_DISK = "to_disk"  # not worth what would go for it in memory
-    REFUSED = "refused"
+from mneme.cachetier.names import Edge, Miss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.names import tenant_id
 from mneme.errors import InvalidRequest
 
 PUBLIC = "public"  # the only tenant where there are no API keys
@@ -22,7 +22,7 @@ def tenant_of_secret(sha256: str) -> str:
 
 
 def kv_salt(tenant: str, cache_salt: str | None) -> str:
-    """The root of the prefix forest that a request may share with; `keys.tenant_of` it is the tenant's own salt."""
+    """The root of the prefix forest that a request may share with; `names.tenant_of` it is the tenant's own salt."""
     own = "" if tenant == PUBLIC else tenant
     if cache_salt is None:
         return own

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mneme.cachetier.policy.eviction import PolicyName
+from mneme.cachetier.names import PolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
 from mneme.replicas.documents import BlendOptions

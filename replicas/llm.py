@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import ConfigError, InvalidRequest, MnemeError
@@ -25,8 +25,9 @@ from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.model.config import model_directory
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent, session_key
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.prompts import ROLES, Appended, conversation_prefix, num_system_tokens
@@ -185,7 +186,7 @@ class LLM:
     @property
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
-        return self.engine.stats()
+        return engine_stats(self.engine)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`, `render_chat`."""
@@ -341,7 +342,7 @@ class LLM:
         while self.engine.has_work:
             self._step()
         described = self.engine.pins.describe(name)
-        error = MnemeError("the prompt was let go before it was computed") if described is None else described["error"]
+        error = MnemeError("the prompt was let go before it was computed") if described is None else described.error
         if error is not None:
             self.engine.pins.unpin(name)
             raise error
@@ -436,7 +437,8 @@ class LLM:
         unsent = deque(request for job in jobs for request in job.requests)
         durable = self.engine.durable
         if durable is not None:
-            durable.restore(self.engine.sessions, unsent)
+            sessions = self.engine.sessions
+            sessions.take_over(durable.recall(map(session_key, unsent), sessions.version_of))
         try:
             with _progress_of(len(job_by_id), show_progress) as show:
                 while unsent or self.engine.has_work:

@@ -9,12 +9,12 @@ Torch-free and Ray-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NotRequired, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, NotRequired, TypeVar
 
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
+from mneme.cachetier.names import TierName
 from mneme.cachetier.pins import PinName
-from mneme.cachetier.store import TierName
 from mneme.errors import MnemeError
 from mneme.replicas.documents import ShownBlend
 from mneme.replicas.report import ReplicaReport
@@ -173,13 +173,14 @@ class PinnedPrompt(TypedDict):
     expires_in_s: float | None
 
 
-class KnownPin(PinnedPrompt):
+class KnownPin(NamedTuple):
+    pin: PinnedPrompt
     warming: bool  # it is being computed
     error: MnemeError | None  # why it could not be
 
 
 @dataclass(frozen=True, slots=True)
-class WarmPrompt(Query[KnownPin | None]):
+class ComputePrompt(Query[KnownPin | None]):
     """Begin to compute a prompt, to be pinned then (`pin`); answers as `GetPin`."""
 
     name: PinName

@@ -22,7 +22,7 @@ from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.report import GivenUp
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, Source
 from mneme.replicas.text.detokenizer import TextStream
-from mneme.replicas.text.grammar import Mask, Matcher
+from mneme.replicas.text.matcher import Mask, Matcher
 
 _SPARE = 256  # tokens that may come before the arrays of `TokenCounts` have to grow
 _CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")

@@ -29,7 +29,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -47,7 +47,12 @@ from mneme.router.score import (
     Loads,
     PolicyName,
     Prices,
+    RouteCandidate,
+    RouteMs,
     RouterConfig,
+    RouteReason,
+    RouteTokens,
+    ShownRoute,
     alike,
     figures_of,
     load_bound,
@@ -183,7 +188,7 @@ class _ReportOrder:
 class Route(NamedTuple):
     """Keeps how a choice was made, to be explained."""
 
-    reason: str
+    reason: RouteReason
     chosen: int
     replica_ids: tuple[str, ...]
     asked: Asked
@@ -205,26 +210,16 @@ class Route(NamedTuple):
         found = self.asked.matched + self.asked.brought
         return int(np.delete(found, self.chosen).max(initial=0))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> ShownRoute:
         """Show every candidate's terms in milliseconds, the cheapest first."""
-        candidates = [
-            {
-                "replica": replica_id,
-                "tokens": {name: int(getattr(self.asked, name)[index]) for name in _FOUND},
-                "ms": {}
-                if self.prices is None
-                else {
-                    name: round(float(getattr(self.prices, name)[index]) * 1e3, 3)
-                    for name in (*Prices._fields, "ttft", "total")
-                },
-            }
-            for index, replica_id in enumerate(self.replica_ids)
-        ]
-        candidates.sort(key=lambda each: each["ms"].get("total", 0.0))  # type: ignore[attr-defined]
+        candidates: list[RouteCandidate] = []
+        for index, replica_id in enumerate(self.replica_ids):
+            tokens = {name: int(getattr(self.asked, name)[index]) for name in RouteTokens.__annotations__}
+            terms = () if self.prices is None else RouteMs.__annotations__
+            ms = {name: round(float(getattr(self.prices, name)[index]) * 1e3, 3) for name in terms}
+            candidates.append({"replica": replica_id, "tokens": cast(RouteTokens, tokens), "ms": cast(RouteMs, ms)})
+        candidates.sort(key=lambda each: each["ms"].get("total", 0.0))
         return {"reason": self.reason, "replica": self.replica_ids[self.chosen], "candidates": candidates}
-
-
-_FOUND = ("matched", "in_host", "in_node", "at_peers", "reused")
 
 
 @dataclass(slots=True, eq=False)
@@ -429,7 +424,8 @@ class ReplicaChooser:
             asked = Asked(len(token_ids), nothing, nothing, nothing, nothing, nothing, is_away)
         answering = self._answering(session)
         if answering in replica_ids:
-            reason, chosen = "session", replica_ids.index(answering)
+            reason: RouteReason = "session"
+            chosen = replica_ids.index(answering)
         elif self.config.policy != MINE:
             requests = np.fmax(running, table[:, _SAID_RUNNING]) + is_silent * _MANY
             numbers = _numbers_by_rule(self.config.policy, requests, self.rng)

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.ma  # the first median would import it, and a request wait 10 ms for that
 from numpy.typing import NDArray
+from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.config import check_range
@@ -123,6 +124,50 @@ class Prices(NamedTuple):
     @property
     def _weighed(self) -> F64:
         return self.queue + self.compute + self.load + self.late_load + self.decode
+
+
+RouteReason = Literal["session", "score", "ring", "p2c", "policy"]
+
+
+class RouteTokens(TypedDict):
+    """Tokens of the prompt that a replica was thought to have: by their place, and of documents to be reused."""
+
+    matched: int
+    in_host: int
+    in_node: int
+    at_peers: int
+    reused: int
+
+
+class RouteMs(TypedDict, total=False):
+    """Milliseconds that were predicted: `ttft` is the sum of the first six, `total`, which is weighed, of all terms
+    but `overhead`."""
+
+    queue: float
+    compute: float
+    load: float
+    late_load: float
+    decode: float
+    overhead: float
+    batch: float
+    work: float
+    move: float
+    ttft: float
+    total: float
+
+
+class RouteCandidate(TypedDict):
+    replica: str
+    tokens: RouteTokens
+    ms: RouteMs  # empty: prices were not asked for
+
+
+class ShownRoute(TypedDict):
+    """A choice among replicas, the cheapest first."""
+
+    reason: RouteReason
+    replica: str
+    candidates: list[RouteCandidate]
 
 
 def figures_of(cost: Mapping[str, Any]) -> F64:

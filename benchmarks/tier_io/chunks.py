@@ -11,9 +11,10 @@ import numpy as np
 from harness import median_ratio, take_turns
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk, Miss, U8Array, Wanted, checksum, make_chunk
+from mneme.cachetier.chunk.header import Chunk, U8Array, Wanted, checksum, make_chunk
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
-from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
+from mneme.cachetier.names import Edge, Miss
+from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
 from mneme.errors import MnemeError
 
 _FOUND_S = 20.0  # until chunks that were put can be found, those of another node too

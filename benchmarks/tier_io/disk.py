@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from tier_io.chunks import Arm, Chain
 
-from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.config import DiskTierConfig
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.policy.eviction import LruPolicy
 from mneme.errors import MnemeError

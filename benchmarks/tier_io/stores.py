@@ -19,14 +19,14 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tier_io.chunks import Arm, Chain, ChainReads, Samples, Shape
 
-from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_cache_tier
 from mneme.cachetier.distributed.objects import layers_per_object
 from mneme.cachetier.distributed.ray_store import RayChunkStore
+from mneme.cachetier.names import Edge, Miss
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.policy.load_controller import LoadController
-from mneme.cachetier.store import ChainQuery, Edge
+from mneme.cachetier.store import ChainQuery
 from mneme.cluster.serve.ray_private import single_node
 from mneme.errors import MnemeError
 from mneme.replicas.connector.fetch import Fetch, Fetches

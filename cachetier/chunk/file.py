@@ -26,13 +26,12 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 
-from mneme.cachetier.chunk.fingerprint import MAX_CHUNK_TOKENS, MAX_LAYERS
+from mneme.cachetier.chunk.fingerprint import MAX_LAYERS
 from mneme.cachetier.chunk.header import (
     MAGIC,
     Chunk,
     ChunkHeader,
     LayerOffsets,
-    Miss,
     StreamedChecksum,
     U8Array,
     Wanted,
@@ -43,6 +42,7 @@ from mneme.cachetier.chunk.header import (
     unexpected,
 )
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations, is_ours
+from mneme.cachetier.names import MAX_CHUNK_TOKENS, Miss
 
 _MAX_BUFFERS = 512  # of one call; systems take 1024
 _FRAME_SLACK_BYTES = 1024  # what Arrow puts before and around the header: some 400

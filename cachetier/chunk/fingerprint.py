@@ -21,13 +21,13 @@ from hashlib import blake2b
 from pathlib import Path
 
 from mneme.cachetier.chunk.syscalls import read_private, write_private
+from mneme.cachetier.names import MAX_CHUNK_TOKENS
 from mneme.errors import CheckpointError, ConfigError, shown
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 4096
-MAX_CHUNK_TOKENS = 4096
 
 _BLOCK_BYTES = 64 << 20
 _READ_BYTES = 1 << 20

@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ import xxhash
 
 from mneme.cachetier.chunk.fingerprint import DTYPE_BYTES, ChunkLayout, ModelFingerprint
 from mneme.cachetier.chunk.keys import Lineage, LineageKind, TokenIds, U32Array, encoded
+from mneme.cachetier.names import Miss
 from mneme.errors import ConfigError
 
 U8Array = npt.NDArray[np.uint8]
@@ -36,23 +36,6 @@ _DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
 # first body, body stride, file bytes
 _FIXED = struct.Struct("<8sIIBBHHHHH16s16s8s32sQQQ")
 _MAX_GAP_BYTES = 4096  # between the bodies of two layers
-
-
-class Miss(Enum):
-    """Says why a chunk cannot be had: a recompute, never an error. The values are the names of counters."""
-
-    ABSENT = "absent"  # never there, evicted, or deleted by someone else
-    BUSY = "busy"  # this time: too many open files, no memory; the file may be sound
-    IO_ERROR = "io_error"
-    NOT_OURS = "not_ours"  # a link, not a plain file, or another user's
-    SHORT = "short"  # the file ends before what it says it holds, or ended while it was read
-    NO_HEADER = "no_header"
-    OTHER_VERSION = "other_version"
-    BAD_HEADER = "bad_header"  # the header's checksum is wrong, or what it says is absurd
-    OTHER_KEY = "other_key"
-    OTHER_MODEL = "other_model"
-    OTHER_TOKENS = "other_tokens"
-    BAD_CHECKSUM = "bad_checksum"  # of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
+from mneme.cachetier.names import tenant_id
 
-PUBLIC_SALT = "*"  # no tenant's: every tenant's prompts may begin with what was computed under it
 KEY_BYTES = 16
-TENANT_BYTES = 8
 MAX_TOKEN_ID = 2**31 - 1
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
@@ -112,18 +111,6 @@ def session_lineage(fingerprint: ModelFingerprint, salt: str, session_id: str, e
     """
     parts = (fingerprint, salt, session_id.encode("utf-8", "surrogatepass"))
     return replace(_lineage(LineageKind.SESSION, *parts, event), root=_lineage(LineageKind.SESSION, *parts).root)
-
-
-def tenant_of(salt: str) -> str:
-    """A tenant's own salt, which begins all others of that tenant, up to a colon."""
-    return salt.partition(":")[0]
-
-
-def tenant_id(salt: str) -> bytes:
-    """Return what files say of the tenant that they belong to: the same under all salts of the tenant."""
-    return blake2b(
-        tenant_of(salt).encode("utf-8", "surrogatepass"), digest_size=TENANT_BYTES, person=b"mneme owner"
-    ).digest()
 
 
 def encoded(token_ids: TokenIds) -> U32Array:

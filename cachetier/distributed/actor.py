@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import ray
 
 from mneme.cachetier.admin import ADMIN_CALLS, AdminCall
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import PatientFiles
 from mneme.cachetier.config import CacheConfig
@@ -27,13 +27,14 @@ from mneme.cachetier.distributed.directory import DirectoryShards, Span, spans_o
 from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready
 from mneme.cachetier.distributed.objects import HeldObjects, RayMemory, Refs
 from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
+from mneme.cachetier.names import HostPut, Miss, TierName
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.index import Change
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.sessions.log import open_session_logs
-from mneme.cachetier.store import ChainQuery, HostPut, TierName
+from mneme.cachetier.store import ChainQuery
 from mneme.errors import ConfigError, MnemeError
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,9 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from mneme.cachetier.distributed.nodes import Breaker
+from mneme.cachetier.names import TierName
 from mneme.cachetier.node.index import Change
-from mneme.cachetier.store import ChainQuery, TierName
+from mneme.cachetier.store import ChainQuery
 
 Clock = Callable[[], float]
 

@@ -14,12 +14,13 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mneme.cachetier.chunk.keys import KEY_BYTES, TENANT_BYTES, Lineage, LineageKind
+from mneme.cachetier.chunk.keys import KEY_BYTES, Lineage, LineageKind
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.actor import NodeActor
 from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready, find_actor, named_actors, node_actor_name
 from mneme.cachetier.distributed.ray_store import RayChunkStore
 from mneme.cachetier.distributed.session_logs import RaySessionLogs
+from mneme.cachetier.names import TENANT_BYTES
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import ConfigError
 

@@ -26,7 +26,8 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss, U8Array
+from mneme.cachetier.chunk.header import ChunkHeader, U8Array
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.prefetch import LOADS_AGAIN_S
 
 OBJECT_BYTES = 4 << 20  # about; small enough that first layers come early from another node, large enough to come fast

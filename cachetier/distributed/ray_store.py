@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ray.exceptions import RayError
 
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.distributed.actor import Found, PutAnswer
 from mneme.cachetier.distributed.directory import Span, query_of
@@ -33,9 +33,10 @@ from mneme.cachetier.distributed.objects import (
     runs_of,
 )
 from mneme.cachetier.distributed.ray_admin import RayCacheAdmin
+from mneme.cachetier.names import Edge, HostPut, Miss
 from mneme.cachetier.node.search import Located, usable
 from mneme.cachetier.node.sources import DiskSource, HostSource
-from mneme.cachetier.store import ChainQuery, ChunkSource, Edge, HostPut
+from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.primitives import Bounded
 
 _SourceAndHeader = tuple[ChunkSource, ChunkHeader]

@@ -20,8 +20,9 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from mneme.cachetier.distributed.nodes import Nodes
+from mneme.cachetier.names import Appended
 from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.log_store import Appended, LogKey
+from mneme.cachetier.sessions.log_store import LogKey
 from mneme.cachetier.sessions.rows import LogRows, SessionRow, taken_over
 from mneme.primitives import Bounded
 

@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.names import HostPut, Miss, TierName
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES, Change
 from mneme.cachetier.node.memory import ChunkMemory
@@ -24,7 +25,7 @@ from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
 from mneme.cachetier.node.tiers import NodeTiers, OnChange
 from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, ChunkWriter
-from mneme.cachetier.store import ChainQuery, HostPut, TierName
+from mneme.cachetier.store import ChainQuery
 from mneme.primitives import Worker
 
 _EXPIRE_EVERY_S = 1.0

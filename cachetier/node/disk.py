@@ -23,10 +23,11 @@ from dataclasses import replace
 from enum import Enum
 
 from mneme.cachetier.chunk.file import ChunkReader, file_bytes, open_chunk, write_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, Wanted, is_beginning
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, Wanted, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.folder import ChunkName, DiskFolder, make_root, name_of, parse_name
 from mneme.cachetier.node.index import BLOCK_BYTES, Entry, NodeIndex, Tier, blocks_of, entry_of
 from mneme.cachetier.policy.eviction import EvictionPolicy, make_policy

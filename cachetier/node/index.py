@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage, LineageKind
+from mneme.cachetier.names import TierName
 from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
-from mneme.cachetier.store import TierName
 from mneme.primitives import Bounded
 
 BLOCK_BYTES = 4096  # a file takes whole blocks of the file system

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss, U8Array, is_beginning
+from mneme.cachetier.chunk.header import ChunkHeader, U8Array, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.index import Entry, NodeIndex, Tier, blocks_of, entry_of
 from mneme.cachetier.policy.eviction import EvictionPolicy
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mneme.cachetier.chunk.file import ChunkReader, open_chunk
-from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.chunk.syscalls import FileOperations, is_private_folder
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.folder import LOCK, OWN_FOLDER, ChunkName, Kind, folders, kind_of, name_of
 from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
 from mneme.errors import ConfigError

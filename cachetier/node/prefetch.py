@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss, U8Array
+from mneme.cachetier.chunk.header import ChunkHeader, U8Array
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.disk import DiskRead, DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES
 from mneme.cachetier.node.memory import Held

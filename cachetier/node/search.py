@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import LineageKind, U32Array
+from mneme.cachetier.names import Miss, TierName
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.memory import Held, HostTier
-from mneme.cachetier.store import ChainQuery, TierName
+from mneme.cachetier.store import ChainQuery
 
 _MAX_CHILDREN = 64  # in each tier, that are compared
 _MAX_OPENED = 8  # files, of those whose headers are not known: some tenths of a millisecond each

@@ -14,16 +14,17 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from mneme.cachetier.chunk.file import ChunkReader, open_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, checksum, differs
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, checksum, differs
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.names import Edge, HostPut, Miss
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.store import ChainQuery, ChunkSource, Edge, HostPut
+from mneme.cachetier.store import ChainQuery, ChunkSource
 
 OnMiss = Callable[[Miss], None]
 

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.names import HostPut, Miss
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.node.memory import Held, chunk_bytes
 from mneme.cachetier.node.tiers import NodeTiers
-from mneme.cachetier.store import HostPut
 from mneme.primitives import Worker
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ import numpy.typing as npt
 import xxhash
 
 from mneme.cachetier.chunk.syscalls import read_private, write_private
-from mneme.cachetier.policy.cost_model import CostEdge, CostModel, Point
+from mneme.cachetier.names import CostEdge
+from mneme.cachetier.policy.cost_model import CostModel, Point
 from mneme.errors import ConfigError
 
 logger = logging.getLogger(__name__)

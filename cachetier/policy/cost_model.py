@@ -24,16 +24,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.store import EDGES, Edge
+from mneme.cachetier.names import COST_EDGES, CostEdge, Edge
 from mneme.errors import ConfigError, shown
 
 Terms = tuple[float, float, float]
-CostEdge = Edge | Literal["save", "lookup"]
-COST_EDGES: tuple[CostEdge, ...] = (*EDGES, "save", "lookup")
 
 # Until something is measured: a server's memory, an NVMe disk, a 10 Gbit/s network.
 _DEFAULT_EDGES: dict[CostEdge, Terms] = {

@@ -15,13 +15,13 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
+from mneme.cachetier.names import PolicyName
 from mneme.errors import ConfigError, shown
 from mneme.primitives import Bounded, LazyHeap
 
 Queue = Callable[[], Iterable[Hashable | None]]  # keys that waiting requests will use, in their order; None: no key
-PolicyName = Literal["lru", "pensieve", "lookahead", "returning", "fifo"]
 
 _PER_PAGE, _MIN_KNOWN = 4, 1024  # keys whose arrival `fifo` knows, those that are in use among them
 _MAX_WINDOW = 256  # requests that `lookahead` looks at for a choice, however long the queue is

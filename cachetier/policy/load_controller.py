@@ -53,8 +53,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from mneme.cachetier.names import Edge
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.store import Edge
 
 TOLERANCE = 0.05  # of what computing takes
 _LOOKUP_SHARE = 0.01  # of what computing takes, that is waited for an answer

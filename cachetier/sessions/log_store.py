@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.names import Appended, tenant_id
 from mneme.cachetier.sessions.rows import LogRows
 
 _NAME_BYTES = 16
@@ -16,16 +15,7 @@ class LogKey(NamedTuple):
     """Says which session's log; says neither whose nor which to whoever does not know the tenant's salt."""
 
     name: bytes  # 16
-    tenant: bytes  # its id, 8 bytes, as `keys.tenant_id` says it
-
-
-class Appended(Enum):
-    """Says what became of rows; the values are the names of counters."""
-
-    WRITTEN = "appended"
-    NEEDS_WHOLE = "needs_whole"  # the log is not what they go on from: send all of them
-    STALE = "stale"  # the session went on, or was deleted, elsewhere
-    FAILED = "append_failed"  # the log is as before
+    tenant: bytes  # its id, 8 bytes, as `names.tenant_id` says it
 
 
 class SessionLogStore(Protocol):

@@ -17,8 +17,8 @@ from typing import Any
 
 from rich import filesize
 
-from mneme.cachetier.chunk.header import Miss
-from mneme.cachetier.chunk.keys import KEY_BYTES, TENANT_BYTES, LineageKind
+from mneme.cachetier.chunk.keys import KEY_BYTES, LineageKind
+from mneme.cachetier.names import TENANT_BYTES, Miss
 from mneme.cachetier.node.folder import Kind
 from mneme.cachetier.node.index import MODEL_BYTES
 from mneme.cachetier.node.offline import ChunkFilter, FolderView, SeenFile, Totals, Verifier, chunks

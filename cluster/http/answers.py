@@ -10,15 +10,30 @@ import base64
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from json.encoder import encode_basestring
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mneme.cluster.http.error_response import error_object
+from mneme.cluster.wire.answers import (
+    ChatLogprobs,
+    ChatMessage,
+    ChatToolCall,
+    CompletionLogprobs,
+    Embedding,
+    Embeddings,
+    EmbeddingsUsage,
+    Logprob,
+    Metrics,
+    PromptLogprobsShown,
+    ShownKv,
+    TokenLogprobs,
+    Usage,
+)
 from mneme.cluster.wire.openai import EmbeddingsRequest
 from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
@@ -169,7 +184,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
+def usage_object(choices: Iterable[Choice]) -> Usage:
     """OpenAI's `usage`: each prompt once, the output that was told; and where the prompts' KV came from.
 
     `cached_tokens` counts prompt tokens that no choice of this answer computed, `cache_write_tokens` the others: what
@@ -184,7 +199,9 @@ def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
             usage_by_prompt[choice.prompt_index] = choice.usage
     usages = list(usage_by_prompt.values())
     usage = PromptUsage._make([*map(sum, zip(*(each[:-1] for each in usages), strict=True)), usages[0].blend])
-    blend = {} if usage.blend is None else {"blend": usage.blend.as_json()}  # documents come with one prompt only
+    kv_details = cast(ShownKv, usage.kv_details())
+    if usage.blend is not None:  # documents come with one prompt only
+        kv_details["blend"] = usage.blend.as_json()
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": num_completion,
@@ -193,32 +210,34 @@ def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
             "cached_tokens": usage.cached_tokens,
             "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
         },
-        "kv_details": {**usage.kv_details(), **blend},
+        "kv_details": kv_details,
     }
 
 
-def metrics_object(choices: Sequence[Choice]) -> dict[str, float] | None:
+def metrics_object(choices: Sequence[Choice]) -> Metrics | None:
     """vLLM's `metrics`, by its names and meanings; None where they would be of several choices."""
     if len(choices) != 1:
         return None
     (choice,) = choices
     usage, num_more = choice.usage, choice.num_tokens - 1
     inference_s = usage.prefill_s + choice.decode_s
-    found = {
-        "queue_time_ms": usage.queue_s * 1e3,
-        "time_to_first_token_ms": usage.prefill_s * 1e3,  # without the queue
-        "generation_time_ms": choice.decode_s * 1e3,
-        "mean_itl_ms": choice.decode_s / num_more * 1e3 if num_more > 0 else None,
-        "tokens_per_second": choice.num_tokens / inference_s if inference_s > 0 else None,
+    found: Metrics = {
+        "queue_time_ms": round(usage.queue_s * 1e3, 3),
+        "time_to_first_token_ms": round(usage.prefill_s * 1e3, 3),  # without the queue
+        "generation_time_ms": round(choice.decode_s * 1e3, 3),
     }
-    return {name: round(value, 3) for name, value in found.items() if value is not None}
+    if num_more > 0:
+        found["mean_itl_ms"] = round(choice.decode_s / num_more * 1e3, 3)
+    if inference_s > 0:
+        found["tokens_per_second"] = round(choice.num_tokens / inference_s, 3)
+    return found
 
 
 class Answer(ABC):
     """Words the answers of one API, whole and as a stream of server-sent events."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
         """The body when every choice has finished; `deltas` holds all of each."""
 
     @abstractmethod
@@ -260,7 +279,7 @@ class OpenAiAnswer(Answer):
         self._tokenizer = tokenizer
         self._num_top, self._num_prompt_top = num_top, num_prompt_top
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
         """See `Answer`."""
         entries = [
             {
@@ -289,12 +308,12 @@ class OpenAiAnswer(Answer):
     def _said(self, delta: Delta) -> dict[str, Any]:
         """The text of a whole choice."""
 
-    def _prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
+    def _prompt_logprobs(self, delta: Delta) -> PromptLogprobsShown | None:
         """Return vLLM's `prompt_logprobs`: for each token of the prompt but the first, tokens by id."""
         of_prompt = delta.of_prompt
         if self._num_prompt_top is None or of_prompt is None:
             return None
-        told: list[dict[str, Any] | None] = [None]
+        told: PromptLogprobsShown = [None]
         for item, rank in zip(of_prompt.each(), of_prompt.ranks.tolist(), strict=True):
             likeliest = [(*top, place) for place, top in enumerate(item.top[: self._num_prompt_top], 1)]
             told.append(
@@ -310,7 +329,7 @@ class OpenAiAnswer(Answer):
         return told
 
     @abstractmethod
-    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> ChatLogprobs | CompletionLogprobs:
         """`choices[i].logprobs`; of a stream's chunks in their order."""
 
     def _end(self, delta: Delta, usage: str) -> str:
@@ -328,7 +347,7 @@ class ChatAnswer(OpenAiAnswer):
         super().__init__(*args, **kwargs)
         self._has_reasoning = has_reasoning
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
         """See `Answer`."""
         told = {} if self._num_prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(deltas[0])}
         return {**super().whole(choices, deltas), **told}
@@ -349,20 +368,19 @@ class ChatAnswer(OpenAiAnswer):
         yield f"{choice}{{{','.join(said)}}}{self._end(delta, usage)}"
 
     def _said(self, delta: Delta) -> dict[str, Any]:
-        calls = [
+        calls: list[ChatToolCall] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in whole_calls(delta.calls)
         ]
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": delta.text or (None if calls else ""),
-            "refusal": None,
-        }
+        text = delta.text or (None if calls else "")
+        message: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
         if delta.reasoning and self._has_reasoning:
-            message |= dict.fromkeys(_REASONING, delta.reasoning)
-        return {"message": {**message, "tool_calls": calls} if calls else message}
+            message["reasoning_content"] = message["reasoning"] = delta.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
 
-    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> ChatLogprobs:
         return {"content": token_logprobs(self._tokenizer, logprobs, self._num_top), "refusal": None}
 
 
@@ -385,7 +403,7 @@ class CompletionAnswer(OpenAiAnswer):
         echo = self._echoes[delta.choice] if self._echoes and delta.is_first else ""
         return echo + delta.text
 
-    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> CompletionLogprobs:
         """Tell those of the prompt before others where it is echoed; its first token has none."""
         offset, told = self._offsets.get(delta.choice, 0), list(logprobs)
         tokens, offsets = [], list[int]()
@@ -429,11 +447,13 @@ class EmbeddingsAnswer(Answer):
         self._model = model
         self._body = body
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Embeddings:
         """See `Answer`; raises `InvalidRequest` for more dimensions than there are."""
         num_tokens = sum(choice.usage.prompt_tokens for choice in choices)
-        data = [{"object": "embedding", "index": choice.index, "embedding": self._vector(choice)} for choice in choices]
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        data: list[Embedding] = [
+            {"object": "embedding", "index": choice.index, "embedding": self._vector(choice)} for choice in choices
+        ]
+        usage: EmbeddingsUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return {"object": "list", "data": data, "model": self._model, "usage": usage}
 
     def _vector(self, choice: Choice) -> list[float] | str:
@@ -464,10 +484,10 @@ def _figures(choices: Sequence[Choice]) -> dict[str, Any]:
     return {"usage": usage_object(choices), **({} if metrics is None else {"metrics": metrics})}
 
 
-def token_logprobs(tokenizer: Tokenizer, logprobs: Sequence[Logprobs], num_top: int) -> list[dict[str, Any]]:
+def token_logprobs(tokenizer: Tokenizer, logprobs: Sequence[Logprobs], num_top: int) -> list[TokenLogprobs]:
     """Return what OpenAI's chat and responses say of tokens, with so many of the likeliest in their places."""
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> Logprob:
         text, of_bytes = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(of_bytes)}
 

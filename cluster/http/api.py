@@ -31,21 +31,16 @@ from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import STATES, Condition
-from mneme.cluster.wire.anthropic import CountRequest, MessagesRequest
+from mneme.cluster.wire import answers
 from mneme.cluster.wire.openai import (
     IGNORED_HEADER,
-    ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
-    EmbeddingsRequest,
-    ForkRequest,
     TokenizeRequest,
     ignored_fields,
     plain_documents,
     template_variables,
     validate,
 )
-from mneme.cluster.wire.responses import ResponsesRequest
 from mneme.errors import InvalidRequest, PermissionDenied, shown
 from mneme.primitives import Bounded
 from mneme.replicas.text.parts import prompt_parts
@@ -85,86 +80,75 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     sent, salt = ("X-Session-ID", *hints), ("cache_salt", "model")
     of_model = [
         Route(
-            *("POST", "/v1/chat/completions", completions.chat_completions, docs.ChatCompletion, ChatRequest),
-            others={"text/event-stream": docs.ChatChunk},
+            *("POST", "/v1/chat/completions", completions.chat_completions, answers.ChatCompletion),
+            others={"text/event-stream": answers.ChatChunk},
             headers=sent,
         ),
         Route(
-            *("POST", "/v1/completions", completions.completions, docs.Completion, CompletionRequest),
-            others={"text/event-stream": docs.CompletionChunk},
+            *("POST", "/v1/completions", completions.completions, answers.Completion),
+            others={"text/event-stream": answers.CompletionChunk},
             headers=sent,
         ),
         Route(
-            *("POST", MESSAGES, messages.messages, docs.AnthropicMessage, MessagesRequest),
-            others={"text/event-stream": docs.AnthropicEvent},
+            *("POST", MESSAGES, messages.messages, answers.AnthropicMessage),
+            others={"text/event-stream": answers.AnthropicEvent},
             headers=sent,
         ),
-        Route("POST", f"{MESSAGES}/count_tokens", messages.count_tokens, docs.InputTokens, CountRequest),
+        Route("POST", f"{MESSAGES}/count_tokens", messages.count_tokens),
         Route(
-            *("POST", "/v1/responses", responses.create_response, docs.Response, ResponsesRequest),
-            others={"text/event-stream": docs.ResponseEvent},
+            *("POST", "/v1/responses", responses.create_response, answers.Response),
+            others={"text/event-stream": answers.ResponseEvent},
             headers=hints,
         ),
-        Route("GET", _RESPONSE, responses.get_response, docs.Response, query=salt),
-        Route("DELETE", _RESPONSE, responses.delete_response, docs.Deleted, query=salt),
-        Route("POST", f"{_RESPONSE}/cancel", responses.cancel_response, None, query=salt),
+        Route("GET", _RESPONSE, responses.get_response, query=salt),
+        Route("DELETE", _RESPONSE, responses.delete_response, query=salt),
+        Route("POST", f"{_RESPONSE}/cancel", responses.cancel_response, query=salt),
         Route(
-            *("GET", f"{_RESPONSE}/input_items", responses.list_input_items, docs.ResponseItems),
+            *("GET", f"{_RESPONSE}/input_items", responses.list_input_items),
             query=("after", "limit", "order", *salt),
         ),
-        Route("POST", "/v1/embeddings", completions.embeddings, docs.Embeddings, EmbeddingsRequest),
-        Route("POST", "/tokenize", tokenize, docs.Tokens, TokenizeRequest),
-        Route("POST", "/detokenize", detokenize, docs.Text, DetokenizeRequest),
-        Route("GET", "/v1/sessions/{session_id:path}", sessions.get_session, docs.Session, query=salt),
-        Route("DELETE", "/v1/sessions/{session_id:path}", sessions.delete_session, docs.Deleted, query=salt),
-        Route(
-            *("POST", "/v1/sessions/{session_id:path}/fork", sessions.fork_session, docs.Session, ForkRequest),
-            query=salt,
-        ),
-        Route("GET", "/v1/kv/explain/{request_id:path}", sessions.explain, docs.Explanation, query=salt),
-        Route("POST", "/v1/kv/warm", kv.warm, docs.Pin, kv.WarmRequest),
-        Route("POST", "/v1/kv/lookup", kv.lookup, docs.Lookup, kv.LookupRequest),
-        Route("POST", "/v1/kv/pin", kv.pin, docs.TierPin, kv.PinRequest),
-        Route("POST", "/v1/kv/unpin", kv.unpin, docs.Deleted, kv.UnpinRequest),
-        Route("DELETE", "/v1/kv/pins/{pin_id:path}", kv.delete_pin, docs.Deleted, query=("model",)),
+        Route("POST", "/v1/embeddings", completions.embeddings, answers.Embeddings),
+        Route("POST", "/tokenize", tokenize),
+        Route("POST", "/detokenize", detokenize),
+        Route("GET", "/v1/sessions/{session_id:path}", sessions.get_session, query=salt),
+        Route("DELETE", "/v1/sessions/{session_id:path}", sessions.delete_session, query=salt),
+        Route("POST", "/v1/sessions/{session_id:path}/fork", sessions.fork_session, query=salt),
+        Route("GET", "/v1/kv/explain/{request_id:path}", sessions.explain, query=salt),
+        Route("POST", "/v1/kv/warm", kv.warm),
+        Route("POST", "/v1/kv/lookup", kv.lookup),
+        Route("POST", "/v1/kv/pin", kv.pin),
+        Route("POST", "/v1/kv/unpin", kv.unpin),
+        Route("DELETE", "/v1/kv/pins/{pin_id:path}", kv.delete_pin, query=("model",)),
     ]
     of_all = [
-        Route("GET", "/v1/models", _list_models, docs.ModelList),
-        Route("GET", "/v1/models/{model_id:path}", _get_model, docs.Model),
-        Route("DELETE", "/v1/kv", kv.drop, docs.Dropped, kv.DropRequest),
-        Route("GET", "/v1/kv/stats", kv.stats, docs.KvStats, is_admins=True),
-        Route("GET", "/v1/kv/pins", kv.list_pins, docs.PinList),
-        Route("GET", "/health", _health, docs.Status, query=("verbose",)),
-        Route("GET", "/ready", _ready, docs.Ready),
-        Route("GET", "/metrics", _metrics, None, others={"text/plain": str}),
-        Route("GET", "/version", _version, docs.Version),
-        Route("GET", "/", _root, docs.Service, others={"text/html": str}),
-        Route("GET", "/docs", _docs, None, others={"text/html": str}),
-        Route("GET", "/openapi.json", _openapi, docs.OpenApi),
+        Route("GET", "/v1/models", _list_models),
+        Route("GET", "/v1/models/{model_id:path}", _get_model),
+        Route("DELETE", "/v1/kv", kv.drop),
+        Route("GET", "/v1/kv/stats", kv.stats, is_admins=True),
+        Route("GET", "/v1/kv/pins", kv.list_pins),
+        Route("GET", "/health", _health, answers.Status, query=("verbose",)),
+        Route("GET", "/ready", _ready, answers.Ready),
+        Route("GET", "/metrics", _metrics, others={"text/plain": str}),
+        Route("GET", "/version", _version),
+        Route("GET", "/", _root, answers.Service, others={"text/html": str}),
+        Route("GET", "/docs", _docs, others={"text/html": str}),
+        Route("GET", "/openapi.json", _openapi),
     ]
-    for answer, each in ((_answer_of_model, of_model), (_answer, of_all)):
-        for route in each:
-            with_slash = () if "{" in route.path else (f"{route.path.rstrip('/')}/",)  # a name may end with one
-            for path in {route.path, *with_slash}:
-                app.router.add_route(path, partial(answer, service, route), methods=[route.method])
     routes = [*of_model, *of_all]
+    for index, route in enumerate(routes):
+        answer = partial(_answer, service, route, index < len(of_model))
+        with_slash = () if "{" in route.path else (f"{route.path.rstrip('/')}/",)  # a name may end with one
+        for path in {route.path, *with_slash}:
+            app.router.add_route(path, answer, methods=[route.method])
     service.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
     app.state.openapi = docs.openapi(routes, needs_model=len(service.apis) > 1)
 
 
-async def _answer_of_model(service: Service, route: Route, request: Request) -> Any:
-    """Answer as `_answer` does, by the model that the request names; without a name, by one that knows its object."""
-
-    async def handler(service: Service, request: Request, *given: Any) -> Any:
-        name = getattr(given[0], "model", None) if given else None
-        name = request.query_params.get("model") if name is None else name
-        return await service.first(name, lambda api: route.handler(api, request, *given))
-
-    return await _answer(service, route._replace(handler=handler), request)
-
-
-async def _answer(service: Service, route: Route, request: Request) -> Any:
+async def _answer(service: Service, route: Route, of_model: bool, request: Request) -> Any:
     """Check the body of a route that has one and call its handler, whose answer is a response or an object of JSON.
+
+    The handler of what is a model's is called with the one that the request names; without a name, with one that knows
+    its object.
 
     `X-Mneme-Ignored-Fields` of the answer names what was given and is unknown.
     """
@@ -178,18 +162,23 @@ async def _answer(service: Service, route: Route, request: Request) -> Any:
         given = (taken,)
         if ignored := ignored_fields(body, taken):
             request.state.answer_headers.append((IGNORED_HEADER, ignored.encode()))
-    answer = await route.handler(service, request, *given)
+    if of_model:
+        name = getattr(given[0], "model", None) if given else None
+        name = request.query_params.get("model") if name is None else name
+        answer = await service.first(name, lambda api: route.handler(api, request, *given))
+    else:
+        answer = await route.handler(service, request, *given)
     return JSONResponse(answer) if isinstance(answer, dict) else answer
 
 
-async def _list_models(service: Service, request: Request) -> dict[str, Any]:
+async def _list_models(service: Service, request: Request) -> answers.ModelList:
     """The names that `model` may have."""
     models = [_model_object(api.model, name) for api in service.apis for name in api.model.names]
-    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
-    return {"object": "list", "data": models, **ends}
+    first_id, last_id = models[0]["id"], models[-1]["id"]
+    return {"object": "list", "data": models, "first_id": first_id, "last_id": last_id, "has_more": False}
 
 
-async def _get_model(service: Service, request: Request) -> dict[str, Any]:
+async def _get_model(service: Service, request: Request) -> answers.Model:
     """The model of this name."""
     name: str = request.path_params["model_id"]
     model = service.of(name).model
@@ -200,16 +189,18 @@ async def _health(service: Service, request: Request) -> Response:
     """Say how the worst model is; status 503 if it has no replica and none that loads: they failed, or stall."""
     conditions = await service.conditions()
     is_ok = all(each.state not in _BAD for each in conditions.values())
-    about: dict[str, Any] = {"status": "ok" if is_ok else "failed", **_worst(conditions)}
+    about: answers.Health = {"status": "ok" if is_ok else "failed", **_worst(conditions)}
     if "verbose" in request.query_params:
-        about["models"] = [
-            {"model": api.model.id, **conditions[api.model.id]._asdict(), "replicas": await _replicas(api)}
+        models: list[answers.ModelHealth] = [
+            {"model": api.model.id, "state": state, "reason": reason, "replicas": await _replicas(api)}
             for api in service.apis
+            for state, reason in [conditions[api.model.id]]
         ]
+        about = answers.Status(**about, models=models)
     return JSONResponse(about, 200 if is_ok else 503)
 
 
-async def _replicas(api: ApiState) -> list[dict[str, Any]]:
+async def _replicas(api: ApiState) -> list[answers.ReplicaStart]:
     return [
         {"replica": name, "age_s": each.get("age_s", 0.0), "start": each.get("start", {})}
         for name, each in (await api.client.stats()).items()
@@ -221,14 +212,15 @@ async def _ready(service: Service, request: Request) -> Response:
     each = [api.client.num_ready() for api in service.apis]
     num_ready = sum(each) if all(each) else 0
     if num_ready:
-        return JSONResponse({"ready": True, "replicas": num_ready, "state": "ready"})
-    about = {"ready": False, "replicas": 0, **_worst(await service.conditions())}
+        is_ready: answers.Ready = {"ready": True, "replicas": num_ready, "state": "ready"}
+        return JSONResponse(is_ready)
+    about: answers.Ready = {"ready": False, "replicas": 0, **_worst(await service.conditions())}
     return JSONResponse(about, 503, {"retry-after": "1"})
 
 
-def _worst(conditions: Mapping[str, Condition]) -> dict[str, str]:
+def _worst(conditions: Mapping[str, Condition]) -> answers.Worst:
     worst = max(conditions.values(), key=lambda each: STATES.index(each.state))
-    return {"state": worst.state} | ({"reason": worst.reason} if worst.reason else {})
+    return {"state": worst.state, "reason": worst.reason} if worst.reason else {"state": worst.state}
 
 
 async def _metrics(service: Service, request: Request) -> Response:
@@ -236,7 +228,7 @@ async def _metrics(service: Service, request: Request) -> Response:
     return Response(await service.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-async def _version(service: Service, request: Request) -> dict[str, Any]:
+async def _version(service: Service, request: Request) -> answers.Version:
     """The server's version."""
     return {"version": __version__}
 
@@ -246,9 +238,9 @@ async def _docs(service: Service, request: Request) -> Response:
     return HTMLResponse(docs.docs_page(request.app.state.openapi))
 
 
-async def _openapi(service: Service, request: Request) -> dict[str, Any]:
+async def _openapi(service: Service, request: Request) -> answers.OpenApi:
     """This description in OpenAPI's form."""
-    document: dict[str, Any] = request.app.state.openapi
+    document: answers.OpenApi = request.app.state.openapi
     return document
 
 
@@ -260,7 +252,7 @@ async def _root(service: Service, request: Request) -> Response:
     def total(*path: str) -> int:
         return round(sum(number_at(each, path) for each in replicas))
 
-    about: docs.Service = {
+    about: answers.Service = {
         "service": "mneme",
         "version": __version__,
         "model": model.id,
@@ -292,7 +284,7 @@ async def _refused_by_framework(request: Request, error: Exception) -> Response:
     return http_exception_response(error, request.scope["path"], request.state.request_id)
 
 
-def _model_object(model: ServedModel, name: str) -> dict[str, Any]:
+def _model_object(model: ServedModel, name: str) -> answers.Model:
     """Return what OpenAI's clients read of a model, and behind it what Anthropic's do."""
     return {
         "id": name,
@@ -308,7 +300,7 @@ def _model_object(model: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-async def tokenize(api: ApiState, request: Request, body: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(api: ApiState, request: Request, body: TokenizeRequest) -> answers.Tokens:
     """Ids of a text, or of a conversation as the chat endpoint would render it."""
     text = body.prompt
     if (text is None) == (body.messages is None):
@@ -325,11 +317,13 @@ async def tokenize(api: ApiState, request: Request, body: TokenizeRequest) -> di
         special, given = body.add_special_tokens, prompt_parts(text, documents)
         prompt = await api.off_loop(len(text), lambda: api.encode("prompt", given, add_special_tokens=special))
     ids = list(prompt.token_ids)
-    strings = {"token_strs": list(map(api.tokenizer.token_text, ids))} if body.return_token_strs else {}
-    return {"count": len(ids), "max_model_len": api.model.max_context, "tokens": ids, **strings}
+    found: answers.Tokens = {"count": len(ids), "max_model_len": api.model.max_context, "tokens": ids}
+    if body.return_token_strs:
+        found["token_strs"] = list(map(api.tokenizer.token_text, ids))
+    return found
 
 
-async def detokenize(api: ApiState, request: Request, body: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(api: ApiState, request: Request, body: DetokenizeRequest) -> answers.Text:
     """The text of ids."""
 
     def decode() -> str:

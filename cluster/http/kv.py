@@ -24,13 +24,23 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
-from mneme.cluster.http.api_docs import Deleted, Dropped, KvStats, Lookup, Pin, PinList, TierPin
 from mneme.cluster.http.api_state import ApiState, Prompt, Service
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
+from mneme.cluster.wire.answers import (
+    Deleted,
+    Dropped,
+    DroppedOnReplica,
+    FoundOnReplica,
+    KvStats,
+    Lookup,
+    Pin,
+    PinList,
+    TierPin,
+)
 from mneme.cluster.wire.openai import Conversation, GivenDocument, Int, Text, TokenIds, Ttl, template_variables
 from mneme.errors import (
     ContextLengthExceeded,
@@ -124,7 +134,7 @@ async def lookup(api: ApiState, request: Request, body: LookupRequest) -> Lookup
     if tier is not None:
         chunks = tier.pop("chunks")
         tier |= {"chunks": chunks[:_MAX_LISTED_CHUNKS]} if body.chunks else {}
-    replicas = _by_replica(engines)
+    replicas: list[FoundOnReplica] = [{"replica": name, **found} for name, found in sorted(engines.items())]
     return {"object": "kv.lookup", "num_tokens": len(chosen.token_ids), "replicas": replicas, "tier": tier}
 
 
@@ -164,11 +174,11 @@ async def _release(api: ApiState, request: Request, pin_id: str) -> Deleted:
 async def list_pins(service: Service, request: Request) -> PinList:
     """Return what the API key has pinned, and where, and what is public."""
     tenant = kv_tenant(request.state.tenant)
-    described_by_id: dict[str, queries.KnownPin] = {}
+    described_by_id: dict[str, queries.PinnedPrompt] = {}
     replicas_by_id: dict[str, list[str]] = {}
     for owner in (tenant, tenant_id(PUBLIC_SALT)):
         for replica_id, pins in (await _query_all(service, queries.ListPins(owner))).items():
-            for each in pins:
+            for each, *_ in pins:
                 known = described_by_id.setdefault(each["id"], each)
                 known["pinned"] = known["pinned"] and each["pinned"]
                 replicas_by_id.setdefault(each["id"], []).append(replica_id)
@@ -181,18 +191,8 @@ def _tier_pin(described: queries.PinnedChunks) -> TierPin:
     return {"id": described["id"], "object": "kv.pin", "where": "tier", "pinned": True, **described}
 
 
-def _device_pin(described: queries.KnownPin, replicas: Sequence[str]) -> Pin:
-    return {
-        "id": described["id"],
-        "object": "kv.pin",
-        "where": "device",
-        "num_tokens": described["num_tokens"],
-        "pinned": described["pinned"],
-        "configured": described["configured"],
-        "public": described["public"],
-        "expires_in_s": described["expires_in_s"],
-        "replicas": sorted(replicas),
-    }
+def _device_pin(described: queries.PinnedPrompt, replicas: Sequence[str]) -> Pin:
+    return {"id": described["id"], "object": "kv.pin", "where": "device", **described, "replicas": sorted(replicas)}
 
 
 async def drop(service: Service, request: Request, body: DropRequest) -> Dropped:
@@ -207,7 +207,8 @@ async def drop(service: Service, request: Request, body: DropRequest) -> Dropped
         tier = await ask_tier(service.apis[0].client, queries.DeleteTenantKv(salt))  # last, as below
     else:
         engines, tier = await service.first(body.model, lambda api: _drop_sequence(api, request, body))
-    return {"object": "kv.deleted", "by": field, "replicas": _by_replica(engines), "tier": tier}
+    replicas: list[DroppedOnReplica] = [{"replica": name, **dropped} for name, dropped in sorted(engines.items())]
+    return {"object": "kv.deleted", "by": field, "replicas": replicas, "tier": tier}
 
 
 async def _drop_sequence(
@@ -238,10 +239,6 @@ async def _query_all(service: Service, query: queries.Query[R]) -> dict[str, R]:
     return {replica_id: answer for each in answers for replica_id, answer in each.items()}
 
 
-def _by_replica(answers: dict[str, Any]) -> list[Any]:
-    return [{"replica": replica_id, **found} for replica_id, found in sorted(answers.items()) if found is not None]
-
-
 async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
     """Compute a prompt on replicas, and keep it there."""
     if body.public and not request.state.is_admin:
@@ -256,7 +253,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
         request.state.meter.use(len(ids))
     name = PinName(owner, secrets.token_hex(16))
     chosen = await _replicas(api, body.replicas)
-    prompt = queries.WarmPrompt(name, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
+    prompt = queries.ComputePrompt(name, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
     try:
         async with asyncio.timeout(_WARM_TIMEOUT_S):
             described = await _computed(api, name, prompt, chosen)
@@ -271,7 +268,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
         api.client.note_prefix(ids, replica_id, salt=salt)
     if not body.pin:
         await _delete_pin(api, name, chosen)  # only its outcome was kept
-    return _device_pin(described, chosen)
+    return _device_pin(described.pin, chosen)
 
 
 async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
@@ -288,12 +285,12 @@ async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
 
 
 async def _computed(
-    api: ApiState, name: PinName, prompt: queries.WarmPrompt, chosen: Sequence[str]
+    api: ApiState, name: PinName, prompt: queries.ComputePrompt, chosen: Sequence[str]
 ) -> queries.KnownPin:
     """Wait until the prompt is computed on all of them; one of their answers."""
     described = await _ask(api, prompt, chosen)
     pause_s = _FIRST_PAUSE_S
-    while any(one["warming"] for one in described):
+    while any(one.warming for one in described):
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         described = await _ask(api, queries.GetPin(name), chosen)
@@ -313,8 +310,8 @@ async def _ask(
         known = answer[replica_id]
         if known is None:
             raise ReplicaUnavailable("a replica was started anew, or the prompt was let go, before it was computed")
-        if known["error"] is not None:
-            raise known["error"]
+        if known.error is not None:
+            raise known.error
         described.append(known)
     return described
 

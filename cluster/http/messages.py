@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.completions import renamed, run_chat
 from mneme.cluster.http.error_response import anthropic_error
 from mneme.cluster.http.stream import RunResponse
+from mneme.cluster.wire import answers
 from mneme.cluster.wire.anthropic import CacheMark, CountRequest, MessagesRequest
 from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, Message, validate
 from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError
@@ -40,7 +41,10 @@ _FIELDS = {
     r"tools(\[\d+\])\.function\.parameters": r"tools\1.input_schema",
     r"tools(\[\d+\])\.function": r"tools\1",
 }
-_STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
+_STOP_REASONS: Mapping[str, answers.StopReason] = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
+_CHANGES: Sequence[tuple[str, answers.MissType]] = (
+    *(("model", "model_changed"), ("tools", "tools_changed"), ("system", "system_changed")),
+)
 
 
 async def messages(api: ApiState, request: Request, body: MessagesRequest) -> RunResponse:
@@ -53,7 +57,7 @@ async def messages(api: ApiState, request: Request, body: MessagesRequest) -> Ru
     def worded(_params: SamplingParams) -> MessagesAnswer:
         return MessagesAnswer(request.state.request_id, api.model.id, is_silent=not body.max_tokens, compare=compare)
 
-    def compare(message_id: str, prompt_token_ids: Sequence[int]) -> dict[str, Any] | None:
+    def compare(message_id: str, prompt_token_ids: Sequence[int]) -> answers.CacheMissReason | None:
         """Remember the prompt of a message, and say how it differs from an earlier one."""
         if body.diagnostics is None:
             return None
@@ -81,7 +85,7 @@ async def messages(api: ApiState, request: Request, body: MessagesRequest) -> Ru
         raise renamed(error, _FIELDS) from None
 
 
-async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> dict[str, Any]:
+async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> answers.InputTokens:
     """Count the tokens of a prompt, without running it."""
     _, chat = await _placed(api, request, body)
     prompt = await api.render(chat.messages, add_generation_prompt=True, template_variables=chat.variables)
@@ -155,17 +159,17 @@ class PromptRecord(NamedTuple):
             len(ids),
         )
 
-    def miss_reason(self, previous: PromptRecord | None) -> dict[str, Any] | None:
+    def miss_reason(self, previous: PromptRecord | None) -> answers.CacheMissReason | None:
         """Say why this prompt does not go on from the previous one; None: it does."""
         if previous is None:
             return {"type": "previous_message_not_found"}
         num_found = num_common(self.blocks, previous.blocks) * _BLOCK_TOKENS
-        missed = {"cache_missed_input_tokens": max(previous.num_tokens - num_found, 0)}
-        for name in ("model", "tools", "system"):
+        num_missed = max(previous.num_tokens - num_found, 0)
+        for name, kind in _CHANGES:
             if getattr(self, name) != getattr(previous, name):
-                return {"type": f"{name}_changed", **missed}
+                return {"type": kind, "cache_missed_input_tokens": num_missed}
         if self.messages[: len(previous.messages)] != previous.messages:
-            return {"type": "messages_changed", **missed}
+            return {"type": "messages_changed", "cache_missed_input_tokens": num_missed}
         return None if self.others == previous.others else {"type": "unavailable"}
 
 
@@ -182,19 +186,20 @@ class MessagesAnswer(Answer):
         model: str,
         *,
         is_silent: bool = False,
-        compare: Callable[[str, Sequence[int]], dict[str, Any] | None] = lambda *_: None,
+        compare: Callable[[str, Sequence[int]], answers.CacheMissReason | None] = lambda *_: None,
     ) -> None:
         self._request_id = request_id
-        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        message_id = f"msg_{request_id}"
+        self._head: answers.AnthropicHead = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._has_begun = False
         self._is_silent, self._compare = is_silent, compare
         self._num_blocks = 0
         self._open: str | None = None  # the block that is being told: its type, or its call's index
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> answers.AnthropicMessage:
         """See `Answer`."""
         (choice,), (delta,) = choices, deltas
-        content: list[dict[str, Any]] = []
+        content: list[answers.AnthropicBlock] = []
         if delta.reasoning:
             content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
         if delta.text:
@@ -238,13 +243,15 @@ class MessagesAnswer(Answer):
         if self._has_begun:
             return b""
         self._has_begun = True
-        empty: dict[str, Any] = {
+        message: answers.AnthropicMessage = {
+            **self._head,
             **self._diagnostics(choice),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            "usage": self._usage(choice),
         }
-        return _event("message_start", message={**self._head, **empty, "usage": self._usage(choice)})
+        return _event("message_start", message=message)
 
     def _told(self, delta: Delta) -> bytes:
         said = b""
@@ -258,11 +265,11 @@ class MessagesAnswer(Answer):
     def _piece(self, piece: CallPiece) -> bytes:
         said = b""
         if piece.id is not None:
-            block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            block: answers.AnthropicBlock = {"type": "tool_use", "id": piece.id, "name": piece.name or "", "input": {}}
             said = self._opened(f"call {piece.call}", block)
         return said + (self._delta(type="input_json_delta", partial_json=piece.arguments) if piece.arguments else b"")
 
-    def _opened(self, name: str, block: dict[str, Any]) -> bytes:
+    def _opened(self, name: str, block: answers.AnthropicBlock) -> bytes:
         """Begin a block, unless it is open."""
         if self._open == name:
             return b""
@@ -282,16 +289,16 @@ class MessagesAnswer(Answer):
         self._num_blocks += 1
         return said
 
-    def _ending(self, choice: Choice) -> dict[str, Any]:
+    def _ending(self, choice: Choice) -> answers.AnthropicEnding:
         reason = "max_tokens" if self._is_silent else _STOP_REASONS.get(choice.finish_reason or "")
         stop = choice.stream.stop_string if reason == "end_turn" else None
         return {"stop_reason": reason if stop is None else "stop_sequence", "stop_sequence": stop}
 
-    def _diagnostics(self, choice: Choice) -> dict[str, Any]:
+    def _diagnostics(self, choice: Choice) -> answers.AnthropicDiagnosed:
         reason = self._compare(self._head["id"], choice.request.prompt_token_ids)
         return {} if reason is None else {"diagnostics": {"cache_miss_reason": reason}}
 
-    def _usage(self, choice: Choice) -> dict[str, Any]:
+    def _usage(self, choice: Choice) -> answers.AnthropicUsage:
         """Count the prompt's tokens: found ones, those computed up to a mark, and the others."""
         usage, begin = choice.usage, choice.usage.cached_tokens
         created = dict.fromkeys((300.0, 3600.0), 0)

@@ -13,16 +13,14 @@ import contextlib
 import json
 import logging
 import re
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mneme.cachetier.sessions.rows import common_prefix
 from mneme.cluster.http.answers import Answer, Choice, Delta, FieldNames, event, token_logprobs
 from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.completions import renamed, run_chat
@@ -30,6 +28,7 @@ from mneme.cluster.http.messages import kept_prefixes, parsed_arguments
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
 from mneme.cluster.serve.engine_client import look_up_session
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, session_key
+from mneme.cluster.wire import answers
 from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, validate
 from mneme.cluster.wire.responses import (
     REASONING,
@@ -40,10 +39,12 @@ from mneme.cluster.wire.responses import (
     ResponsesRequest,
     chat_messages,
     sealed,
+    usage_of,
 )
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, ResponseNotFound, SessionNotFound
 from mneme.replicas import queries
 from mneme.replicas.request import KeptPrefix, Logprobs, SessionKey
+from mneme.replicas.text.prompts import num_common
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,12 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "tool_search_call": {"execution": "client", "arguments": {}},
 }
 _TRUE = ("true", "1", "yes", "on", "t", "y")  # as query parameters are written
-_HEAD = ("model", "instructions", "tools")  # what a prompt begins with
+# What a prompt begins with, and what a change of it is called.
+_HEAD: Mapping[Literal["model", "instructions", "tools"], answers.CacheChange] = {
+    "model": "model_changed",
+    "instructions": "instructions_changed",
+    "tools": "tools_changed",
+}
 # What chat completions call the fields of a body here.
 _FIELDS = {
     "messages": "input",
@@ -106,8 +112,13 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     offered = body.offered([*history, *items])
     if any(each.is_told for each in offered.values()):  # an answer is not held to it
         request.state.answer_headers.append((IGNORED_HEADER, b"tools.format.definition"))
-    about = {"id": response_id, "object": "response", "created_at": int(api.wall_clock())}
-    echo = {**body.echo(), **about, "model": api.model.id}
+    echo: answers.ResponseHead = {
+        **body.echo(),
+        "id": response_id,
+        "object": "response",
+        "created_at": int(api.wall_clock()),
+        "model": api.model.id,
+    }
     appends = kept is not None and all(kept.response.get(name) == echo[name] for name in _HEAD)
     said = items if kept is None or appends else [*history, *items]
     system = [{"role": "system", "content": body.instructions}] if body.instructions and not appends else []
@@ -133,7 +144,7 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
 
     def limit_of(left: int, wanted: int | None) -> int:
         """Leave half of what is left to the turns that go on from an answer without a limit of its own."""
-        num_before = kept.response["usage"]["total_tokens"] if kept is not None and appends else 0
+        num_before = usage_of(kept.response)["total_tokens"] if kept is not None and appends else 0
         return max((left - num_before) // 2, 1) if wanted is None else wanted
 
     named = "input" if body.max_output_tokens is None else "max_output_tokens"
@@ -174,14 +185,14 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     return run_fork
 
 
-async def get_response(api: ApiState, request: Request) -> dict[str, Any]:
+async def get_response(api: ApiState, request: Request) -> answers.Response:
     """Return a response that was kept."""
     if request.query_params.get("stream", "").lower() in _TRUE:
         raise InvalidRequest("stream", True, "a response that has ended is not streamed again")
     return (await _kept(api, _key(request), "response_id")).response
 
 
-async def delete_response(api: ApiState, request: Request) -> dict[str, Any]:
+async def delete_response(api: ApiState, request: Request) -> answers.Deleted:
     """Forget a response; those that go on from it stay."""
     key = _key(request)
     await _kept(api, key, "response_id")
@@ -189,13 +200,13 @@ async def delete_response(api: ApiState, request: Request) -> dict[str, Any]:
     return {"id": request.path_params["response_id"], "object": "response", "deleted": True}
 
 
-async def cancel_response(api: ApiState, request: Request) -> dict[str, Any]:
+async def cancel_response(api: ApiState, request: Request) -> None:
     """Refuse: only what runs in the background could be cancelled; a stream is cancelled by closing it."""
     await _kept(api, _key(request), "response_id")
     raise InvalidRequest("response_id", None, "cannot cancel a synchronous response")
 
 
-async def list_input_items(api: ApiState, request: Request) -> dict[str, Any]:
+async def list_input_items(api: ApiState, request: Request) -> answers.ResponseItems:
     """List the items that led to a response's output, those of earlier responses too, newest first."""
     query = request.query_params
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(_LISTED))
@@ -210,8 +221,13 @@ async def list_input_items(api: ApiState, request: Request) -> dict[str, Any]:
         if first < 0:
             raise InvalidRequest("after", after, "is no item of this response")
     page = items[first : first + int(limit)]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
-    return {"object": "list", "data": page, **ends, "has_more": first + len(page) < len(items)}
+    return {
+        "object": "list",
+        "data": cast(list[answers.ResponseItem], page),
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": first + len(page) < len(items),
+    }
 
 
 class Keeper(NamedTuple):
@@ -222,7 +238,7 @@ class Keeper(NamedTuple):
     items: Items  # that lead to its output
     compared: SessionKey | None  # the response that its use of the cache is compared with
 
-    async def keep(self, response: dict[str, Any], choice: Choice) -> None:
+    async def keep(self, response: answers.Response, choice: Choice) -> None:
         """Keep it, if it is to be; says in it whether it is kept.
 
         An answer that was computed is given, though nobody can go on from it.
@@ -232,7 +248,7 @@ class Keeper(NamedTuple):
         is_kept = False
         try:
             if response["store"] and self.key is not None:
-                size = 4 * response["usage"]["total_tokens"]  # characters, about
+                size = 4 * usage_of(response)["total_tokens"]  # characters, about
                 packed = await self.api.off_loop(size, Kept(response, self.items).packed)
                 note = queries.SetNote(self.key, packed)
                 home = self.api.client.home_of(self.key)
@@ -243,7 +259,9 @@ class Keeper(NamedTuple):
             logger.warning("response not kept id=%s: %s", response["id"], error)
         response["store"] = is_kept
 
-    async def _diagnosed(self, compared: SessionKey, response: dict[str, Any], choice: Choice) -> dict[str, Any]:
+    async def _diagnosed(
+        self, compared: SessionKey, response: answers.Response, choice: Choice
+    ) -> answers.CacheDiagnostics:
         """Say whether the prompt went on from the compared response's, else what changed and from which token on.
 
         A prompt that did, and was computed all the same, finds its KV gone, for which OpenAI has no reason.
@@ -257,12 +275,13 @@ class Keeper(NamedTuple):
         except MnemeError as error:
             logger.warning("prompt not compared id=%s: %s", response["id"], error)
             return {"type": "unavailable"}
-        num_same, usage = common_prefix(array("i", old), array("i", new)), response["usage"]
+        num_same, usage = num_common(old, new), usage_of(response)
         if num_same == min(len(old), len(new)) and response["model"] == before["model"]:
             is_found = usage["input_tokens_details"]["cached_tokens"] >= _HIT_SHARE * min(num_same, len(new) - 1)
             return {"type": "cache_hit" if is_found else "unavailable"}
-        changed = next((name for name in _HEAD if response[name] != before[name]), "input")
-        reason = "context_compacted" if choice.usage.truncated_tokens else f"{changed}_changed"
+        changes = (change for name, change in _HEAD.items() if response[name] != before[name])
+        changed: answers.CacheChange = next(changes, "input_changed")
+        reason: answers.CacheChange = "context_compacted" if choice.usage.truncated_tokens else changed
         shown = slice(num_same, num_same + _SHOWN_TOKENS)
         decode = self.api.tokenizer.decode
         return {
@@ -277,7 +296,7 @@ class Keeper(NamedTuple):
             },
         }
 
-    async def _tokens(self, key: SessionKey, response: dict[str, Any]) -> Sequence[int]:
+    async def _tokens(self, key: SessionKey, response: answers.Response) -> Sequence[int]:
         """The prompt of a response; of one that was truncated as many tokens of all there were."""
         found = await look_up_session(self.api.client, key)
         asked = queries.GetTokens(key, visible=False)
@@ -286,7 +305,7 @@ class Keeper(NamedTuple):
             ids = (await self.api.client.query(asked, replica_id=found[0]))[found[0]]
         if ids is None:
             raise ResponseNotFound(None, key[1].partition(":")[2])
-        return ids[: response["usage"]["input_tokens"]]
+        return ids[: usage_of(response)["input_tokens"]]
 
 
 class ResponsesAnswer(Answer):
@@ -294,7 +313,7 @@ class ResponsesAnswer(Answer):
 
     def __init__(
         self,
-        echo: dict[str, Any],
+        echo: answers.ResponseHead,
         keeper: Keeper,
         offered: Mapping[str, Offered],
         *,
@@ -309,19 +328,20 @@ class ResponsesAnswer(Answer):
         self._echo, self._keeper, self._is_prewarm = echo, keeper, is_prewarm
         self._offered, self._seals = offered, seals
         self._input = RawInput()  # of the custom tool that is being called
-        self._output: list[dict[str, Any]] = []  # the last one may still grow: then its text is in `_pieces`
+        self._output: list[answers.ResponseItem] = []  # the last one may still grow: then its text is in `_pieces`
         self._pieces: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []  # of these
+        self._logprobs: list[answers.TokenLogprobs] = []  # of these
         self._unsaid: list[Logprobs] = []  # of tokens that have not become text yet
         self._is_open = False
         self._num_events = 0
         self._ending: list[bytes] = []  # events of the output's end, told when it is kept
-        self._response: dict[str, Any] = {}  # once it is whole
+        self._response: answers.Response | None = None  # once it is whole
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> answers.Response:
         """See `Answer`."""
         self.events(choices, deltas, str)
         self._end_output(choices[0])
+        assert self._response is not None
         return self._response
 
     def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
@@ -345,23 +365,25 @@ class ResponsesAnswer(Answer):
 
     async def keep(self, choices: Sequence[Choice]) -> None:
         """See `Answer`."""
-        self._ending = [] if self._response else self._end_output(choices[0])
+        self._ending = [] if self._response is not None else self._end_output(choices[0])
+        assert self._response is not None
         await self._keeper.keep(self._response, choices[0])
 
     def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
         """See `Answer`; usage is told to everyone."""
+        assert self._response is not None, "it is kept before it ends"
         return b"".join(self._ending) + self._event(self._response["status"], response=self._response)
 
     def failed(self, error: MnemeError) -> bytes:
         """See `Answer`."""
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
-        failure = {"code": code, "message": str(error) or "internal error"}
+        failure: answers.ResponseFailure = {"code": code, "message": str(error) or "internal error"}
         return self.events((), (), str) + self._event("failed", response=self._object("failed", error=failure))
 
     def _end_output(self, choice: Choice) -> list[bytes]:
         """Close what is open, and make the response."""
         is_cut = choice.finish_reason == "length" and not self._is_prewarm
-        status = "incomplete" if is_cut else "completed"
+        status: answers.ItemStatus = "incomplete" if is_cut else "completed"
         said = [] if self._output or self._is_prewarm else self._open("message")
         said += self._close(status)
         self._response = self._object(
@@ -384,8 +406,8 @@ class ResponsesAnswer(Answer):
         """Begin an item behind the others."""
         said = self._close("completed")
         own = self._echo["id"].removeprefix(RESPONSE_PREFIX)
-        item = {"id": f"{_PREFIXES[kind]}{own}_{len(self._output)}", "type": kind}
-        self._output.append({**item, "status": "in_progress", **fields, **deepcopy(_EMPTY[kind])})
+        item = {"id": f"{_PREFIXES[kind]}{own}_{len(self._output)}", "type": kind, "status": "in_progress"}
+        self._output.append(cast(answers.ResponseItem, {**item, **fields, **deepcopy(_EMPTY[kind])}))
         self._is_open = True
         said.append(self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1]))
         if "content" in _EMPTY[kind]:
@@ -407,7 +429,7 @@ class ResponsesAnswer(Answer):
         self._logprobs += entries
         return [*said, self._of_item(f"{_GROWS[kind]}.delta", delta=text, logprobs=entries)]
 
-    def _close(self, status: str) -> list[bytes]:
+    def _close(self, status: answers.ItemStatus) -> list[bytes]:
         if not self._is_open:
             return []
         item, kind, said = self._output[-1], self._output[-1]["type"], list[bytes]()
@@ -431,19 +453,35 @@ class ResponsesAnswer(Answer):
             elif self._seals:
                 item["encrypted_content"] = sealed(text)
             item["content"] = [part]
-            logprobs = {name: value for name, value in part.items() if name == "logprobs"}
+            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
             said.append(self._of_item(f"{_GROWS[kind]}.done", text=text, **logprobs))
             said.append(self._of_item("content_part.done", part=part))
         item["status"] = status
         said.append(self._event("output_item.done", output_index=len(self._output) - 1, item=item))
         return said
 
-    def _object(self, status: str, **fields: Any) -> dict[str, Any]:
-        empty: dict[str, Any] = {"output": [], "usage": None, "error": None}
-        empty |= {"incomplete_details": None, "completed_at": None, "prompt_cache_diagnostics": None}
-        return {**self._echo, "status": status, **empty, **fields}
+    def _object(
+        self,
+        status: answers.ResponseStatus,
+        *,
+        output: Sequence[answers.ResponseItem] = (),
+        usage: answers.ResponseUsage | None = None,
+        error: answers.ResponseFailure | None = None,
+        incomplete_details: answers.IncompleteDetails | None = None,
+        completed_at: int | None = None,
+    ) -> answers.Response:
+        return {
+            **self._echo,
+            "status": status,
+            "output": list(output),
+            "usage": usage,
+            "error": error,
+            "incomplete_details": incomplete_details,
+            "completed_at": completed_at,
+            "prompt_cache_diagnostics": None,
+        }
 
-    def _usage(self, choice: Choice) -> dict[str, Any]:
+    def _usage(self, choice: Choice) -> answers.ResponseUsage:
         usage, num_told = choice.usage, 0 if self._is_prewarm else choice.num_told
         thoughts = "".join(part["text"] for i in self._output if i["type"] == "reasoning" for part in i["content"])
         num_thought = len(self._keeper.api.tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
@@ -467,7 +505,7 @@ class ResponsesAnswer(Answer):
         return event(json.dumps({"type": kind, "sequence_number": number, **fields}), kind)
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> answers.ResponseText:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

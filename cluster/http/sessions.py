@@ -11,10 +11,10 @@ import secrets
 
 from starlette.requests import Request
 
-from mneme.cluster.http.api_docs import Deleted, ExplainedChoice, Explanation, Session
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, named_session_key, session_key
+from mneme.cluster.wire.answers import Deleted, ExplainedChoice, Explanation, Session
 from mneme.cluster.wire.openai import ForkRequest
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas import queries

@@ -12,10 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 from prometheus_client import Metric
 
-from mneme.cachetier.chunk.header import Miss
-from mneme.cachetier.policy.cost_model import COST_EDGES
-from mneme.cachetier.sessions.log_store import Appended
-from mneme.cachetier.store import EDGES, HostPut
+from mneme.cachetier.names import COST_EDGES, EDGES, Appended, HostPut, Miss
 from mneme.replicas.documents import SELECTORS, Reason
 from mneme.replicas.report import GIVEN_UP
 

@@ -22,6 +22,7 @@ from mneme.cluster.config import SETTLE_S
 from mneme.cluster.serve.calls import ReplicaCalls
 from mneme.cluster.serve.engine_client import STALLED, Condition, newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
+from mneme.cluster.wire.answers import ExplainedRoute
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.primitives import Bounded
 from mneme.replicas.queries import DeleteSession, ForkSession, GetReport, GetSession, LeaveSession, Query, SettleSaves
@@ -318,7 +319,7 @@ class RayEngineClient:
         """See `EngineClient.note_prefix`."""
         self.chooser.record(token_ids, replica_id, salt=salt)
 
-    def routes(self, salt: str, http_id: str) -> list[Any]:
+    def routes(self, salt: str, http_id: str) -> list[ExplainedRoute]:
         """See `EngineClient.routes`."""
         return [
             {"request_id": request_id, **route.as_json()}

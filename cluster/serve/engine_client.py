@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args
 
+from mneme.cluster.wire.answers import ExplainedRoute, State
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.queries import GetSession, KnownSession, Query
 from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent
 
 R = TypeVar("R")
 
-State = Literal["ready", "loading", "idle", "stalled", "failed"]
 STATES: tuple[State, ...] = get_args(State)  # the later ones are worse; idle: none is wanted until somebody asks
 
 
@@ -67,7 +67,7 @@ class EngineClient(Protocol):
         """This replica holds the KV of a prompt now: requests that begin with it belong there."""
         ...
 
-    def routes(self, salt: str, http_id: str) -> list[Any]:
+    def routes(self, salt: str, http_id: str) -> list[ExplainedRoute]:
         """Say how the replicas of a recent HTTP request were chosen, as far as that was here: `Route.as_json`."""
         ...
 

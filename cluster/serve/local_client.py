@@ -17,6 +17,7 @@ from mneme.cluster.serve.calls import StreamDraining, StreamOpened, StreamStalle
 from mneme.cluster.serve.engine_client import STALLED, Condition
 from mneme.cluster.serve.gpu_health import GpuHealth
 from mneme.cluster.serve.replica import ReplicaServer
+from mneme.cluster.wire.answers import ExplainedRoute
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.queries import Query
 from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent
@@ -116,7 +117,7 @@ class LocalEngineClient:
     def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         """See `EngineClient.note_prefix`: nobody chooses by it."""
 
-    def routes(self, salt: str, http_id: str) -> list[Any]:
+    def routes(self, salt: str, http_id: str) -> list[ExplainedRoute]:
         """See `EngineClient.routes`: nothing was chosen."""
         return []
 

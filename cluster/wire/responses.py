@@ -14,11 +14,12 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 from zlib import crc32
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from mneme.cluster.wire.answers import Response, ResponseAsked, ResponseUsage
 from mneme.cluster.wire.anthropic import CacheMark
 from mneme.cluster.wire.openai import (
     MAX_CONTENT_PARTS,
@@ -575,7 +576,7 @@ class ResponsesRequest(Body):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
 
-    def echo(self) -> dict[str, Any]:
+    def echo(self) -> ResponseAsked:
         """Return the fields of a response that say what was asked for."""
         form = None if self.text is None or self.text.format is None else self.text.format
         text: dict[str, Any] = {
@@ -612,7 +613,7 @@ class ResponsesRequest(Body):
 class Kept(NamedTuple):
     """A response as it is kept with its session: whoever goes on from it needs no other response."""
 
-    response: dict[str, Any]
+    response: Response
     items: Items  # all that led to its output, those of earlier responses too
 
     def packed(self) -> bytes:
@@ -624,7 +625,13 @@ class Kept(NamedTuple):
 
     @property
     def history(self) -> Items:
-        return [*self.items, *self.response["output"]]
+        return [*self.items, *cast(Items, self.response["output"])]
+
+
+def usage_of(response: Response) -> ResponseUsage:
+    """Return the usage of a response that is whole."""
+    assert response["usage"] is not None
+    return response["usage"]
 
 
 def chat_messages(items: Iterable[Mapping[str, Any]]) -> Items:

@@ -21,11 +21,11 @@ from functools import partial
 from typing import NamedTuple, cast, get_args
 
 from mneme.cachetier.chunk.keys import LineageKind
+from mneme.cachetier.names import Edge, PolicyName, TierName
 from mneme.cachetier.node.index import BLOCK_BYTES, Entry, NodeIndex, Tier
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.policy.eviction import EvictionPolicy, MinPolicy, PolicyName, make_policy
+from mneme.cachetier.policy.eviction import EvictionPolicy, MinPolicy, make_policy
 from mneme.cachetier.policy.load_controller import Loadable, LoadController
-from mneme.cachetier.store import Edge, TierName
 from mneme.errors import ConfigError, shown
 from mneme.lab.cache.costs import Rates, stands_still
 from mneme.lab.cache.traces import TraceRequest

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from mneme.cachetier.names import PolicyName
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.policy.eviction import PolicyName
 from mneme.errors import ConfigError, shown
 from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.cache.command import TRACE_HELP, add_cache_simulation, progress

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mneme.cachetier.names import PolicyName
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.policy.eviction import PolicyName
 from mneme.lab.cache.simulator import rank
 from mneme.lab.cluster.policies import Router, World
 from mneme.lab.cluster.replica import EngineShape, Job, Replica, Status

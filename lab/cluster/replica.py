@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mneme.cachetier.names import PolicyName
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.policy.eviction import PolicyName, make_policy
+from mneme.cachetier.policy.eviction import make_policy
 from mneme.lab.cache.costs import Rates
 from mneme.lab.cluster.workload import Turn
 from mneme.replicas.forest.forest import PrefixForest

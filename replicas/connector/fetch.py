@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from mneme.cachetier.chunk.header import I32Array, Miss, U8Array
+from mneme.cachetier.chunk.header import I32Array, U8Array
+from mneme.cachetier.names import Edge, Miss
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
-from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
+from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
 from mneme.primitives import Workers
 from mneme.replicas.report import GivenUp
 from mneme.replicas.request import Source

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.names import Miss
 from mneme.primitives import Workers
 from mneme.replicas.connector.fetch import Fetch
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
@@ -17,11 +16,9 @@ from mneme.replicas.sequence import Sequence, TokenCounts
 from mneme.replicas.sessions.sessions import TurnQueue
 from mneme.replicas.sessions.token_log import TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.matcher import Grammars
+from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import MAX_WINDOWS, Immovable
-
-if TYPE_CHECKING:
-    from mneme.replicas.text.tokenizer import Tokenizer
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 _HALF_LIFE_S = 10.0  # of what was measured, in seconds in which something waited

@@ -26,13 +26,15 @@ from mneme.cachetier.admin import (
 )
 from mneme.cachetier.admin import FoundChunk as ChunkPlace
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.keys import prefix_lineage, session_lineage, tenant_id, tenant_of
+from mneme.cachetier.chunk.keys import prefix_lineage, session_lineage
+from mneme.cachetier.names import tenant_id, tenant_of
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.reporter import Reporter
 from mneme.replicas.queries import (
+    ComputePrompt,
     DeleteKv,
     DeletePin,
     DeleteSequencePages,
@@ -69,7 +71,6 @@ from mneme.replicas.queries import (
     SettleSaves,
     TenantKv,
     UnpinKv,
-    WarmPrompt,
 )
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import SessionKey, session_key
@@ -211,8 +212,8 @@ def explain_prompt(asked: AskedEngine, query: ExplainPrompt) -> list[ExplainedPr
     return asked.between_steps(lambda engine: engine.explanations.of(query.salt, query.http_id))
 
 
-@_answers(WarmPrompt)
-def warm_prompt(asked: AskedEngine, query: WarmPrompt) -> KnownPin | None:
+@_answers(ComputePrompt)
+def compute_prompt(asked: AskedEngine, query: ComputePrompt) -> KnownPin | None:
     def warm(engine: Engine) -> KnownPin | None:
         engine.pins.warm(query.name, query.salt, query.token_ids, ttl_s=query.ttl_s, keeps=query.pin)
         return engine.pins.describe(query.name)

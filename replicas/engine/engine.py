@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
@@ -41,7 +41,6 @@ from mneme.replicas.documents import LEARNED_POSITIONS, NOT_SHARED, SLIDING_WIND
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
-from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import learn
 from mneme.replicas.fuse.asked import AskedBeginnings
@@ -57,7 +56,7 @@ from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
-from mneme.replicas.text.grammar import Grammars, without
+from mneme.replicas.text.matcher import Grammars, without
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +158,13 @@ class Engine:
         if runner.immovable is not None:
             self._cannot_blend = SLIDING_WINDOW if runner.immovable == "sliding_window" else LEARNED_POSITIONS
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
-        self.pins = Pins(self, config)
+        self.pins = Pins(
+            *(config, self.forest, self.scheduler, self.sessions),
+            max_context=self.max_context,
+            submit=self.submit,
+            abort=self.abort,
+            clock=clock,
+        )
         self._sequence_by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
         self.limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
@@ -350,10 +355,6 @@ class Engine:
 
     def _is_alive(self, sequence: Sequence) -> bool:
         return self._sequence_by_id.get(sequence.request.request_id) is sequence
-
-    def stats(self) -> dict[str, Any]:
-        """Counters and gauges, for metrics and routing."""
-        return engine_stats(self)
 
     def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
         """Return what the first choice of the session's running turn has, if it runs."""

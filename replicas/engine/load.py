@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -20,17 +20,19 @@ import torch
 from mneme.cache_folder import cache_folder, locked
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint, weights_digest
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.node.sources import ProcessChunkStore
+from mneme.cachetier.pins import PinName
 from mneme.cachetier.policy.calibration import CostFile
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
-from mneme.errors import CheckpointError, ConfigError, InvalidRequest
+from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, Overloaded
 from mneme.kernels.native import library as native_library
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
 from mneme.replicas.card import sampling_defaults, shard_paths
-from mneme.replicas.config import EngineConfig
+from mneme.replicas.config import EngineConfig, WarmPrompt
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.device_pages import make_chunk_pages
 from mneme.replicas.connector.load import ChunkLoader
@@ -38,7 +40,6 @@ from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
-from mneme.replicas.engine.pins import warm_before_traffic
 from mneme.replicas.engine.stats import StartReport, rss_bytes
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.fuse.report import measured_on, read_gate
@@ -50,6 +51,7 @@ from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
+from mneme.replicas.text.prompts import conversation_prefix
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Immovable, default_for
 
@@ -487,3 +489,39 @@ def model_fingerprint(
         attention_factor=math.prod(rope.attention_factor for rope in ropes),
         architecture=json.dumps(architecture, sort_keys=True),
     )
+
+
+def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[WarmPrompt]) -> None:
+    """Compute and pin the configured prompts for all tenants; raises `ConfigError` if one cannot be."""
+    names: list[tuple[int, PinName]] = []
+    for index, prompt in enumerate(prompts):
+        ids = _warm_ids(tokenizer, prompt, index)
+        names.append((index, PinName(tenant_id(PUBLIC_SALT), f"configured-{index}")))
+        _begin_warming(engine, names[-1], tuple(ids), prompt.ttl_s)
+    while engine.has_work:
+        engine.step()
+    for index, name in names:
+        described = engine.pins.describe(name)
+        if described is not None and described.error is not None:
+            raise ConfigError(f"engine.warm_prompts[{index}]: {described.error}")
+
+
+def _begin_warming(engine: Engine, named: tuple[int, PinName], ids: tuple[int, ...], ttl_s: float | None) -> None:
+    index, name = named
+    while True:
+        try:
+            return engine.pins.warm(name, PUBLIC_SALT, ids, ttl_s=ttl_s, is_configured=True)
+        except (InvalidRequest, Overloaded) as error:
+            if isinstance(error, InvalidRequest) or not engine.has_work:
+                raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None
+        engine.step()  # others wait already: their turn first
+
+
+def _warm_ids(tokenizer: Tokenizer, prompt: WarmPrompt, index: int) -> list[int]:
+    try:
+        if prompt.text:
+            return tokenizer.encode(prompt.text, add_special_tokens=True)
+        messages = [{"role": "system", "content": prompt.system}]
+        return conversation_prefix(tokenizer.render_chat, tokenizer.encode_rendered, messages)
+    except MnemeError as error:
+        raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None

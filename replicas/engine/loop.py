@@ -24,10 +24,10 @@ from mneme.replicas.engine.commands import KvTier, answer, kv_tier_of
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
-from mneme.replicas.engine.stats import beside_steps, rss_bytes
+from mneme.replicas.engine.stats import beside_steps, engine_stats, rss_bytes
 from mneme.replicas.queries import Query, SettleSaves
 from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent, session_key
-from mneme.replicas.sessions.journal import Recalled, take_over
+from mneme.replicas.sessions.token_log import Recalled
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class EngineLoop:
         found = self._recall(recalled)
 
         def ask() -> T:
-            if take_over(self.engine.sessions, found):
+            if self.engine.sessions.take_over(found):
                 raise ReplicaUnavailable("the session's log cannot be read now")
             return question(self.engine)
 
@@ -283,11 +283,10 @@ class EngineLoop:
 
     def _recall(self, keys: Iterable[SessionKey | None]) -> list[Recalled]:
         """Read what is written of these sessions and not known to the engine, which goes on with its steps."""
-        durable, sessions = self.durable, [key for key in keys if key is not None]
-        return [] if durable is None or not sessions else durable.recall(sessions, self.engine.sessions.version_of)
+        return [] if self.durable is None else self.durable.recall(keys, self.engine.sessions.version_of)
 
     def _submit_all(self, requests: Sequence[GenerationRequest], recalled: list[Recalled]) -> list[MnemeError | None]:
-        unread = take_over(self.engine.sessions, recalled)
+        unread = self.engine.sessions.take_over(recalled)
         return [self._submit(request, is_unread=session_key(request) in unread) for request in requests]
 
     def _submit(self, request: GenerationRequest, *, is_unread: bool) -> MnemeError | None:
@@ -345,7 +344,7 @@ class EngineLoop:
         self._abort([r for r, owner in self._subscriber_by_request.items() if owner == name])
 
     def _gather_stats(self) -> None:
-        self._stats = {**self.engine.stats(), "epoch": self.epoch, "last_step_s": self._step_s}
+        self._stats = {**engine_stats(self.engine), "epoch": self.epoch, "last_step_s": self._step_s}
         self._stats_due_s = self.engine.clock() + _STATS_S
 
 

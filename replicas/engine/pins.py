@@ -9,8 +9,7 @@ A pin ends no request: one that named `max_tokens` gets them. One that did not g
 token more, and a pin lowers what it may have. A turn that is queued behind its own session may find as much history as
 the turns before it can leave. What it comes to is then bounded by the capacity that it was taken under.
 
-`warm_before_traffic` pins what the configuration names. That is public, as is what an admin warms so: computed once,
-and shared by all tenants.
+What the configuration names is public, as is what an admin warms so: computed once, and shared by all tenants.
 
 Policy only: no tensors.
 """
@@ -20,27 +19,22 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections import abc
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinBook, PinName
-from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
-from mneme.replicas.config import WarmPrompt
+from mneme.errors import InvalidRequest, MnemeError, PinRefused
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import Path
-from mneme.replicas.queries import KnownPin
+from mneme.replicas.queries import KnownPin, PinnedPrompt
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import TokenLog, turn_name
-from mneme.replicas.text.prompts import conversation_prefix
-
-if TYPE_CHECKING:
-    from mneme.replicas.config import EngineConfig
-    from mneme.replicas.engine.engine import Engine
-    from mneme.replicas.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +67,25 @@ class _Entry:
 class Pins:
     """Keeps the pins of one engine; called on its thread."""
 
-    def __init__(self, engine: Engine, config: EngineConfig) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        config: EngineConfig,
+        forest: PrefixForest,
+        scheduler: Scheduler,
+        sessions: Sessions,
+        *,
+        max_context: int,
+        submit: Callable[[GenerationRequest], None],
+        abort: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`submit` and `abort` run and end the requests that compute prompts; of `max_context` tokens at most."""
+        self._forest, self._scheduler, self._sessions = forest, scheduler, sessions
+        self._max_context, self._submit, self._abort = max_context, submit, abort
         self._max_pins = config.max_pins
-        num_pages = engine.forest.stats()["pages"]["total"]
-        self._num_kept_tokens = int(num_pages * (1 - config.max_pinned_share)) * engine.forest.page_size
-        self._entries = PinBook[_Entry](engine.clock)
+        num_pages = forest.stats()["pages"]["total"]
+        self._num_kept_tokens = int(num_pages * (1 - config.max_pinned_share)) * forest.page_size
+        self._entries = PinBook[_Entry](clock)
         self._entry_by_request: dict[str, _Entry] = {}  # those that are being computed
 
     def warm(
@@ -101,8 +108,7 @@ class Pins:
         if keeps and not is_configured:
             self._check_quota(name.tenant)
         if keeps:
-            num_kept_tokens = _num_kept_tokens(self._engine, self._num_kept_tokens)
-            self._engine.forest.check_pin(salt, list(ids), num_kept_tokens=num_kept_tokens)
+            self._forest.check_pin(salt, list(ids), num_kept_tokens=self._num_needed(self._num_kept_tokens))
         end_s = self._entries.end_s(ttl_s)
         entry = _Entry(name=name, salt=salt, ids=ids, keeps=keeps, is_configured=is_configured, expires_at_s=end_s)
         self._compute(entry)
@@ -119,7 +125,7 @@ class Pins:
             self._fail(entry, refusal or MnemeError("the engine failed; the prompt was not computed"))
         elif entry.keeps:
             try:
-                entry.path = pin_prefix(self._engine, entry.salt, list(entry.ids), self._num_kept_tokens)
+                entry.path = self.pin_prefix(entry.salt, list(entry.ids), self._num_kept_tokens)
             except PinRefused as refusal:
                 self._fail(entry, refusal)
         else:
@@ -154,7 +160,7 @@ class Pins:
             if marks and self._num_own(name.tenant) >= self._max_pins:
                 self._remove(min(marks.values(), key=lambda entry: entry.expires_at_s))
             self._check_quota(name.tenant)
-            path = pin_prefix(self._engine, salt, list(ids), self._num_kept_tokens)
+            path = self.pin_prefix(salt, list(ids), self._num_kept_tokens)
         except InvalidRequest as refusal:
             logger.debug("mark not pinned: %s", refusal)
             return
@@ -207,16 +213,29 @@ class Pins:
         return [self._described(each) for each in self._entries.of_tenant(tenant).values() if each.is_listed]
 
     def _described(self, entry: _Entry) -> KnownPin:
-        return {
+        pin: PinnedPrompt = {
             "id": entry.name.pin_id,
             "num_tokens": len(entry.ids),
-            "warming": entry.is_warming,
             "pinned": entry.path is not None,
             "configured": entry.is_configured,
             "public": entry.salt == PUBLIC_SALT,
             "expires_in_s": self._entries.left_s(entry) if entry.keeps else None,
-            "error": entry.error,
         }
+        return KnownPin(pin, entry.is_warming, entry.error)
+
+    def pin_prefix(self, salt: str, ids: list[int], num_kept_tokens: int = 0) -> Path:
+        """Keep what is resident of a prefix, leaving room for so many tokens at least.
+
+        Raises `PinRefused` if that is too much, or if a request that was taken might then never fit.
+        """
+        return self._scheduler.pin(salt, ids, num_kept_tokens=self._num_needed(num_kept_tokens))
+
+    def _num_needed(self, num_tokens: int) -> int:
+        """Count the tokens that must find room beside pins: so many, and what each request that was taken may need."""
+        started = [*self._scheduler.gathering, *self._scheduler.waiting, *self._scheduler.running]
+        capacity = min(self._max_context, self._forest.capacity)
+        queued = _num_queued_tokens(self._sessions, started, capacity)
+        return max([num_tokens, queued, *map(_num_needed_tokens, started)])
 
     def _check_quota(self, tenant: bytes) -> None:
         num_own = self._num_own(tenant)
@@ -230,7 +249,7 @@ class Pins:
         request = GenerationRequest(
             request_id=entry.request_id, prompt_token_ids=entry.ids, sampling=ONE_TOKEN, salt=entry.salt
         )
-        self._engine.submit(request)
+        self._submit(request)
         self._entry_by_request[entry.request_id] = entry
 
     def _fail(self, entry: _Entry, error: MnemeError) -> None:
@@ -241,29 +260,15 @@ class Pins:
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.name]
         if entry.path is not None:
-            self._engine.scheduler.unpin(entry.path)
+            self._scheduler.unpin(entry.path)
         elif self._entry_by_request.pop(entry.request_id, None) is not None:
-            self._engine.abort(entry.request_id)
+            self._abort(entry.request_id)
 
 
 def _agreeing(ids: list[int], given: tuple[int, ...]) -> tuple[int, ...]:
     """Return what a prompt's ids have in common with those that the request named: its session may have others."""
     num = next((i for i, (own, other) in enumerate(zip(ids, given, strict=False)) if own != other), None)
     return given[: min(len(ids), len(given)) if num is None else num]
-
-
-def pin_prefix(engine: Engine, salt: str, ids: list[int], num_kept_tokens: int = 0) -> Path:
-    """Keep what is resident of a prefix, leaving room for so many tokens at least.
-
-    Raises `PinRefused` if that is too much, or if a request that was taken might then never fit.
-    """
-    return engine.scheduler.pin(salt, ids, num_kept_tokens=_num_kept_tokens(engine, num_kept_tokens))
-
-
-def _num_kept_tokens(engine: Engine, num_tokens: int) -> int:
-    started = [*engine.scheduler.gathering, *engine.scheduler.waiting, *engine.scheduler.running]
-    queued = _num_queued_tokens(engine.sessions, started, engine.capacity)
-    return max([num_tokens, queued, *map(_num_needed_tokens, started)])
 
 
 def _num_needed_tokens(sequence: Sequence) -> int:
@@ -276,14 +281,14 @@ def _num_needed_tokens(sequence: Sequence) -> int:
     return num_tokens if sequence.window is None else min(num_tokens, sequence.window)
 
 
-def _num_queued_tokens(sessions: Sessions, started: abc.Iterable[Sequence], capacity: int) -> int:
+def _num_queued_tokens(sessions: Sessions, started: Iterable[Sequence], capacity: int) -> int:
     """Count what the longest turn may need that waits behind its own session; 0 if none waits."""
     sequence_by_id = {sequence.request.request_id: sequence for sequence in started}
     logs = sessions.queued.logs
     return min(max((_num_behind(log, sequence_by_id, capacity) for log in logs), default=0), capacity)
 
 
-def _num_behind(log: TokenLog, sequence_by_id: abc.Mapping[str, Sequence], capacity: int) -> int:
+def _num_behind(log: TokenLog, sequence_by_id: Mapping[str, Sequence], capacity: int) -> int:
     assert log.running is not None, "a turn waits for another"
     answering = [sequence_by_id[name] for name in log.running.answering if name in sequence_by_id]
     history = max([len(log.ids), *(sequence.num_prompt + sequence.max_tokens for sequence in answering)])
@@ -303,39 +308,3 @@ def _num_prompt(request: GenerationRequest, num_history: int) -> int:
     """Count prompt tokens; text may be matched to the ids of the history, which may be more than its own."""
     is_matched = request.append or request.prompt_text is not None
     return len(request.prompt_token_ids) + (num_history if is_matched else 0)
-
-
-def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: abc.Sequence[WarmPrompt]) -> None:
-    """Compute and pin the configured prompts for all tenants; raises `ConfigError` if one cannot be."""
-    names: list[tuple[int, PinName]] = []
-    for index, prompt in enumerate(prompts):
-        ids = _token_ids(tokenizer, prompt, index)
-        names.append((index, PinName(tenant_id(PUBLIC_SALT), f"configured-{index}")))
-        _begin(engine, names[-1], tuple(ids), prompt.ttl_s)
-    while engine.has_work:
-        engine.step()
-    for index, name in names:
-        described = engine.pins.describe(name)
-        if described is not None and described["error"] is not None:
-            raise ConfigError(f"engine.warm_prompts[{index}]: {described['error']}")
-
-
-def _begin(engine: Engine, named: tuple[int, PinName], ids: tuple[int, ...], ttl_s: float | None) -> None:
-    index, name = named
-    while True:
-        try:
-            return engine.pins.warm(name, PUBLIC_SALT, ids, ttl_s=ttl_s, is_configured=True)
-        except (InvalidRequest, Overloaded) as error:
-            if isinstance(error, InvalidRequest) or not engine.has_work:
-                raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None
-        engine.step()  # others wait already: their turn first
-
-
-def _token_ids(tokenizer: Tokenizer, prompt: WarmPrompt, index: int) -> list[int]:
-    try:
-        if prompt.text:
-            return tokenizer.encode(prompt.text, add_special_tokens=True)
-        messages = [{"role": "system", "content": prompt.system}]
-        return conversation_prefix(tokenizer.render_chat, tokenizer.encode_rendered, messages)
-    except MnemeError as error:
-        raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None

@@ -11,14 +11,12 @@ import math
 import time
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import backlog_s, num_queued_tokens
 from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
 from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport, first_digest, next_digest, pack
-
-if TYPE_CHECKING:
-    from mneme.replicas.engine.engine import Engine
 
 REPORT_S = 0.05  # reports are at least so far apart
 _ALIVE_S, IDLE_REPORT_S = 1.0, 2.0  # and at most, while there is work, and while there is none

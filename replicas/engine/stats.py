@@ -6,11 +6,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mneme.cachetier.policy.cost_model import CostModel
-    from mneme.replicas.engine.engine import Engine
+from mneme.cachetier.policy.cost_model import CostModel
+from mneme.replicas.engine.engine import Engine
 
 
 class StartReport:

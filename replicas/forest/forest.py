@@ -30,7 +30,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT
+from mneme.cachetier.names import PUBLIC_SALT
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from mneme.cachetier.names import Edge
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.store import Edge
 from mneme.replicas.documents import BlendOptions, Declined, Selector
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.fuse.selectors import first_share

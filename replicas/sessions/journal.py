@@ -15,17 +15,16 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.sessions.log_store import Appended, LogKey, SessionLogStore, log_key
+from mneme.cachetier.names import Appended, tenant_id
+from mneme.cachetier.sessions.log_store import LogKey, SessionLogStore, log_key
 from mneme.cachetier.sessions.rows import SessionState, next_version, rows_of, taken_over
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.request import GenerationRequest, SessionKey, session_key
-from mneme.replicas.sessions.sessions import Sessions
-from mneme.replicas.sessions.token_log import RunningTurn, TokenLog, is_usable, root_turn
+from mneme.replicas.request import GenerationRequest, SessionKey
+from mneme.replicas.sessions.token_log import Recalled, RunningTurn, TokenLog, is_usable, root_turn
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +49,6 @@ def open_durable_sessions(
     return None if store is None else DurableSessions(store, weights.encode(), vocab_size)
 
 
-class Recalled(NamedTuple):
-    """Says what the durable log of a session has."""
-
-    key: SessionKey
-    state: SessionState | None  # as it was written; None: it could not be read in time
-    version: int = 0  # with which the session goes on here
-
-
-def take_over(sessions: Sessions, recalled: Iterable[Recalled]) -> frozenset[SessionKey]:
-    """Called on the engine's thread; returns sessions of which nothing is known, and whose logs could not be read."""
-    unread: list[SessionKey] = []
-    for key, state, version in recalled:
-        if state is not None:
-            sessions.restore(key, state, version)
-        elif sessions.get(key) is None:
-            unread.append(key)
-    return frozenset(unread)
-
-
 class DurableSessions:
     """Keeps sessions in durable logs; thread-safe. `model` says whose token ids they are (`log_key`)."""
 
@@ -88,17 +68,15 @@ class DurableSessions:
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def recall(self, keys: Iterable[SessionKey], version_of: Callable[[SessionKey], int]) -> list[Recalled]:
-        """The sessions whose logs are newer than the versions that are known, and those whose logs cannot be read."""
-        versions = {key: version_of(key) for key in keys}
+    def recall(self, keys: Iterable[SessionKey | None], version_of: Callable[[SessionKey], int]) -> list[Recalled]:
+        """The sessions whose logs are newer than the versions that are known, and those whose logs cannot be read.
+
+        None is a request's that has no session.
+        """
+        versions = {key: version_of(key) for key in keys if key is not None}
         ends_s = time.monotonic() + self._read_s + _BURST_S * (len(versions) - 1)
         reads = [(key, self._readers.begin(partial(self._read, key, version))) for key, version in versions.items()]
         return [recalled for key, read in reads if (recalled := self._finish_read(key, read, ends_s))]
-
-    def restore(self, sessions: Sessions, requests: Iterable[GenerationRequest]) -> None:
-        """Restore the sessions of requests before an engine takes them, for who calls it from one thread."""
-        keys = [key for request in requests if (key := session_key(request)) is not None]
-        take_over(sessions, self.recall(keys, sessions.version_of))
 
     def delete(self, key: SessionKey) -> bool:
         """Return whether there was a durable log; there is none now, nor what was still to be written of it.

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.primitives import LazyHeap
 from mneme.replicas.documents import shifted
 from mneme.replicas.request import GenerationRequest, SessionKey, session_key
+from mneme.replicas.sessions.journal import SessionLogWriter
 from mneme.replicas.sessions.token_log import (
     FinishedTurn,
     Mark,
+    Recalled,
     RunningTurn,
     Seen,
     TokenLog,
@@ -32,9 +33,6 @@ from mneme.replicas.sessions.token_log import (
     turn_name,
 )
 from mneme.replicas.text.tool_calls import is_known
-
-if TYPE_CHECKING:
-    from mneme.replicas.sessions.journal import SessionLogWriter
 
 MAX_QUEUED_PER_SESSION = 64  # so that one session cannot fill the engine's queue
 
@@ -223,6 +221,16 @@ class Sessions:
         if log is not None:
             self._drop(key, log)
         self._add(key, TokenLog.restored(state._replace(version=version)))
+
+    def take_over(self, recalled: Iterable[Recalled]) -> frozenset[SessionKey]:
+        """Restore what durable logs have; returns sessions of which nothing is known, and whose logs were not read."""
+        unread: list[SessionKey] = []
+        for key, state, version in recalled:
+            if state is not None:
+                self.restore(key, state, version)
+            elif self.get(key) is None:
+                unread.append(key)
+        return frozenset(unread)
 
     def expire(self) -> None:
         """Drop idle sessions that are too old, and the least recently used while there is too much of them."""

@@ -25,7 +25,7 @@ import numpy as np
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.replicas.documents import DocumentSpan, shifted
 from mneme.replicas.forest.pages import Owner, Root
-from mneme.replicas.request import GenerationRequest
+from mneme.replicas.request import GenerationRequest, SessionKey
 from mneme.replicas.text.tool_calls import HISTORY_NOTE
 
 MAX_MARKS = 8  # per log: of more, every second of the older half is dropped
@@ -40,6 +40,14 @@ _MAX_CHARS = 2**32 - 1
 class Mark(NamedTuple):
     num_chars: int
     num_ids: int
+
+
+class Recalled(NamedTuple):
+    """Says what the durable log of a session has."""
+
+    key: SessionKey
+    state: SessionState | None  # as it was written; None: it could not be read in time
+    version: int = 0  # with which the session goes on here
 
 
 class Seen(NamedTuple):

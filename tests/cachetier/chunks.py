@@ -12,9 +12,10 @@ import numpy as np
 
 from mneme.cachetier.chunk.file import ChunkReader
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk, Miss, U8Array, Wanted, make_chunk
+from mneme.cachetier.chunk.header import Chunk, U8Array, Wanted, make_chunk
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.disk import DiskRead
 
 CHUNK_TOKENS = 8

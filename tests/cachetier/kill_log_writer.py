@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import sys
 
+from mneme.cachetier.names import Appended
 from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.log_store import Appended
 from mneme.cachetier.sessions.rows import SessionState, rows_of
 from tests.cachetier.session_records import begin_turn, end_turn, ids_of, key_number
 

@@ -28,6 +28,7 @@ from mneme.replicas.queries import (
     Query,
 )
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, SessionKey, TokenEvent
+from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn
@@ -78,7 +79,16 @@ class FakeEngineClient:
         self.sessions = Sessions(
             self.tokenizer.encode_continuation, self.clock, ttl_s=3600, max_sessions=100, max_tokens=10**6
         )
-        self.pins = Pins(self, EngineConfig())  # type: ignore[arg-type]  # it has what questions need
+        self.pins = Pins(
+            EngineConfig(),
+            self.forest,
+            Scheduler(self.forest, max_batch_tokens=16, max_running=1),
+            self.sessions,
+            max_context=16,
+            submit=lambda _request: None,
+            abort=lambda _request_id: None,
+            clock=self.clock,
+        )
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
         self.requests.extend(requests)

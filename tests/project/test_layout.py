@@ -40,7 +40,8 @@ LEVELS = {
         "attention",
     ),
     "cachetier": (
-        "chunk pages pins",
+        "names pages",
+        "chunk pins",
         "store",
         "admin policy",
         "config",

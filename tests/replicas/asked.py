@@ -9,7 +9,6 @@ from mneme.replicas.engine import commands
 from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.queries import Query
 from mneme.replicas.request import SessionKey
-from mneme.replicas.sessions.journal import take_over
 
 if TYPE_CHECKING:
     from mneme.replicas.engine.engine import Engine
@@ -24,7 +23,8 @@ class Asked:
 
     def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
         if self.durable is not None:
-            take_over(self.engine.sessions, self.durable.recall(recalled, self.engine.sessions.version_of))
+            sessions = self.engine.sessions
+            sessions.take_over(self.durable.recall(recalled, sessions.version_of))
         return question(self.engine)
 
 

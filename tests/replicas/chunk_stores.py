@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, checksum
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, checksum
 from mneme.cachetier.chunk.keys import Lineage, LineageKind
-from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel, Terms
-from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
+from mneme.cachetier.names import CostEdge, Edge, Miss
+from mneme.cachetier.policy.cost_model import Calibration, CostModel, Terms
+from mneme.cachetier.store import ChainQuery, ChunkSource
 
 CHUNK_TOKENS = 64
 Fault = Callable[[ChunkHeader, int], Miss | None]  # of a chunk's layer

@@ -19,6 +19,7 @@ from mneme.cachetier.node.offline import FolderView, Verifier
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import TokenEvent
 from tests.cachetier.chunks import folder_bytes
@@ -131,7 +132,7 @@ def counters_of(engine: Engine, store: ProcessChunkStore) -> Counter[str]:
     stats, found = store.node.stats(), Counter[str]()
     found.update({f"host_{name}": count for name, count in stats["host"].items()})
     found.update({f"disk_{name}": count for name, count in (stats["disk"] or {}).items()})
-    cache = engine.stats()["cache"]
+    cache = engine_stats(engine)["cache"]
     found.update({f"chunks_{name}": count for name, count in cache["chunks"].items()})
     found["retracted"] = cache["retracted"]
     for part in ("given_up", "plans", "store"):

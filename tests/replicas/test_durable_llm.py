@@ -11,6 +11,7 @@ import pytest
 
 from mneme import LLM, SamplingParams
 from mneme.errors import ConfigError
+from mneme.replicas.engine.stats import engine_stats
 
 pytestmark = pytest.mark.engine
 
@@ -95,7 +96,7 @@ def test_what_saves_take_is_learned(tmp_path: Path) -> None:
     connector = llm.engine.connector
     assert connector is not None
     assert connector.saver.settle(30.0)
-    learned, counts = llm.engine.stats()["accuracy"]["save"], connector.saver.counts
+    learned, counts = engine_stats(llm.engine)["accuracy"]["save"], connector.saver.counts
     assert learned["count"] == counts.chunks > 0
     assert learned["actual_s"] > 0
     llm.close()

@@ -28,7 +28,8 @@ from mneme.replicas.model.draws import SampleRow
 from mneme.replicas.model.sampler import sample
 from mneme.replicas.request import MAX_CHOICES, MAX_GRAMMAR_BYTES, GenerationRequest, TokenEvent
 from mneme.replicas.text.calls.answer_parser import whole_calls
-from mneme.replicas.text.grammar import GrammarChecker, Grammars
+from mneme.replicas.text.grammar import GrammarChecker
+from mneme.replicas.text.matcher import Grammars
 from mneme.replicas.text.tool_calls import Dialect
 
 pytestmark = pytest.mark.engine

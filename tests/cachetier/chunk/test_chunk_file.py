@@ -21,7 +21,6 @@ from mneme.cachetier.chunk.header import (
     Chunk,
     ChunkHeader,
     LayerOffsets,
-    Miss,
     Wanted,
     checksum,
     encode_header,
@@ -29,6 +28,7 @@ from mneme.cachetier.chunk.header import (
 )
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.cachetier.names import Miss
 from tests.budget import examples
 from tests.cachetier.chunks import (
     FINGERPRINT,

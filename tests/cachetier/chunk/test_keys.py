@@ -13,12 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.keys import (
-    document_lineage,
-    encoded,
-    prefix_lineage,
-    tenant_id,
-)
+from mneme.cachetier.chunk.keys import document_lineage, encoded, prefix_lineage
+from mneme.cachetier.names import tenant_id
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import FINGERPRINT, LINEAGE
 

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mneme.cachetier.distributed import announcer as announcer_module
 from mneme.cachetier.distributed.announcer import BATCH_CHANGES, MAX_PENDING, SIGN_OF_LIFE_S, Announcer
 from mneme.cachetier.distributed.directory import SILENT_S, Announcement, Directory, Place, Reply, shard_of
+from mneme.cachetier.names import TierName
 from mneme.cachetier.node.index import Change
-from mneme.cachetier.store import TierName
 from tests.budget import examples
 from tests.cachetier.nodes import Clock
 

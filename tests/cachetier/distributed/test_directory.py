@@ -22,8 +22,9 @@ from mneme.cachetier.distributed.directory import (
     query_of,
     spans_of,
 )
+from mneme.cachetier.names import TierName
 from mneme.cachetier.node.index import Change
-from mneme.cachetier.store import ChainQuery, TierName
+from mneme.cachetier.store import ChainQuery
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE
 from tests.cachetier.nodes import Clock
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.chunk.header import Miss, U8Array
+from mneme.cachetier.chunk.header import U8Array
 from mneme.cachetier.distributed import objects as ray_sources
 from mneme.cachetier.distributed.objects import ObjectLayers, PeerReads, Refs
+from mneme.cachetier.names import Miss
 from tests.cachetier.chunks import CHUNK_TOKENS, chain_of
 
 CHUNKS = chain_of(list(range(1, 4 * CHUNK_TOKENS + 1)))

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from mneme.cachetier.chunk.file import write_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.distributed import nodes as ray_nodes
@@ -22,9 +22,10 @@ from mneme.cachetier.distributed.directory import Span
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import LoadNotices
 from mneme.cachetier.distributed.ray_store import KnownKeys, PutsUnderWay, RayChunkStore
+from mneme.cachetier.names import HostPut, Miss
 from mneme.cachetier.node.prefetch import LOADS_AGAIN_S
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.store import ChainQuery, HostPut
+from mneme.cachetier.store import ChainQuery
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of
 from tests.cachetier.nodes import Clock
 

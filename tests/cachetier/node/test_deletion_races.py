@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.memory import ProcessMemory

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.chunk.header import Chunk, Miss
+from mneme.cachetier.chunk.header import Chunk
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.errors import ConfigError
 from tests.budget import examples

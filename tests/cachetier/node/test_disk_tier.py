@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.file import file_bytes
-from mneme.cachetier.chunk.header import Chunk, Miss
+from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.chunk.syscalls import FileOperations, PatientFiles
 from mneme.cachetier.config import DiskTierConfig
+from mneme.cachetier.names import Miss, PolicyName
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import descendants
-from mneme.cachetier.policy.eviction import LruPolicy, PolicyName, make_policy
+from mneme.cachetier.policy.eviction import LruPolicy, make_policy
 from mneme.errors import ConfigError
 from tests.budget import examples
 from tests.cachetier.chunks import (

@@ -19,7 +19,8 @@ from mneme.cachetier.admin import (
     merged_pins,
     num_leading_tokens,
 )
-from mneme.cachetier.chunk.keys import Lineage, prefix_lineage, tenant_id
+from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
+from mneme.cachetier.names import tenant_id
 from mneme.cachetier.node import node_admin
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.pins import PinName

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mneme.cachetier.chunk.header import Chunk, Miss, U8Array, checksum
+from mneme.cachetier.chunk.header import Chunk, U8Array, checksum
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.store import ChunkSource

@@ -13,16 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mneme.cachetier.policy.cost_model import (
-    COST_EDGES,
-    Calibration,
-    CostModel,
-    LearnedCost,
-    Point,
-    Terms,
-    calibrated,
-    fit,
-)
+from mneme.cachetier.names import COST_EDGES
+from mneme.cachetier.policy.cost_model import Calibration, CostModel, LearnedCost, Point, Terms, calibrated, fit
 from mneme.errors import ConfigError
 from tests.cachetier.cost_cases import DECODE, PREFILL, TOKEN_BYTES, PlayedClock, make_costs
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mneme.cachetier.names import EDGES, Edge
 from mneme.cachetier.policy.cost_model import CostModel, Terms
 from mneme.cachetier.policy.load_controller import TOLERANCE, Loadable, LoadController, LoadPlan, overlapped_s
-from mneme.cachetier.store import EDGES, Edge
 from tests.cachetier.cost_cases import TOKEN_BYTES, PlayedClock, make_costs
 
 NUM_LAYERS = 12

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.chunk.header import Chunk
-from mneme.cachetier.chunk.keys import document_lineage, prefix_lineage, tenant_id
+from mneme.cachetier.chunk.keys import document_lineage, prefix_lineage
 from mneme.cachetier.config import DiskTierConfig
+from mneme.cachetier.names import tenant_id
 from mneme.cachetier.node import folder, offline
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.policy.eviction import LruPolicy

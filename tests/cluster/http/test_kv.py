@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.names import tenant_id
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.tenancy import kv_salt

@@ -23,7 +23,7 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import (
@@ -33,7 +33,8 @@ from mneme.cachetier.distributed.lifecycle import (
     start_session_logs,
 )
 from mneme.cachetier.distributed.nodes import node_actor_name
-from mneme.cachetier.sessions.log_store import Appended, LogKey
+from mneme.cachetier.names import Appended, Miss
+from mneme.cachetier.sessions.log_store import LogKey
 from mneme.cachetier.sessions.rows import LogRows
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.cluster.serve.ray_private import single_node

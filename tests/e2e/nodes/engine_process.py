@@ -14,13 +14,14 @@ import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier
 from mneme.cachetier.distributed.objects import Refs, put_runs, runs_of
 from mneme.cachetier.distributed.ray_store import RayChunkStore
-from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
+from mneme.cachetier.names import Edge, Miss
+from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.replicas.engine.engine import Engine
 from tests.e2e.nodes.cache_cluster import CALL_LIMIT_S
 from tests.replicas.cache_faults.kill_engine import load

@@ -11,12 +11,12 @@ import pytest
 
 from mneme.cachetier.admin import leading, num_leading_tokens
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.keys import prefix_lineage, tenant_id
+from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.ray_admin import RayCacheAdmin
+from mneme.cachetier.names import Appended, tenant_id
 from mneme.cachetier.pins import PinName
-from mneme.cachetier.sessions.log_store import Appended
 from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.cachetier.store import ChainQuery
 from mneme.cluster.metrics.page import cache_metrics

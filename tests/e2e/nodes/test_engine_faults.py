@@ -19,8 +19,8 @@ import ray
 from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.lifecycle import node_actor, own_identity
+from mneme.cachetier.names import HostPut
 from mneme.cachetier.node.index import BLOCK_BYTES
-from mneme.cachetier.store import HostPut
 from mneme.replicas.model.decoder import Decoder
 from tests.e2e.nodes.cache_cluster import (
     CALL_LIMIT_S,

@@ -13,7 +13,8 @@ import pytest
 import ray
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.sessions.log_store import Appended, LogKey
+from mneme.cachetier.names import Appended
+from mneme.cachetier.sessions.log_store import LogKey
 from mneme.cachetier.sessions.rows import LogRows, SessionState, rows_of
 from tests.cachetier.session_records import conversation, ids_of, key_number
 from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, LogProcess, call, eventually, kill

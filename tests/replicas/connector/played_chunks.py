@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Miss, make_chunk
+from mneme.cachetier.chunk.header import make_chunk
 from mneme.cachetier.config import CacheConfig, LoadPolicy
+from mneme.cachetier.names import Miss
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.fetch import Fetch, ReadBudget

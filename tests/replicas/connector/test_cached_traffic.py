@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.names import Miss
 from mneme.errors import PinRefused
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.forest.paths import Path
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
@@ -208,7 +208,7 @@ class Play:
             runner.fail_next = True
         if self.pool.sharing and self.chance.random() < 0.05:
             with contextlib.suppress(PinRefused):
-                self.pins.append((engine, pin_prefix(engine, "", self.chance.choice(self.traffic).ids)))
+                self.pins.append((engine, engine.pins.pin_prefix("", self.chance.choice(self.traffic).ids)))
         if self.pins and self.chance.random() < 0.3:
             self._unpin()
 

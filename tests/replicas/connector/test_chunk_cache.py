@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.names import Miss
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.truncation import Truncation
 from tests.budget import examples
@@ -209,7 +211,7 @@ def test_a_long_history_is_loaded_in_parts_beside_a_stream(
     assert answers(events)["again"] == full_prefill(decoder, told, NUM_NEW)[0]
     usage = usages(events)["again"]
     assert usage.host_tokens + usage.disk_tokens == 215
-    assert engine.stats()["cache"]["chunks"]["lost"] == 0
+    assert engine_stats(engine)["cache"]["chunks"]["lost"] == 0
     finish_saves(engine)
     assert store.num_open == 0
 
@@ -222,7 +224,7 @@ def test_the_write_buffer_has_an_end(decoder: Decoder) -> None:
     run(engine)
     finish_saves(engine)
     assert not store.chunks
-    assert engine.stats()["cache"]["chunks"]["dropped"] == 3
+    assert engine_stats(engine)["cache"]["chunks"]["dropped"] == 3
 
 
 def test_a_failed_step_saves_nothing_of_itself(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.names import Miss
 from mneme.cachetier.pages.streams import CudaStreams
 from mneme.replicas.connector import load as chunk_load
 from mneme.replicas.connector.device_pages import CpuChunkPages, DeviceBatch, DeviceChunkPages, make_chunk_pages

@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.replicas.connector import save
 from mneme.replicas.connector.device_pages import CpuChunkPages

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.names import Miss
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import FakeStore
@@ -319,13 +321,13 @@ def test_a_warm_up_leaves_nothing(store: FakeStore) -> None:
     case.submit("before", [4] * 20)
     case.cache.play()
     run(case.engine)
-    stats, chunks, cached = case.engine.stats(), dict(store.chunks), case.engine.forest.device.num_cached
+    stats, chunks, cached = engine_stats(case.engine), dict(store.chunks), case.engine.forest.device.num_cached
     for number in range(2):
         case.submit(f"w{number}", IDS[:30], salt=WARM_UP_SALT)
         events = run(case.engine)
         assert tokens_of(events, f"w{number}") == continuation(IDS[:30], 3, 5)
         assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
-    assert (case.engine.stats(), store.chunks, case.engine.forest.device.num_cached) == (stats, chunks, cached)
+    assert (engine_stats(case.engine), store.chunks, case.engine.forest.device.num_cached) == (stats, chunks, cached)
     assert len(case.engine.explanations) == 1
     case.check_rest()
 

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import LineageKind, session_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.replicas.engine.commands import kv_tier_of
 from mneme.replicas.engine.engine import Engine

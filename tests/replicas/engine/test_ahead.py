@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from mneme import LLM
-from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.names import Miss
 from mneme.errors import DeadlineExceeded, PinRefused, TransferFailed
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.model import runner as runner_module
 from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.draws import Sampled, SampleRow
@@ -438,7 +437,7 @@ def test_nobody_can_hold_what_is_being_loaded_before_it_has_come() -> None:
             cache.play()
             events += engine.step()
             with suppress(PinRefused):
-                pin_prefix(engine, "", prompt)
+                engine.pins.pin_prefix("", prompt)
         assert tokens_of(events, "a") == continuation(prompt, 3, 5)
         assert is_late == bool(engine.scheduler.num_retracted)
         engine.close()

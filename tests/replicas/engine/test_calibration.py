@@ -34,6 +34,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.reporter import Reporter
 from mneme.replicas.engine.share_fit import features_of
+from mneme.replicas.engine.stats import engine_stats
 from tests.kernels.cases import needs_native
 from tests.replicas.tiered_engine import answers, draw, run, submit
 
@@ -61,7 +62,7 @@ def engine() -> Engine:
 
 def settled(engine: Engine) -> dict[str, Any]:
     engine.forest.check()
-    return engine.stats()
+    return engine_stats(engine)
 
 
 def test_an_engine_that_serves_learns_costs_without_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_pieces_grow_with_the_context_and_end_with_the_time(engine: Engine) -> N
 
 @needs_native  # without, nothing is worth sharing here
 def test_what_prompts_share_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, runner = engine.stats(), engine.runner
+    before, runner = engine_stats(engine), engine.runner
     counted: list[int] = []
 
     def watched(chunks: Any, moves: Any, prepare: Any = runner.prepare) -> Any:

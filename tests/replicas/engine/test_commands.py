@@ -12,6 +12,7 @@ from mneme.errors import InvalidRequest, MnemeError, SessionNotFound
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.output import MAX_EXPLANATIONS
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession
 from mneme.replicas.request import PromptUsage, SamplingParams
@@ -54,9 +55,9 @@ def test_looking_changes_nothing() -> None:
     engine = make_engine()
     engine.submit(make_request("one.0", [1, 2, 3], session_id=KEY[1]))
     run(engine)
-    before = engine.stats()
+    before = engine_stats(engine)
     session(engine)
-    assert engine.stats() == before
+    assert engine_stats(engine) == before
     engine.forest.check()
     assert engine.forest.resident("nobody", [1, 2]) == (0, 0)
     assert engine.forest.device.num_in_use == 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_id
+from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import (
@@ -23,10 +23,9 @@ from mneme.errors import (
     PinRefused,
     SessionNotFound,
 )
-from mneme.replicas.config import EngineConfig
-from mneme.replicas.config import WarmPrompt as Configured
+from mneme.replicas.config import EngineConfig, WarmPrompt
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.pins import pin_prefix, warm_before_traffic
+from mneme.replicas.engine.load import warm_before_traffic
 from mneme.replicas.request import KeptPrefix, SamplingParams, TokenEvent
 from mneme.replicas.text.prompts import conversation_prefix
 from tests.budget import examples
@@ -56,8 +55,8 @@ def fill(engine: Engine) -> None:
 def test_a_warm_prompt_outlives_traffic_and_is_found_to_the_token() -> None:
     engine = make_engine(num_pages=16, page_size=4)
     described = warm(engine, "p", [1, 2] * 5)
-    assert described["num_tokens"] == 10
-    assert (described["pinned"], described["warming"], described["error"]) == (True, False, None)
+    assert described.pin["num_tokens"] == 10
+    assert (described.pin["pinned"], described.warming, described.error) == (True, False, None)
     assert engine.capacity == 13 * 4
     with pytest.raises(ContextLengthExceeded, match="must fit 52 tokens"):
         engine.submit(make_request("over", [2] * 50))
@@ -79,7 +78,7 @@ def test_several_prompts_at_once_share_what_they_have_in_common() -> None:
     for index in range(3):
         engine.pins.warm(PinName(b"t", str(index)), "", (*[1] * 16, index, 2))
     run(engine)
-    assert [pin["pinned"] for pin in engine.pins.of_tenant(b"t")] == [True] * 3
+    assert [pin.pin["pinned"] for pin in engine.pins.of_tenant(b"t")] == [True] * 3
     assert runner.num_rows == 18 + 2 + 2
     assert engine.forest.stats()["pages"]["pinned"] == 4 + 3
 
@@ -87,9 +86,9 @@ def test_several_prompts_at_once_share_what_they_have_in_common() -> None:
 def test_a_pin_ends_at_its_time() -> None:
     clock = Clock()
     engine = make_engine(num_pages=16, page_size=4, clock=clock)
-    assert warm(engine, "p", [1] * 8, ttl_s=60)["expires_in_s"] == 60
+    assert warm(engine, "p", [1] * 8, ttl_s=60).pin["expires_in_s"] == 60
     clock.now_s = 59.0
-    assert engine.pins.of_tenant(b"t")[0]["expires_in_s"] == 1
+    assert engine.pins.of_tenant(b"t")[0].pin["expires_in_s"] == 1
     clock.now_s = 60.0
     assert engine.pins.of_tenant(b"t") == []
     assert engine.forest.device.num_in_use == 0
@@ -99,7 +98,7 @@ def test_a_pin_that_is_let_go_while_it_is_computed_leaves_nothing() -> None:
     engine = make_engine(num_pages=16, page_size=4, max_batch_tokens=16)
     engine.pins.warm(PinName(b"t", "p"), "", (1,) * 24)
     engine.step()
-    assert engine.pins.of_tenant(b"t")[0]["warming"]
+    assert engine.pins.of_tenant(b"t")[0].warming
     assert engine.pins.unpin(PinName(b"t", "p"))
     run(engine)
     assert engine.forest.device.num_in_use == 0
@@ -134,7 +133,7 @@ def test_room_that_is_taken_while_a_prompt_is_computed_refuses_the_pin(caplog: p
     events = run(engine)
     described = engine.pins.describe(PinName(b"t", "p"))
     assert described is not None
-    assert isinstance(described["error"], PinRefused)
+    assert isinstance(described.error, PinRefused)
     assert "not pinned" in caplog.text
     assert engine.pins.of_tenant(b"t") == []
     assert len(tokens_of(events, "long")) == 40
@@ -149,7 +148,7 @@ def test_a_tenant_has_so_many_pins_and_sees_its_own_alone() -> None:
     with pytest.raises(InvalidRequest, match="of this name exists"):
         warm(engine, "a", [1], keeps=False)
     warm(engine, "c", [1, 2, 3], tenant=b"u")
-    assert [pin["id"] for pin in engine.pins.of_tenant(b"t")] == ["a", "b"]
+    assert [pin.pin["id"] for pin in engine.pins.of_tenant(b"t")] == ["a", "b"]
     assert not engine.pins.unpin(PinName(b"u", "a"))
     assert engine.pins.describe(PinName(b"u", "a")) is None
     engine.pins.unpin(PinName(b"t", "a"))
@@ -160,7 +159,7 @@ def test_what_is_only_computed_is_not_pinned() -> None:
     clock = Clock()
     engine = make_engine(num_pages=16, page_size=4, clock=clock)
     described = warm(engine, "p", [1] * 8, keeps=False)
-    assert (described["pinned"], described["warming"], described["error"]) == (False, False, None)
+    assert (described.pin["pinned"], described.warming, described.error) == (False, False, None)
     assert engine.pins.of_tenant(b"t") == []
     assert engine.forest.device.num_in_use == 0
     engine.submit(make_request("r", [1] * 8))
@@ -179,7 +178,7 @@ def test_a_full_queue_is_overloaded_and_leaves_nothing() -> None:
 
 def test_without_sharing_nothing_can_be_pinned() -> None:
     engine = make_engine(prefix_sharing=False)
-    error = warm(engine, "p", [1, 2, 3])["error"]
+    error = warm(engine, "p", [1, 2, 3]).error
     assert isinstance(error, PinRefused)
     assert "nothing of this prefix can be pinned" in str(error)
 
@@ -193,13 +192,13 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
     failed = engine.fail_all("the device is gone")
     assert ("r", "error") in [(event.request_id, event.finish_reason) for event in failed]
     (pin,) = engine.pins.of_tenant(b"t")
-    assert (pin["warming"], pin["pinned"]) == (True, False)
+    assert (pin.warming, pin.pin["pinned"]) == (True, False)
     half = engine.pins.describe(PinName(b"t", "half"))
     assert half is not None
-    assert isinstance(half["error"], MnemeError)
+    assert isinstance(half.error, MnemeError)
     assert "not pinned" in caplog.text
     run(engine)
-    assert engine.pins.of_tenant(b"t")[0]["pinned"]
+    assert engine.pins.of_tenant(b"t")[0].pin["pinned"]
     fill(engine)
     engine.submit(make_request("again", [1] * 10))
     assert usage_of(run(engine), "again") == (10, 9)
@@ -208,16 +207,16 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
 def test_configured_prompts_are_computed_once_for_all_tenants_and_stay() -> None:
     runner = FakeRunner(200, 4, vocab_size=400)
     engine = Engine(runner, None, EngineConfig(max_waiting=2))  # type: ignore[arg-type]
-    prompts = [Configured(system="be brief"), Configured(text="the quick brown fox", ttl_s=60.0), Configured(text="a")]
+    prompts = [WarmPrompt(system="be brief"), WarmPrompt(text="the quick brown fox", ttl_s=60.0), WarmPrompt(text="a")]
     warm_before_traffic(engine, TOKENIZER, prompts)
     ids = TOKENIZER.encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n")
     system = [{"role": "system", "content": "be brief"}]
     prefix = conversation_prefix(TOKENIZER.render_chat, TOKENIZER.encode_rendered, system)
     assert ids[: len(prefix)] == prefix
     pins = engine.pins.of_tenant(tenant_id(PUBLIC_SALT))
-    assert [(pin["pinned"], pin["public"]) for pin in pins] == [(True, True)] * 3
+    assert [(pin.pin["pinned"], pin.pin["public"]) for pin in pins] == [(True, True)] * 3
     with pytest.raises(InvalidRequest, match="part of the configuration"):
-        engine.pins.unpin(PinName(tenant_id(PUBLIC_SALT), pins[0]["id"]))
+        engine.pins.unpin(PinName(tenant_id(PUBLIC_SALT), pins[0].pin["id"]))
     for salt in ("one", "two", ""):
         before = runner.num_rows
         engine.submit(make_request(salt, ids, GREEDY, salt=salt))
@@ -250,7 +249,7 @@ def test_what_tenants_add_to_a_public_prompt_is_their_own() -> None:
 
 def test_configured_prompts_that_do_not_fit_are_named() -> None:
     engine = Engine(FakeRunner(8, 4, vocab_size=400), None, EngineConfig())  # type: ignore[arg-type]
-    prompts = [Configured(text="a b"), Configured(text="the quick brown fox " * 20)]
+    prompts = [WarmPrompt(text="a b"), WarmPrompt(text="the quick brown fox " * 20)]
     with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[1\]: pin: pinning \d+ pages more would leave"):
         warm_before_traffic(engine, TOKENIZER, prompts)
     without = replace(prompts[0], text=None, system="s")
@@ -264,14 +263,14 @@ def test_configured_prompts_that_do_not_fit_are_named() -> None:
 def test_configured_prompts_are_checked(given: Any) -> None:
     with pytest.raises(ConfigError, match="warm_prompts"):
         parse(EngineConfig, {"warm_prompts": [given]}, "engine")
-    assert parse(EngineConfig, {"warm_prompts": [{"system": "a"}]}).warm_prompts == (Configured(system="a"),)
+    assert parse(EngineConfig, {"warm_prompts": [{"system": "a"}]}).warm_prompts == (WarmPrompt(system="a"),)
 
 
 @pytest.mark.parametrize("lost", [[], [0, 2]])
 def test_a_prompt_that_is_on_the_host_or_in_part_lost_is_pinned_on_the_device(lost: list[int]) -> None:
     ids = [1, 2] * 10
     engine = push_out(ids, FakeRunner(16, 4, num_host_pages=40), lost)
-    assert warm(engine, "p", ids)["pinned"]
+    assert warm(engine, "p", ids).pin["pinned"]
     assert engine.forest.resident("", ids).device == len(ids)
     fill(engine)
     assert engine.forest.resident("", ids).device == len(ids)
@@ -283,7 +282,7 @@ def test_under_a_window_what_comes_behind_a_pinned_prompt_finds_all_that_it_sees
     ids = [1, 2] * 10
     runner = FakeRunner(16, 4, num_host_pages=40, window=3)
     engine = push_out(ids, runner, [0, 2])
-    assert warm(engine, "p", ids)["pinned"]
+    assert warm(engine, "p", ids).pin["pinned"]
     fill(engine)
     num_rows, num_loaded = runner.num_rows, runner.num_loaded
     engine.submit(make_request("behind", [*ids, 3], SamplingParams(temperature=0, max_tokens=1)))
@@ -314,9 +313,9 @@ def test_a_turn_that_waits_for_its_session_is_not_refused_because_of_a_later_pin
     engine.submit(make_request("two.0", [0] * 22, SamplingParams(temperature=0, max_tokens=16), session_id="s"))
     engine.step()
     with pytest.raises(PinRefused, match="would leave 9 unpinned; at least 10"):
-        pin_prefix(engine, "", [1] * 2)
+        engine.pins.pin_prefix("", [1] * 2)
     assert len(tokens_of(run(engine), "two.0")) == 16
-    pin_prefix(engine, "", [0] * 4)
+    engine.pins.pin_prefix("", [0] * 4)
 
 
 def test_an_appended_turn_that_waits_has_room_for_all_that_comes_before_it() -> None:
@@ -327,8 +326,8 @@ def test_an_appended_turn_that_waits_has_room_for_all_that_comes_before_it() -> 
     engine.submit(make_request("three.0", [3] * 4, four, session_id="s", append=True))
     events = engine.step()
     with pytest.raises(PinRefused, match="would leave 8 unpinned; at least 9"):  # 16 + 4, 4 + 4, 4 + 4
-        pin_prefix(engine, "", [1] * 5)
-    pin_prefix(engine, "", [1] * 4)
+        engine.pins.pin_prefix("", [1] * 5)
+    engine.pins.pin_prefix("", [1] * 4)
     events += run(engine)
     assert [len(tokens_of(events, name)) for name in ("one.0", "two.0", "three.0")] == [4, 4, 4]
     assert usage_of(events, "three.0")[0] == 32
@@ -341,14 +340,14 @@ def test_a_request_without_a_limit_ends_sooner_where_a_pin_takes_the_room() -> N
     engine.submit(make_request("endless", [2] * 8, SamplingParams(temperature=0, max_tokens=None)))
     for _ in range(3):
         engine.step()
-    pin_prefix(engine, "", [1] * 12)
+    engine.pins.pin_prefix("", [1] * 12)
     assert len(tokens_of(run(engine), "endless")) <= 28 - 8
     engine = make_engine(num_pages=10, page_size=4)
     engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
     run(engine)
     engine.submit(make_request("endless", [2] * 8, SamplingParams(temperature=0, max_tokens=None, min_tokens=24)))
     with pytest.raises(PinRefused, match="would leave 7 unpinned; at least 8"):  # it was promised 24
-        pin_prefix(engine, "", [1] * 12)
+        engine.pins.pin_prefix("", [1] * 12)
 
 
 turns = st.lists(
@@ -390,7 +389,7 @@ def test_no_pin_ends_or_refuses_what_was_taken_before_it(
         for start, length in pinning:
             if start == step:
                 with contextlib.suppress(PinRefused):
-                    pin_prefix(engine, "", [start % 2] * length)
+                    engine.pins.pin_prefix("", [start % 2] * length)
         events += engine.step()
         if step > 40 and not engine.has_work:
             break
@@ -405,7 +404,7 @@ def keeping(name: str, ids: list[int], *kept: tuple[int, float], **more: Any) ->
 
 
 def marks(engine: Engine) -> list[int]:
-    return sorted(pin["num_tokens"] for pin in engine.pins.of_tenant(tenant_id("")))
+    return sorted(pin.pin["num_tokens"] for pin in engine.pins.of_tenant(tenant_id("")))
 
 
 def test_what_a_request_keeps_of_its_prompt_outlives_traffic_for_its_time() -> None:

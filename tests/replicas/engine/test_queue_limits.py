@@ -14,6 +14,7 @@ from mneme.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overload
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import MAX_RETRY_S, MIN_RETRY_S, DrainRate
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.queries import GetSession
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.budget import examples
@@ -38,14 +39,14 @@ def test_waiting_tokens_are_limited_and_one_large_request_is_taken_alone() -> No
     engine.step()
     engine.submit(make_request("a", [2] * 99))
     engine.submit(make_request("b", [3]))
-    assert engine.stats()["waiting_tokens"] == 100
+    assert engine_stats(engine)["waiting_tokens"] == 100
     refused = make_request("c", [3])
     assert not engine.limits.has_room(refused)
     with pytest.raises(Overloaded):
         engine.submit(refused)
-    assert engine.stats()["refused"] == {"requests": 0, "tokens": 2, "session": 0}
+    assert engine_stats(engine)["refused"] == {"requests": 0, "tokens": 2, "session": 0}
     assert sum(event.finish_reason == "length" for event in run(engine)) == 4
-    assert engine.stats()["waiting_tokens"] == 0
+    assert engine_stats(engine)["waiting_tokens"] == 0
 
 
 def test_what_another_replica_had_taken_is_taken_however_much_waits() -> None:
@@ -63,7 +64,7 @@ def test_queued_turns_count() -> None:
     engine.submit(make_request("one.0", [1] * 30, session_id="s"))
     engine.step()
     engine.submit(make_request("two.0", [1] * 15, session_id="s"))
-    assert engine.stats()["waiting_tokens"] == 15
+    assert engine_stats(engine)["waiting_tokens"] == 15
     with pytest.raises(Overloaded, match="tokens"):
         engine.submit(make_request("other.0", [2] * 6))
     for name in ("three.0", "four.0"):
@@ -71,9 +72,9 @@ def test_queued_turns_count() -> None:
     with pytest.raises(Overloaded, match="3 requests are waiting"):
         engine.submit(make_request("other.0", [2]))
     engine.abort("three.0")
-    assert engine.stats()["waiting_tokens"] == 17
+    assert engine_stats(engine)["waiting_tokens"] == 17
     run(engine)
-    assert engine.stats()["waiting_tokens"] == 0
+    assert engine_stats(engine)["waiting_tokens"] == 0
 
 
 def test_too_many_turns_of_one_session_are_refused_with_a_time() -> None:
@@ -83,7 +84,7 @@ def test_too_many_turns_of_one_session_are_refused_with_a_time() -> None:
     with pytest.raises(Overloaded, match="64 requests of this session") as refused:
         engine.submit(make_request("66.0", [1], session_id="s"))
     assert refused.value.retry_after_s == MIN_RETRY_S
-    assert engine.stats()["refused"]["session"] == 1
+    assert engine_stats(engine)["refused"]["session"] == 1
     assert sum(event.finish_reason == "length" for event in run(engine)) == 65
 
 
@@ -165,7 +166,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     assert list(ends(engine.step())) == ["queued.0"]
     clock.now_s = 5.6
     assert list(ends(engine.step())) == ["waits"]
-    assert engine.stats()["requests"]["waiting"] == 1
+    assert engine_stats(engine)["requests"]["waiting"] == 1
     engine.step()
     clock.now_s = 10.1
     last = engine.step()

@@ -21,6 +21,7 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine, load_engine_loop
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import Graph, MakeGraphs, Run, StepGraphs
@@ -42,7 +43,7 @@ def test_a_new_engine_has_no_trace_of_what_warmed_it(tmp_path: Path) -> None:
     disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 24)
     engine = load_engine("mneme-tiny", EngineConfig(num_pages=64, dtype="float32"), cache=CacheConfig(disk=disk))
     try:
-        stats = engine.stats()
+        stats = engine_stats(engine)
         assert (engine.num_steps, dict(engine.num_tokens), dict(engine.num_finished)) == (0, {}, {})
         assert (engine.forest.device.num_in_use, engine.forest.device.num_cached) == (0, 0)
         assert stats["cache"]["plans"] == {}

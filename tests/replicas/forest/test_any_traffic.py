@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.errors import PinRefused
-from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.forest.paths import Path
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.budget import examples
@@ -101,7 +100,7 @@ def check_traffic(
             if start == step:
                 _, ids, _, salt, *_ = traffic[index % len(traffic)]
                 with contextlib.suppress(PinRefused):
-                    pins.append((step + length, pin_prefix(engine, salt, ids)))
+                    pins.append((step + length, engine.pins.pin_prefix(salt, ids)))
         for end, pin in pins:
             if end == step:
                 engine.scheduler.unpin(pin)

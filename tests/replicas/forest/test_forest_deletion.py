@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT, tenant_of
+from mneme.cachetier.names import PUBLIC_SALT, tenant_of
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.pages import Resident, common_prefix
 from mneme.replicas.request import SamplingParams

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import ASKED_AGAIN, EXACT, BlendOptions, BlendUsage
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.fuse.asked import AskedBeginnings
 from mneme.replicas.fuse.report import Gate
 from mneme.replicas.request import GenerationRequest, PromptUsage
@@ -65,7 +66,7 @@ def test_usage_says_why() -> None:
     assert [each.why for each in told[1:]] == [ASKED_AGAIN.why, EXACT.why]
     assert {(each.outcome, each.why) for each in told[1].documents} == {("computed", ASKED_AGAIN.why)}
     assert {(each.outcome, each.exact) for each in told[2].documents} == {("exact", len(A)), ("exact", len(B))}
-    assert engine.stats()["blend"]["declined"] == {"asked_again": 1, "exact": 1}
+    assert engine_stats(engine)["blend"]["declined"] == {"asked_again": 1, "exact": 1}
 
 
 def test_only_the_beginning_that_is_asked_again_is_computed_exactly() -> None:

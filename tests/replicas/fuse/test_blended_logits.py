@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.policy.cost_model import CostEdge
+from mneme.cachetier.names import CostEdge, Miss
 from mneme.kernels.segments import PRIVATE, Segments
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan

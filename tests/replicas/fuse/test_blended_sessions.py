@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.names import Miss
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.engine.commands import kv_tier_of

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.names import Miss
 from mneme.errors import ContextLengthExceeded
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.queries import DeleteSession, ForkSession
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from tests.budget import examples
@@ -125,7 +126,7 @@ def test_it_is_said_of_each_document_what_became_of_it() -> None:
     assert told.token_counts() == {"reused": 2 * len(B), "exact": len(A), "recomputed": 2}
     chosen = blend_of(engine, [(4,), A, (1,), B, (2,)], BlendOptions(mode="selective", selector="all", min_tokens=1))
     assert {each.why for each in chosen.documents} == {"all of its tokens are to be computed anew"}
-    stats = engine.stats()["blend"]
+    stats = engine_stats(engine)["blend"]
     assert stats["requests"] == {"none": 2}
     assert stats["declined"] == {"off": 1, "exact": 1}
     assert stats["tokens"] == {"reused": 3 * len(B), "exact": len(A), "recomputed": 2 * len(A) + len(B) + 2}
@@ -150,7 +151,7 @@ def test_why_documents_are_not_reused_is_said_and_counted(
     told = blend_of(engine, [(0, 1), A, B, (2, 2)], blend)
     assert (told.mode, told.declined, told.reused) == ("off", reason, 0)
     assert {(each.outcome, each.why) for each in told.documents} == {("computed", told.why)}
-    assert engine.stats()["blend"]["declined"] == {reason: 1}
+    assert engine_stats(engine)["blend"]["declined"] == {reason: 1}
 
 
 def test_documents_that_are_known_exactly_are_not_blended() -> None:
@@ -361,7 +362,7 @@ def test_a_session_goes_on_from_its_blend_and_nobody_else_does() -> None:
     told = usage_of(events).blend
     assert told is not None
     assert (told.mode, told.documents, told.as_json()["history"]) == ("off", (), "approximate")
-    assert not engine.stats()["blend"]["declined"]
+    assert not engine_stats(engine)["blend"]["declined"]
     answer(engine, ForkSession(("", "s"), "t"))
     engine.submit(make_request("fork", [3], params, session_id="t", append=True))
     usage = usage_of(run(engine))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT
+from mneme.cachetier.names import PUBLIC_SALT
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.runner import Runner

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mneme.cachetier.chunk.keys import PUBLIC_SALT
+from mneme.cachetier.names import PUBLIC_SALT
 from mneme.errors import InvalidRequest, TransferFailed
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine

@@ -319,5 +319,5 @@ def test_the_default_of_a_model_with_learned_positions_computes_anew() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "bloom"])
 def test_models_of_other_families_are_refused_when_they_are_loaded(family: str) -> None:
     """So no request can ask for a truncation that their KV does not allow."""
-    with pytest.raises(CheckpointError, match=r"model_type: must be one of .*llama, mistral"):
+    with pytest.raises(CheckpointError, match=r"model_type: must be one of .*llama, ministral, mistral"):
         parse_model_config({"model_type": family, "hidden_size": 64}, "config.json")

@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import pytest
 
-from mneme.cachetier.sessions.log_store import Appended, LogKey, log_key
+from mneme.cachetier.names import Appended
+from mneme.cachetier.sessions.log_store import LogKey, log_key
 from mneme.cachetier.sessions.rows import LogRows
 from mneme.replicas.sessions import journal as session_journal
-from mneme.replicas.sessions.journal import DurableSessions, Recalled, SessionLogWriter
-from mneme.replicas.sessions.token_log import TokenLog
+from mneme.replicas.sessions.journal import DurableSessions, SessionLogWriter
+from mneme.replicas.sessions.token_log import Recalled, TokenLog
 from tests.replicas.sessions.test_durable_turns import until
 
 MODEL = b"letters"

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mneme.cachetier.names import Appended
 from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.log_store import Appended, LogKey, log_key
+from mneme.cachetier.sessions.log_store import LogKey, log_key
 from mneme.cachetier.sessions.rows import LogRows
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.loop import EngineLoop

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.names import tenant_id
 from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
@@ -93,8 +93,8 @@ def say(engine: Engine, name: str, ids: list[int], *, max_tokens: int = 4, **mor
 
 def recall(engine: Engine, *sessions: str | None) -> None:
     assert engine.durable is not None
-    requests = [make_request("x.0", [1], salt=KEY[0], session_id=session) for session in sessions]
-    engine.durable.restore(engine.sessions, requests)
+    keys = [None if session is None else (KEY[0], session) for session in sessions]
+    engine.sessions.take_over(engine.durable.recall(keys, engine.sessions.version_of))
 
 
 def flush(engine: Engine) -> None:
@@ -421,7 +421,7 @@ def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(clu
     with pytest.raises(SessionNotFound):
         say(third, "e", [1], append=True)
     assert third.durable is not None
-    third.durable.restore(third.sessions, [make_request("f.0", [1], salt="neighbour", session_id=KEY[1])])
+    third.sessions.take_over(third.durable.recall([("neighbour", KEY[1])], third.sessions.version_of))
     assert third.sessions.get(("neighbour", KEY[1])) is not None
 
 

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.chunk.keys import tenant_id
-from mneme.cachetier.sessions.log_store import Appended
+from mneme.cachetier.names import Appended, tenant_id
 from mneme.errors import InvalidRequest, ReplicaUnavailable
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import LeaveSession
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sessions import journal as session_journal
-from mneme.replicas.sessions.journal import take_over
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import continuation
 from tests.replicas.schedule.test_engine_policy import make_request, run
@@ -131,7 +129,7 @@ def test_a_log_that_was_read_while_a_turn_ran_does_not_replace_what_that_left(cl
     assert [each.key for each in recalled] == [KEY]
     run(two)
     said += [3, *continuation([*said, 3], 4, 5)]
-    take_over(two.sessions, recalled)
+    two.sessions.take_over(recalled)
     assert state_of(two).ids.tolist() == said
     assert say(two, "d", [4], append=True) == continuation([*said, 4], 4, 5)
 

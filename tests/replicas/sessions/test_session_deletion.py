@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Owner
 from mneme.replicas.queries import DeleteSession
@@ -137,7 +136,7 @@ def test_a_pinned_page_outlives_the_session() -> None:
     engine = make_engine()
     say(engine, "1", "s", MINE)
     run(engine)
-    pin = pin_prefix(engine, "", SHARED)
+    pin = engine.pins.pin_prefix("", SHARED)
     assert delete(engine, "s")
     assert engine.forest.resident("", MINE).device == len(SHARED)
     engine.scheduler.unpin(pin)

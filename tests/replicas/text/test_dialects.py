@@ -21,7 +21,7 @@ from mneme.cluster.config import HttpConfig
 from mneme.errors import ConfigError
 from mneme.replicas.text.calls.answer_parser import AnswerParser, value_types, whole_calls
 from mneme.replicas.text.calls.dialects import FORMATS, REASONINGS, ToolFormat, with_plugin
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.matcher import Grammars
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import Dialect
 from tests.budget import examples

@@ -12,7 +12,7 @@ import tokenizers
 
 from mneme.replicas.text.calls.answer_parser import whole_calls
 from mneme.replicas.text.calls.dialects import FORMATS
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.matcher import Grammars
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import Dialect
 from tests.replicas.text.family_templates import LLAMA_3, MISTRAL_V3, QWEN_2_5, QWEN_3

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from mneme.replicas.request import Grammar
-from mneme.replicas.text.grammar import Grammars
 from mneme.replicas.text.lark import MAX_PATTERN_CHARS, pattern_of
+from mneme.replicas.text.matcher import Grammars
 from tests.replicas.tiny_tokenizer import IM_END, tiny_tokenizer
 
 PATCH = """

@@ -22,7 +22,7 @@ import mneme.replicas
 from mneme.errors import InvalidRequest
 from mneme.primitives import Rounded, place_of_rounded, read_float
 from mneme.replicas.request import Grammar
-from mneme.replicas.text.grammar import Grammars
+from mneme.replicas.text.matcher import Grammars
 from mneme.replicas.text.schema import rewritten
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import Dialect
