@@ -111,8 +111,13 @@ class GetNote(Query[bytes | None]):
     key: SessionKey
 
 
+class SessionTokens(NamedTuple):
+    ids: tuple[int, ...]
+    event: bytes  # under which the cache tier may have KV that is the session's alone; empty: their KV is anybody's
+
+
 @dataclass(frozen=True, slots=True)
-class GetTokens(Query[tuple[int, ...] | None]):
+class GetTokens(Query[SessionTokens | None]):
     """List a session's token ids, or None: `visible` those that its next turn would look for, else all."""
 
     key: SessionKey
@@ -220,10 +225,11 @@ class FoundPages(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class LookUpPages(KvQuery[FoundPages]):
-    """Count the tokens of a sequence that the engine's device and host have; changes nothing."""
+    """Count the tokens of a sequence, or of what its session sees, that the engine's device and host have."""
 
     salt: str
     token_ids: tuple[int, ...]
+    session: SessionKey | None = None
 
 
 class FoundOnNode(TypedDict):
@@ -253,10 +259,12 @@ class FoundInTier(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class LookUpKv(KvQuery[FoundInTier | None]):
-    """Say what the tier has of a sequence, and where; changes nothing."""
+    """Say what the tier has of a sequence, or of what is its session's alone since an event; changes nothing."""
 
     salt: str
     token_ids: tuple[int, ...]
+    session: SessionKey | None = None
+    event: bytes = b""
 
 
 class PinnedChunks(TypedDict):
@@ -275,6 +283,8 @@ class PinKv(KvQuery[PinnedChunks]):
     salt: str
     token_ids: tuple[int, ...]
     ttl_s: float | None
+    session: SessionKey | None = None
+    event: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

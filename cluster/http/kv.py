@@ -129,8 +129,9 @@ class DropRequest(SequenceSelector):
 async def lookup(api: ApiState, request: Request, body: LookupRequest) -> Lookup:
     """Return how much of a prompt is kept, and where; changes nothing."""
     chosen = await _select(api, request, body, visible=True)
-    engines = await api.client.query(queries.LookUpPages(chosen.salt, chosen.token_ids))
-    tier = await ask_tier(api.client, queries.LookUpKv(chosen.salt, chosen.token_ids))
+    engines = await api.client.query(queries.LookUpPages(chosen.salt, chosen.token_ids, chosen.session))
+    looked = queries.LookUpKv(chosen.salt, chosen.token_ids, chosen.session, chosen.event)
+    tier = await ask_tier(api.client, looked)
     if tier is not None:
         chunks = tier.pop("chunks")
         tier |= {"chunks": chunks[:_MAX_LISTED_CHUNKS]} if body.chunks else {}
@@ -142,7 +143,8 @@ async def pin(api: ApiState, request: Request, body: PinRequest) -> TierPin:
     """Keep what the cache tier has of a prompt, wherever it is, for a time."""
     chosen = await _select(api, request, body, visible=True)
     name = PinName(kv_tenant(request.state.tenant), body.pin_id or _pin_id(chosen))
-    return _tier_pin(await ask_tier(api.client, queries.PinKv(name, chosen.salt, chosen.token_ids, body.ttl_s)))
+    asked = queries.PinKv(name, chosen.salt, chosen.token_ids, body.ttl_s, chosen.session, chosen.event)
+    return _tier_pin(await ask_tier(api.client, asked))
 
 
 async def unpin(api: ApiState, request: Request, body: UnpinRequest) -> Deleted:
@@ -245,7 +247,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
         raise PermissionDenied
     if body.public and body.cache_salt is not None:
         raise InvalidRequest("cache_salt", None, "cannot be combined with public: true")
-    field, salt, ids, _ = await _select_prompt(api, request, body, _one_given(body))
+    field, salt, ids, *_ = await _select_prompt(api, request, body, _one_given(body))
     owner = kv_tenant(request.state.tenant)
     if body.public:
         salt, owner = PUBLIC_SALT, tenant_id(PUBLIC_SALT)
@@ -329,6 +331,7 @@ class Selection(NamedTuple):
     salt: str
     token_ids: tuple[int, ...]
     session: SessionKey | None = None
+    event: bytes = b""  # see `queries.SessionTokens`
 
 
 def _pin_id(chosen: Selection) -> str:
@@ -361,10 +364,10 @@ async def _select(
     key = (kv_salt(tenant, body.cache_salt), session_key(tenant, body.session_id))
     found = await look_up_session(api.client, key)
     query = queries.GetTokens(key, visible=visible)
-    ids = None if found is None else (await api.client.query(query, replica_id=found[0]))[found[0]]
-    if not ids:
+    known = None if found is None else (await api.client.query(query, replica_id=found[0]))[found[0]]
+    if known is None or not known.ids:
         raise SessionNotFound("session_id", body.session_id)
-    return Selection(field, key[0], tuple(ids), key)
+    return Selection(field, key[0], known.ids, key, known.event)
 
 
 async def _select_prompt(api: ApiState, request: Request, body: PromptSelector, field: str) -> Selection:

@@ -300,12 +300,10 @@ class Keeper(NamedTuple):
         """The prompt of a response; of one that was truncated as many tokens of all there were."""
         found = await look_up_session(self.api.client, key)
         asked = queries.GetTokens(key, visible=False)
-        ids: tuple[int, ...] | None = None
-        if found is not None:
-            ids = (await self.api.client.query(asked, replica_id=found[0]))[found[0]]
-        if ids is None:
+        known = None if found is None else (await self.api.client.query(asked, replica_id=found[0]))[found[0]]
+        if known is None:
             raise ResponseNotFound(None, key[1].partition(":")[2])
-        return ids[: usage_of(response)["input_tokens"]]
+        return known.ids[: usage_of(response)["input_tokens"]]
 
 
 class ResponsesAnswer(Answer):

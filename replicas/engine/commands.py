@@ -67,6 +67,7 @@ from mneme.replicas.queries import (
     PinKv,
     PinnedChunks,
     Query,
+    SessionTokens,
     SetNote,
     SettleSaves,
     TenantKv,
@@ -92,9 +93,11 @@ class KvTier:
     tenant_bytes: int | None = None  # each tenant's quota in each tier of a node
     settle_saves: Callable[[float], bool] = lambda _timeout_s: True
 
-    def chain(self, salt: str, ids: Sequence[int]) -> ChainQuery:
-        """The chunks of these tokens under a tenant's salt, as a prompt begins."""
+    def chain(self, salt: str, ids: Sequence[int], session: SessionKey | None = None, event: bytes = b"") -> ChainQuery:
+        """The chunks of these tokens under a tenant's salt, as a prompt begins, or a session's alone since an event."""
         lineage = prefix_lineage(self.fingerprint, salt)
+        if event and session is not None:
+            lineage = session_lineage(self.fingerprint, *session, event)
         return ChainQuery.of(lineage, self.fingerprint.digest, ids, self.fingerprint.layout.chunk_tokens)
 
     def of_session(self, key: SessionKey) -> ChainQuery:
@@ -192,12 +195,14 @@ def session_note(asked: AskedEngine, query: GetNote) -> bytes | None:
 
 
 @_answers(GetTokens)
-def session_tokens(asked: AskedEngine, query: GetTokens) -> tuple[int, ...] | None:
-    def tokens(engine: Engine) -> tuple[int, ...] | None:
+def session_tokens(asked: AskedEngine, query: GetTokens) -> SessionTokens | None:
+    def tokens(engine: Engine) -> SessionTokens | None:
         log = engine.sessions.get(query.key)
         if log is None:
             return None
-        return tuple(log.seen.ids if query.visible and log.seen is not None else log.ids)
+        if query.visible and log.seen is not None:
+            return SessionTokens(tuple(log.seen.ids), log.seen.event)
+        return SessionTokens(tuple(log.ids), b"")
 
     return asked.between_steps(tokens)
 
@@ -245,7 +250,7 @@ def look_up_pages(asked: AskedEngine, query: LookUpPages) -> FoundPages:
 def look_up_kv(asked: AskedEngine, query: LookUpKv) -> FoundInTier | None:
     if asked.kv_tier is None:
         return None
-    chain = asked.kv_tier.chain(query.salt, query.token_ids)
+    chain = asked.kv_tier.chain(query.salt, query.token_ids, query.session, query.event)
     return _shown_lookup(asked.kv_tier.admin.lookup(chain), chain)
 
 
@@ -253,7 +258,8 @@ def look_up_kv(asked: AskedEngine, query: LookUpKv) -> FoundInTier | None:
 def pin_kv(asked: AskedEngine, query: PinKv) -> PinnedChunks:
     if asked.kv_tier is None:
         raise NoCacheTier
-    pin = asked.kv_tier.admin.pin(query.name, asked.kv_tier.chain(query.salt, query.token_ids), query.ttl_s)
+    chain = asked.kv_tier.chain(query.salt, query.token_ids, query.session, query.event)
+    pin = asked.kv_tier.admin.pin(query.name, chain, query.ttl_s)
     if pin is None:
         raise KvNotFound("prompt", len(query.token_ids), "the cache tier has nothing of it; compute it first")
     return _shown_pin(pin)
@@ -344,7 +350,9 @@ def kv_stats(asked: AskedEngine, query: GetKvStats) -> KvFigures | None:
 
 
 def _shown_resident(engine: Engine, query: LookUpPages) -> FoundPages:
-    resident = engine.forest.resident(query.salt, query.token_ids)
+    log = None if query.session is None else engine.sessions.get(query.session)
+    ids, seen = (query.token_ids, None) if log is None else (log.ids, log.seen)
+    resident = resident_of(engine.forest, query.salt, ids, seen)
     return {"device": resident.device, "host": resident.host}
 
 

@@ -18,10 +18,10 @@ from mneme.cachetier.chunk.keys import LineageKind, session_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.names import Miss
 from mneme.cachetier.node.sources import ProcessChunkStore
-from mneme.replicas.engine.commands import kv_tier_of
+from mneme.replicas.engine.commands import KvTier, kv_tier_of
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.queries import DeleteKv
+from mneme.replicas.queries import DeleteKv, GetSession, GetTokens, LookUpPages
 from mneme.replicas.request import PromptUsage, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.budget import examples
@@ -142,6 +142,25 @@ def test_it_goes_on_where_it_moves(checkpoint: tuple[Decoder, Any], truncation: 
         num_history = usage.prompt_tokens - num_new
         assert usage.host_tokens + usage.disk_tokens >= num_history - 17  # all but a tail that is not worth a question
     assert talk.dense.num_truncations >= 2
+    talk.close()
+
+
+def test_who_looks_a_session_up_finds_what_its_next_turn_would(checkpoint: tuple[Decoder, Any]) -> None:
+    """As lookups and pins of the HTTP API do: its pages, and its chunks, which are its own since it was truncated."""
+    talk = Conversation(checkpoint, Truncation())
+    talk.say(100, 240)
+    known = answer(talk.engine, GetTokens(KEY, visible=True))
+    found = answer(talk.engine, LookUpPages(KEY[0], known.ids, KEY))
+    shown = answer(talk.engine, GetSession(KEY))["kv"]
+    assert (found["device"], found["host"]) == (shown["device"], shown["host"])
+    assert found["device"] > 100 > answer(talk.engine, LookUpPages(KEY[0], known.ids))["device"]
+    assert talk.engine.connector is not None
+    assert talk.engine.connector.saver.settle(60)
+    nobody: Any = None
+    tier = KvTier(admin=nobody, fingerprint=fingerprint_of(talk.decoder))
+    chain = tier.chain(KEY[0], known.ids, KEY, known.event)
+    assert [key for key in chain.keys if key in talk.store.chunks] == talk.chunk_keys() != []
+    assert not set(tier.chain(KEY[0], known.ids).keys) & talk.store.chunks.keys()
     talk.close()
 
 

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest, MnemeError, SessionNotFound
+from mneme.replicas import queries
+from mneme.replicas.engine import commands
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.output import MAX_EXPLANATIONS
@@ -49,6 +51,11 @@ def test_a_session_tells_its_tokens_turns_tiers_and_hits() -> None:
         {"prompt_tokens": 9, "cached_tokens": 6},
     ]
     assert answer(engine, GetSession(("other", KEY[1]))) is None
+
+
+def test_each_question_has_an_answer() -> None:
+    kinds = {kind for kind in vars(queries).values() if isinstance(kind, type) and issubclass(kind, queries.Query)}
+    assert kinds - {queries.Query, queries.KvQuery} == commands._ANSWERS.keys()
 
 
 def test_looking_changes_nothing() -> None:
