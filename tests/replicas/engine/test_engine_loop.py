@@ -17,6 +17,7 @@ from mneme.replicas.engine import loop as loop_module
 from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import make_request
@@ -164,7 +165,7 @@ def test_a_thread_that_has_ended_is_noticed_by_all_who_wait(monkeypatch: pytest.
     subscribe(loop, "")
     loop.start()
     loop.check_health()
-    monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
+    monkeypatch.setattr(loop_module, "engine_stats", lambda _: 1 / 0)
     loop.submit_many([make_request("last", [1])])
 
     def ask_for_ever() -> None:
@@ -231,18 +232,19 @@ class SlowClock:
         return self.now_s
 
 
-def test_statistics_are_gathered_every_50_ms_and_whenever_there_is_nothing_to_do() -> None:
+def test_statistics_are_gathered_every_50_ms_and_whenever_there_is_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = SlowClock()
     engine = Engine(FakeRunner(4_000, 4), None, EngineConfig(), clock=clock)  # type: ignore[arg-type]
     gathered: list[tuple[int, int]] = []  # steps that each tells of, and requests that run
-    stats = engine.stats
 
-    def note() -> dict[str, Any]:
-        found = stats()
+    def note(engine: Engine) -> dict[str, Any]:
+        found = engine_stats(engine)
         gathered.append((found["steps"], found["requests"]["running"]))
         return found
 
-    engine.stats = note  # type: ignore[method-assign]
+    monkeypatch.setattr(loop_module, "engine_stats", note)
     step = engine.step
 
     def move() -> list[TokenEvent]:
