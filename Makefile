@@ -4,7 +4,7 @@
 #   PIP_ARGS  more arguments for pip, such as an index of CPU or CUDA builds of torch (docs/serving.md, "CPU or CUDA")
 #   PORT      where `make serve` listens on 127.0.0.1
 #   REPLICAS  engine replicas; empty: one for each GPU, else two
-#   WORKERS   test processes at a time; two of them run what starts Ray, and mostly wait
+#   WORKERS   test processes at a time; one of them runs all that starts a Ray cluster, and mostly waits
 #
 # `make gpu` needs a CUDA device and a PYTHON that has torch >= 2.11, triton >= 3.6 and what benchmarks/gpu/preflight.py names
 # (pytest-xdist is worth having), or finds it on PYTHONPATH; it installs nothing and needs neither Ray nor a network.

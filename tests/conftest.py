@@ -112,8 +112,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups, and pytest the markers that are asked for, behind it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test's layer. With several workers, one runs what starts nodes, first, and one the other servers, but
-    for what names a group of its own: most of that is waiting. Other files go to whichever is idle.
+    """Mark each test's layer. With several workers, one runs all that starts a Ray cluster, first, but for what names a
+    group of its own; other files go to whichever is idle.
 
     Where a change is judged (CI=true), what fails beside a real cluster is tried once more, so that one
     stall of a machine does not hide what the others say; the first failure is printed, and is a defect all the same.
@@ -127,10 +127,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
-
-
-def _group_of(item: pytest.Item) -> str:
-    if item.get_closest_marker("e2e") is None:
-        return item.path.stem
-    return "nodes" if item.path.parent.name == "nodes" else "servers"
+            item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("e2e") else item.path.stem))
