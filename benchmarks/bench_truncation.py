@@ -356,7 +356,7 @@ class Bench:
     def _perplexity_rows(self, texts: torch.Tensor, window: int, ratio: float) -> list[dict[str, Any]]:
         rows = []
         for keeps, setting in self._settings.items():
-            arms = arms_of(keeps)[: 2 if self._has_windows else None]
+            arms = [arm for arm in arms_of(keeps) if arm != NKVT or not self._has_windows]
             means: dict[str, list[float]] = {}
             for arm in arms:
                 truncation = Truncation(strategy=STRATEGIES[arm], ratio=ratio, **setting)  # type: ignore[arg-type]

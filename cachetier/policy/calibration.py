@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,12 @@ class CostFile:
         """Keep it if that is possible, and the newest of the others: what is not kept is measured again."""
         try:
             write_private(self.path, {**self._whose, "costs": costs.as_mapping(), "share_cost": self.share_cost})
-            kept = sorted(self.path.parent.glob("costs-*.json"), key=lambda path: path.stat().st_mtime)
-            for path in kept[:-_MAX_FILES]:
-                path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("costs are not kept, %s cannot be written: %s", self.path, error)
+        with suppress(OSError):  # another process removes files, too
+            kept = sorted(self.path.parent.glob("costs-*.json"), key=lambda path: path.stat().st_mtime)
+            for path in kept[:-_MAX_FILES]:
+                path.unlink()
 
 
 def costs_in(content: Any, clock: Callable[[], float] = time.monotonic) -> CostModel | None:

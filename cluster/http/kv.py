@@ -28,7 +28,7 @@ from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, Service
-from mneme.cluster.serve.engine_client import ask_tier, look_up_session
+from mneme.cluster.serve.engine_client import ask_tier, session_tokens
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
 from mneme.cluster.wire.answers import (
     Deleted,
@@ -362,9 +362,7 @@ async def _select(
         return await _select_prompt(api, request, body, field)
     tenant: str = request.state.tenant
     key = (kv_salt(tenant, body.cache_salt), session_key(tenant, body.session_id))
-    found = await look_up_session(api.client, key)
-    query = queries.GetTokens(key, visible=visible)
-    known = None if found is None else (await api.client.query(query, replica_id=found[0]))[found[0]]
+    known = await session_tokens(api.client, key, visible=visible)
     if known is None or not known.ids:
         raise SessionNotFound("session_id", body.session_id)
     return Selection(field, key[0], known.ids, key, known.event)

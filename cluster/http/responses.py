@@ -26,7 +26,7 @@ from mneme.cluster.http.api_state import ApiState, Prompt
 from mneme.cluster.http.completions import renamed, run_chat
 from mneme.cluster.http.messages import kept_prefixes, parsed_arguments
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
-from mneme.cluster.serve.engine_client import look_up_session
+from mneme.cluster.serve.engine_client import look_up_session, session_tokens
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, session_key
 from mneme.cluster.wire import answers
 from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, validate
@@ -298,9 +298,7 @@ class Keeper(NamedTuple):
 
     async def _tokens(self, key: SessionKey, response: answers.Response) -> Sequence[int]:
         """The prompt of a response; of one that was truncated as many tokens of all there were."""
-        found = await look_up_session(self.api.client, key)
-        asked = queries.GetTokens(key, visible=False)
-        known = None if found is None else (await self.api.client.query(asked, replica_id=found[0]))[found[0]]
+        known = await session_tokens(self.api.client, key, visible=False)
         if known is None:
             raise ResponseNotFound(None, key[1].partition(":")[2])
         return known.ids[: usage_of(response)["input_tokens"]]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_args
 
 from mneme.cluster.wire.answers import ExplainedRoute, State
 from mneme.errors import ReplicaUnavailable
-from mneme.replicas.queries import GetSession, KnownSession, Query
+from mneme.replicas.queries import GetSession, GetTokens, KnownSession, Query, SessionTokens
 from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent
 
 R = TypeVar("R")
@@ -112,6 +112,14 @@ async def look_up_session(client: EngineClient, key: SessionKey) -> tuple[str, K
         replica_id = next(iter(answers))
         found = newest(await client.query(GetSession(key, restores=True), replica_id=replica_id))
     return found
+
+
+async def session_tokens(client: EngineClient, key: SessionKey, *, visible: bool) -> SessionTokens | None:
+    """List a session's token ids, as `GetTokens` does; None: there is no such session."""
+    found = await look_up_session(client, key)
+    if found is None:
+        return None
+    return (await client.query(GetTokens(key, visible=visible), replica_id=found[0]))[found[0]]
 
 
 def newest(answers: Mapping[str, KnownSession | None]) -> tuple[str, KnownSession] | None:

@@ -133,8 +133,7 @@ class AskedEngine(Protocol):
         ...
 
 
-Answer = Callable[[AskedEngine, Any], Any]
-_ANSWERS: dict[type[Query[Any]], Answer] = {}
+_ANSWERS: dict[type[Query[Any]], Callable[[AskedEngine, Any], Any]] = {}
 
 
 def answer(asked: AskedEngine, query: Query[T]) -> T:
@@ -143,8 +142,10 @@ def answer(asked: AskedEngine, query: Query[T]) -> T:
     return found
 
 
-def _answers(kind: type[Query[Any]]) -> Callable[[Answer], Answer]:
-    def keep(function: Answer) -> Answer:
+def _answers(
+    kind: type[Query[T]],
+) -> Callable[[Callable[[AskedEngine, Any], T]], Callable[[AskedEngine, Any], T]]:
+    def keep(function: Callable[[AskedEngine, Any], T]) -> Callable[[AskedEngine, Any], T]:
         _ANSWERS[kind] = function
         return function
 

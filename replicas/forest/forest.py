@@ -87,7 +87,7 @@ class PrefixForest:
         self.owners = Owners()
         self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), first_page=first_page)
         self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy())
-        self.page_size, self._sharing, self.window = page_size, sharing, window
+        self.page_size, self.window = page_size, window
         self.store = PageStore(
             self.device,
             self.host,
@@ -230,7 +230,7 @@ class PrefixForest:
         known, known_root = self._last_truncated
         is_known = owner is not None and known is owner and known_root.kept == kept
         root = known_root if is_known else Root(path.salt, kept)
-        truncated = self.open_kept(root) if self._sharing else None
+        truncated = self.open_kept(root) if self.store.sharing else None
         if truncated is not None:
             self._last_truncated = owner, root
             self.release(path)
@@ -253,7 +253,7 @@ class PrefixForest:
                 first, num_tokens = len(kept), end
                 kept += moved_pages(path.salt, ids, start, chunks.rotated(index)[: end - start], self.page_size)
                 spans.append((index, first, len(kept)))
-        if not spans or not self._sharing or not self.has_room(len(kept) - num_pages):
+        if not spans or not self.store.sharing or not self.has_room(len(kept) - num_pages):
             return None
         self.kept_roots.update(each.root for each in kept[num_pages:])
         restored = self._open(Root(path.salt, tuple(kept), event=event))
@@ -285,7 +285,7 @@ class PrefixForest:
             if page.writer is path:
                 page.writer = None
         root.refs -= 1
-        if self._sharing:
+        if self.store.sharing:
             self.store.release(pages)
             tail = next((page for page in reversed(pages) if page.parent is not None), None)
             if owner is not None and tail is not None:
@@ -302,7 +302,7 @@ class PrefixForest:
         tail = path.tail if path is not None and path.pages else None
         if tail is None and other is not None:
             tail = self.owners.tail_of(other)
-        if self._sharing and tail is not None and tail.parent is not None:
+        if self.store.sharing and tail is not None and tail.parent is not None:
             self._mark_grown(self.owners.claim(owner, tail))
 
     def abandon(self, root: Root | None, heir: Root | None = None, *, owner: Owner | None = None) -> None:
@@ -340,7 +340,7 @@ class PrefixForest:
 
     def retract(self, pages: Iterable[Page]) -> None:
         """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
-        if self._sharing:  # else nothing stays of a path that was given back
+        if self.store.sharing:  # else nothing stays of a path that was given back
             for page in pages:
                 self.store.drop_below(page)
                 self.store.drop_everywhere(page)
@@ -458,7 +458,7 @@ class PrefixForest:
         All that are there already are in it.
         """
         changed: set[Page] = set()
-        if self._sharing:
+        if self.store.sharing:
             changed.update(page for root in self.roots.values() for page in root.below_it())
             self.device.changed = self.host.changed = changed
         return changed
@@ -466,7 +466,7 @@ class PrefixForest:
     def check(self) -> None:
         """Assert every invariant; walks the whole forest."""
         pages = [page for root in (*self.roots.values(), *self.kept_roots) for page in root.below_it()]
-        if self._sharing:
+        if self.store.sharing:
             self.store.check(pages)
             self.owners.check(pages)
         assert self._num_pinned == sum(page.pins > 0 for page in pages)

@@ -106,8 +106,7 @@ class Blend:
         places = list(found)
         for first, end in spans:
             for start, stop, source in places:
-                low, high = np.searchsorted(self.narrowed, (max(start, first), min(stop, end)))
-                self.num_narrowed_from[source] += max(int(high - low), 0)
+                self.num_narrowed_from[source] += _num_within(self.narrowed, max(start, first), min(stop, end))
 
     @property
     def settled_selector(self) -> Selector:
@@ -218,8 +217,7 @@ class Blend:
 
     def num_reused_in(self, start: int, end: int) -> int:
         """Count the positions in [start, end) whose KV was computed behind other text."""
-        low, high = np.searchsorted(self.reused, (start, end))
-        return int(high - low)
+        return _num_within(self.reused, start, end)
 
     def place(self, ids: Sequence[int], context: Sequence[int]) -> tuple[int, int]:
         """Return where one of `missing` stands first in the sequence, and how far that is behind its own place."""
@@ -246,6 +244,12 @@ class Blend:
             else:
                 uses.append(DocumentUse(path, low, high, span.start - len(self.sink_ids)))
         return uses
+
+
+def _num_within(positions: IntArray, start: int, end: int) -> int:
+    """Count those of ascending positions that lie in [start, end), which may be empty."""
+    low, high = np.searchsorted(positions, (start, end))
+    return max(int(high - low), 0)
 
 
 def make_blend(

@@ -73,6 +73,12 @@ def write(
     writer.close()
 
 
+def make_directory(folder: Path) -> None:
+    """Make the folder of a file `m.gguf` a model directory."""
+    (folder / "config.json").write_text(json.dumps(GgufFile(folder / "m.gguf").config()))
+    (folder / GGUF).symlink_to(folder / "m.gguf")
+
+
 def converted(architecture: str, name: str | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
     """A random model's tensors and fields as llama.cpp has them, and the model itself."""
     usual, more = KINDS[architecture]
@@ -123,9 +129,7 @@ def by_expert(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 def test_a_file_computes_what_the_model_does_that_it_was_made_of(tmp_path: Path, architecture: str) -> None:
     tensors, fields, model = converted(architecture)
     write(tmp_path / "m.gguf", architecture, tensors, fields)
-    file = GgufFile(tmp_path / "m.gguf")
-    (tmp_path / "config.json").write_text(json.dumps(file.config()))
-    (tmp_path / GGUF).symlink_to(tmp_path / "m.gguf")
+    make_directory(tmp_path)
     config = load_model_config(tmp_path)
     if architecture == "gemma3":  # files do not say which layers have the window: each sixth has none
         assert config.windows == (24, 24, 24, 24)
@@ -178,8 +182,7 @@ def test_a_quantized_file_answers_as_the_model_of_its_dequantized_weights(tmp_pa
             heads = model.config.num_attention_heads if "q_proj" in key else model.config.num_key_value_heads
             found = found.view(heads, -1, 2, found.shape[1]).transpose(1, 2).reshape(found.shape)
         parameter.data = found
-    (tmp_path / "config.json").write_text(json.dumps(GgufFile(tmp_path / "m.gguf").config()))
-    (tmp_path / GGUF).symlink_to(tmp_path / "m.gguf")
+    make_directory(tmp_path)
     engine = make_engine(decoder_of(tmp_path), num_host_pages=0, max_batch_tokens=16, max_running=8)
     ids = list(range(3, 200, 7))
     submit(engine, "r", ids, 6)
