@@ -39,7 +39,7 @@ each_build = pytest.mark.usefixtures("_build")
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 @pytest.mark.at_length
-@settings(max_examples=examples(10, at_length=40))
+@settings(max_examples=examples(10, at_length=20))
 def test_any_shape_equals_the_reference(dtype: torch.dtype, data: Any) -> None:
     scene = data.draw(scenes(dtype=dtype, most_rows=40, heads=HEADS, head_dims=HEAD_DIMS))
     wanted = scene.attend(scene.plan(), backend="reference")

@@ -51,7 +51,7 @@ def small_wide_tiles(triton_device: torch.device, monkeypatch: pytest.MonkeyPatc
 @dtypes
 @given(data=st.data())
 @pytest.mark.at_length
-@settings(few, max_examples=examples(2, at_length=6))
+@settings(few, max_examples=examples(2, at_length=3))
 def test_wide_tiles_equal_the_reference(
     triton_device: torch.device, small_wide_tiles: list[int], dtype: torch.dtype, data: st.DataObject
 ) -> None:
@@ -64,7 +64,7 @@ def test_wide_tiles_equal_the_reference(
 
 @given(scene=scenes(most_rows=40, head_dims=(16,)), share=st.sampled_from(SHARES))
 @pytest.mark.at_length
-@settings(few, max_examples=examples(2, at_length=6))
+@settings(few, max_examples=examples(2, at_length=3))
 def test_in_many_parts_too(triton_device: torch.device, scene: Scene, share: str) -> None:
     wanted = scene.attend(scene.plan(), backend="reference")
     with pytest.MonkeyPatch.context() as patch:

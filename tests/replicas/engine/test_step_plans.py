@@ -76,7 +76,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return decoder_of(directory)
 
 
-@pytest.mark.parametrize("seed", [0, *rarer([1, 2, 3])])
+@pytest.mark.parametrize("seed", [0, *rarer([1])])
 @pytest.mark.parametrize(("share", "runs_ahead"), [("auto", False), ("always", False), ("always", True)])
 def test_each_steps_plan_is_that_of_its_tables(
     decoder: Decoder, seed: int, share: Any, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch

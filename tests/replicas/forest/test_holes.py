@@ -175,7 +175,7 @@ def test_any_holes_give_the_logits_of_a_full_prefill(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 50),
     st.lists(st.integers(1, 110), min_size=1, max_size=4),

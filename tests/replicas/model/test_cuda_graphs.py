@@ -139,7 +139,11 @@ def replayed_prompt_steps(runner: RecordingRunner, graphs: StepGraphs) -> list[i
     return found
 
 
-@pytest.mark.parametrize("backend", ["auto", *rarer(["triton"])])  # interpreted: 14 s
+@pytest.mark.parametrize(
+    ("decoder", "backend"),
+    [("llama-3", "auto"), *rarer([("llama-3", "triton"), ("mistral", "auto")])],  # interpreted: 6 s
+    indirect=["decoder"],
+)
 def test_replayed_prompts_give_the_logits_of_eager_ones(
     decoder: Decoder, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
