@@ -1,6 +1,6 @@
 """`mneme serve` with real engines that break when a file named after their process id says how.
 
-hang        the engine's thread ends no step any more
+hang        the engine's thread ends no step any more; it counts as hung after 15 s, and not after 60
 no reports  nothing is reported to routers
 """
 
@@ -26,8 +26,10 @@ def fault_file(directory: str | Path, pid: int) -> Path:
 
 
 def load_faulty_engine(*args: Any, **options: Any) -> EngineLoop:
+    from mneme.replicas.engine import loop as loop_module
     from mneme.replicas.engine.load import load_engine_loop
 
+    loop_module.HUNG_S = 15.0
     loop = load_engine_loop(*args, **options)
     threading.Thread(target=_watch, args=(loop,), daemon=True).start()
     return loop

@@ -1,4 +1,7 @@
-"""Real engine processes that hang, are paused, or are not heard of: nobody asks them, and who hangs is replaced."""
+"""Real engine processes that are paused, hang, or are not heard of: nobody asks them, and who hangs is replaced.
+
+One server for all, in this order: the last test leaves a replica that reports nothing any more.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SERVE_FAULTY = (sys.executable, "-m", "tests.fakes.serve_faulty")
 ENGINES = "ray::ServeReplica:mneme:engine"
-RESTART_S = 240.0  # 60 s until it counts as hung, its health checks, and a start, on a machine that is busy
+RESTART_S = 240.0  # until it counts as hung, its health checks, and a start, on a machine that is busy
 
 
-@pytest.fixture
-def faults(tmp_path: Path) -> Path:
-    return tmp_path
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process(faults: Path) -> Iterator[ServerProcess]:
     process = ServerProcess((*SERVE_FAULTY, "replicas=2", f"port={free_port()}"), MNEME_FAULTS=str(faults))
     try:
@@ -39,7 +42,7 @@ def process(faults: Path) -> Iterator[ServerProcess]:
         process.discard()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def http(process: ServerProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=process.await_ready(), timeout=60) as http:
         yield http
@@ -62,20 +65,6 @@ def say(http: httpx.Client, number: int) -> str:
     body = {"model": "mneme-tiny", "prompt": f"{number} " * 20, "max_tokens": 8, "temperature": 0}
     text: str = http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"]
     return text
-
-
-def test_a_replica_that_hangs_is_not_ready_within_10_s_and_is_replaced(
-    process: ServerProcess, http: httpx.Client, faults: Path
-) -> None:
-    answers = [say(http, number) for number in range(4)]
-    hung, other = replica_pids(process, ENGINES)
-    fault_file(faults, hung).write_text("hang")
-    within(10.0, lambda: num_ready(http) == 1)
-    assert [say(http, number) for number in range(4)] == answers
-    within(RESTART_S, lambda: num_ready(http) == 2)
-    assert other in replica_pids(process, ENGINES)
-    assert [say(http, number) for number in range(4)] == answers
-    within(RESTART_S, lambda: hung not in replica_pids(process, ENGINES))
 
 
 def test_a_paused_replica_lowers_no_counter_and_is_asked_for_nothing(
@@ -111,6 +100,20 @@ def test_a_paused_replica_lowers_no_counter_and_is_asked_for_nothing(
         assert fallen == {}
         highest |= page
     assert pages[-1].keys() >= pages[0].keys()
+
+
+def test_a_replica_that_hangs_is_not_ready_within_10_s_and_is_replaced(
+    process: ServerProcess, http: httpx.Client, faults: Path
+) -> None:
+    answers = [say(http, number) for number in range(4)]
+    hung, other = replica_pids(process, ENGINES)
+    fault_file(faults, hung).write_text("hang")
+    within(10.0, lambda: num_ready(http) == 1)
+    assert [say(http, number) for number in range(4)] == answers
+    within(RESTART_S, lambda: num_ready(http) == 2)
+    assert other in replica_pids(process, ENGINES)
+    assert [say(http, number) for number in range(4)] == answers
+    within(RESTART_S, lambda: hung not in replica_pids(process, ENGINES))
 
 
 def test_a_replica_that_is_not_heard_of_is_not_taken_for_idle(
