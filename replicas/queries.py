@@ -9,7 +9,7 @@ Torch-free and Ray-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, NotRequired, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, TypeVar
 
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
@@ -72,6 +72,18 @@ class GetSession(Query[KnownSession | None]):
 
     key: SessionKey
     restores: bool = False
+
+
+class ListedSession(KnownSession):
+    key: SessionKey
+
+
+@dataclass(frozen=True, slots=True)
+class ListSessions(KvQuery[list[ListedSession]]):
+    """Describe the sessions that a tenant used last, the latest first; `salt`: any of the tenant's."""
+
+    salt: str
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +311,56 @@ class ListKvPins(KvQuery[list[PinnedChunks] | None]):
     """List a tenant's pins in the tier."""
 
     tenant: bytes
+
+
+class Run(TypedDict):
+    """Pages of the prefix forest of which each is the only child of the one before, as one node of a tree.
+
+    parent    index of the run that it follows, which stands before it; -1: it begins a lineage
+    start     position of its first token
+    below     tokens of this run and of all that follows it, also of what is not listed
+    device, host  tokens that the device has, and those that only host memory has
+    running   requests that use it, or what follows it, now
+    sessions  whose last turn ends here
+    uses      requests that have used its first page
+    first_ids of its tokens; empty where they are another tenant's
+    """
+
+    parent: int
+    start: int
+    tokens: int
+    below: int
+    device: int
+    host: int
+    running: int
+    pinned: bool
+    sessions: int
+    uses: int
+    idle_s: float
+    kind: Literal["prompt", "truncated", "documents"]
+    first_ids: list[int]
+
+
+class Tree(TypedDict):
+    runs: list[Run]
+    num_runs: int  # with those that are not listed
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetTree(KvQuery[Tree]):
+    """Show the prefix forest as runs, parents first, the largest where there are too many.
+
+    salt        whose KV: all salts of its tenant; None: everybody's, without token ids
+    depth       runs behind each other, at most
+    min_tokens  runs with fewer, together with what follows them, are left out
+    max_runs    that are listed
+    """
+
+    salt: str | None
+    depth: int
+    min_tokens: int
+    max_runs: int
 
 
 class DroppedPages(TypedDict):

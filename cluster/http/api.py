@@ -27,6 +27,9 @@ from mneme.cluster.http.api_docs import Route
 from mneme.cluster.http.api_state import MAX_PROMPT_RECORDS, ApiState, Backend, ServedModel, Service
 from mneme.cluster.http.error_response import MESSAGES, http_exception_response
 from mneme.cluster.http.guard import Guard
+from mneme.cluster.http.stream import RunResponse
+from mneme.cluster.http.window import overview, page
+from mneme.cluster.http.window.requests import RequestLog, shown_request
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
@@ -41,6 +44,7 @@ from mneme.cluster.wire.openai import (
     template_variables,
     validate,
 )
+from mneme.cluster.wire.overview import Event
 from mneme.errors import InvalidRequest, PermissionDenied, shown
 from mneme.primitives import Bounded
 from mneme.replicas.text.parts import prompt_parts
@@ -69,7 +73,7 @@ def build_api(
         for each in backends
     ]
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(app, Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open))
+    _add_routes(app, Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open, requests=RequestLog(time.time)))
     app.add_exception_handler(HTTPException, _refused_by_framework)
     app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock, keyring=keyring)
     return app
@@ -125,6 +129,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         Route("GET", "/v1/models/{model_id:path}", _get_model),
         Route("DELETE", "/v1/kv", kv.drop),
         Route("GET", "/v1/kv/stats", kv.stats, is_admins=True),
+        Route("GET", "/v1/kv/tree", overview.kv_tree, query=("depth", "min_tokens", "max_runs", "all")),
+        Route("GET", "/v1/kv/tiers", overview.kv_tiers),
+        Route("GET", "/v1/sessions", overview.list_sessions, query=("limit",)),
+        Route("GET", "/v1/requests", overview.list_requests, query=("last",)),
+        Route("GET", "/v1/cluster", overview.cluster),
+        Route("GET", "/v1/events", overview.events, others={"text/event-stream": Event}),
         Route("GET", "/v1/kv/pins", kv.list_pins),
         Route("GET", "/health", _health, answers.Status, query=("verbose",)),
         Route("GET", "/ready", _ready, answers.Ready),
@@ -132,6 +142,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         Route("GET", "/version", _version),
         Route("GET", "/", _root, answers.Service, others={"text/html": str}),
         Route("GET", "/docs", _docs, others={"text/html": str}),
+        Route("GET", "/ui", page.page, others={"text/html": str}),
+        Route("GET", "/ui/app.js", page.script, others={"text/javascript": str}),
+        Route("GET", "/ui/app.css", page.style, others={"text/css": str}),
         Route("GET", "/openapi.json", _openapi),
     ]
     routes = [*of_model, *of_all]
@@ -162,6 +175,7 @@ async def _answer(service: Service, route: Route, of_model: bool, request: Reque
         given = (taken,)
         if ignored := ignored_fields(body, taken):
             request.state.answer_headers.append((IGNORED_HEADER, ignored.encode()))
+    request.state.on_end = partial(_log_request, service, route, request)
     if of_model:
         name = getattr(given[0], "model", None) if given else None
         name = request.query_params.get("model") if name is None else name
@@ -169,6 +183,15 @@ async def _answer(service: Service, route: Route, of_model: bool, request: Reque
     else:
         answer = await route.handler(service, request, *given)
     return JSONResponse(answer) if isinstance(answer, dict) else answer
+
+
+def _log_request(
+    service: Service, route: Route, request: Request, response: RunResponse, error: BaseException | None
+) -> None:
+    """Remember a request that has run."""
+    model = next(api.model.id for api in service.apis if api.client is response.client)
+    shown = shown_request(response, error, request, route.path, model, service.requests.clock())
+    service.requests.add(request.state.tenant, shown)
 
 
 async def _list_models(service: Service, request: Request) -> answers.ModelList:

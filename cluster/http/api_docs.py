@@ -26,8 +26,13 @@ _PARAMETERS = {
     "cache_salt": "the one that the session or request was opened under",
     "model": "the one that it belongs to; unless given, the first that knows it",
     "after": "the id of the item to go on behind",
-    "limit": "items at most, from 1 to 100; 20 unless given",
+    "limit": "entries at most, from 1 to 100; 20 unless given",
     "verbose": "with each model and its replicas: what every phase of their start took",
+    "depth": "runs behind each other at most; 12 unless given",
+    "min_tokens": "runs with fewer tokens, what follows them counted, are left out",
+    "max_runs": "runs of each replica at most, from 1 to 10000; the 500 largest unless given",
+    "all": "1: everybody's, without text; for admins",
+    "last": "requests at most, from 1 to 1000; 50 unless given",
     "order": "asc: oldest first; desc, unless given: newest first",
 }
 _HINT = "a hint: requests with the same value run on one replica"

@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from mneme.cluster.config import ClusterConfig, HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
+from mneme.cluster.http.window.requests import RequestLog
 from mneme.cluster.metrics.latency import Clock, ModelLatencies
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import Condition, EngineClient
@@ -320,6 +321,7 @@ class Service:
     apis: Sequence[ApiState]
     metrics: MetricsPage
     needs_key: bool
+    requests: RequestLog
 
     def of(self, name: str | None) -> ApiState:
         """Find a model by a name, or by `root` as `vllm bench serve` asks /tokenize. Raises `ModelNotFound`."""

@@ -256,6 +256,7 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
         stream=None,
         latency=RequestLatency(api.latencies, api.clock, request.state.received_s),
         stall_timeout_s=api.config.client_stall_timeout_s,
+        on_end=request.state.on_end,
         num_at_once=min(_EMBEDDED_AT_ONCE, api.max_waiting),
     )
 
@@ -383,6 +384,7 @@ def _run(
         stream=(body.stream_options or StreamOptions()) if body.stream else None,
         latency=RequestLatency(api.latencies, api.clock, request.state.received_s),
         stall_timeout_s=api.config.client_stall_timeout_s,
+        on_end=request.state.on_end,
     )
 
 

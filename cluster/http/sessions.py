@@ -18,7 +18,7 @@ from mneme.cluster.wire.answers import Deleted, ExplainedChoice, Explanation, Se
 from mneme.cluster.wire.openai import ForkRequest
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas import queries
-from mneme.replicas.queries import KnownSession
+from mneme.replicas.queries import KnownSession, SessionFigures
 from mneme.replicas.request import SessionKey
 
 _MAX_REQUEST_ID_CHARS = 128
@@ -28,7 +28,7 @@ _MAX_MOVES = 8  # of a session to another replica while it is being forked
 async def get_session(api: ApiState, request: Request) -> Session:
     """Return what is kept of a conversation, and where."""
     key = _key(request)
-    return _session_object(_name(key), *await _find(api, key))
+    return session_object(_name(key), *await _find(api, key))
 
 
 async def delete_session(api: ApiState, request: Request) -> Deleted:
@@ -57,7 +57,7 @@ async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> Se
     replica_id, forked = await fork_where_it_is(api, key, new_key[1])
     if forked is None:
         raise Overloaded("there is no room for another session")
-    return _session_object(_name(new_key), replica_id, forked)
+    return session_object(_name(new_key), replica_id, forked)
 
 
 async def explain(api: ApiState, request: Request) -> Explanation:
@@ -102,7 +102,7 @@ async def _find(api: ApiState, key: SessionKey) -> tuple[str, KnownSession]:
     return found
 
 
-def _session_object(name: str, replica_id: str, known: KnownSession) -> Session:
+def session_object(name: str, replica_id: str, known: SessionFigures) -> Session:
     return {
         "id": name,
         "object": "session",

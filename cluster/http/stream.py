@@ -91,9 +91,11 @@ class RunResponse:
     latency: RequestLatency
     stall_timeout_s: float
     num_at_once: int | None = None  # choices; the others run behind them; None: all
+    on_end: Callable[[RunResponse, BaseException | None], None] = lambda _response, _error: None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         num_given = self._num_tokens()
+        failure: BaseException | None = None
         self._use(scope, num_given)
         try:
             with Generation(self.client, self.choices, receive, self.latency, self.num_at_once) as generation:
@@ -105,8 +107,13 @@ class RunResponse:
                     await response(scope, receive, send)
                 else:
                     await self._stream(generation, self.stream, send)
+                failure = generation.failure
+        except BaseException as error:
+            failure = error
+            raise
         finally:
             self._use(scope, self._num_tokens() - num_given)
+            self.on_end(self, failure)
         self.latency.end()
 
     def _num_tokens(self) -> int:

@@ -47,6 +47,7 @@ class MetricsPage:
     def __init__(self, clients: Mapping[str, EngineClient], ingress: str) -> None:
         """`clients`: each model's; its name is the label `model_name` of latencies and of vLLM's families."""
         self._clients = clients
+        self.ingress = ingress
         self._labels: Labels = (("ingress", ingress),)
         self.latencies = Latencies(ingress)
         self._responses: Counter[Labels] = Counter()

@@ -32,6 +32,7 @@ from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.overview import shown_tree
 from mneme.replicas.engine.reporter import Reporter
 from mneme.replicas.queries import (
     ComputePrompt,
@@ -55,13 +56,16 @@ from mneme.replicas.queries import (
     GetReport,
     GetSession,
     GetTokens,
+    GetTree,
     Hits,
     KnownPin,
     KnownSession,
     KvFigures,
     LeaveSession,
+    ListedSession,
     ListKvPins,
     ListPins,
+    ListSessions,
     LookUpKv,
     LookUpPages,
     PinKv,
@@ -71,6 +75,7 @@ from mneme.replicas.queries import (
     SetNote,
     SettleSaves,
     TenantKv,
+    Tree,
     UnpinKv,
 )
 from mneme.replicas.report import ReplicaReport
@@ -157,6 +162,18 @@ def get_session(asked: AskedEngine, query: GetSession) -> KnownSession | None:
     return asked.between_steps(lambda engine: _describe(engine, query.key), (query.key,) if query.restores else ())
 
 
+@_answers(ListSessions)
+def list_sessions(asked: AskedEngine, query: ListSessions) -> list[ListedSession]:
+    tenant = tenant_of(query.salt)
+
+    def describe(engine: Engine) -> list[ListedSession]:
+        keys = engine.sessions.recent(lambda key: tenant_of(key[0]) == tenant, query.limit)
+        known = [(key, _describe(engine, key)) for key in keys]
+        return [{"key": key, **each} for key, each in known if each is not None]
+
+    return asked.between_steps(describe)
+
+
 @_answers(DeleteSession)
 def delete_session(asked: AskedEngine, query: DeleteSession) -> bool:
     found = asked.between_steps(lambda engine: engine.sessions.delete(query.key))
@@ -240,6 +257,11 @@ def list_pins(asked: AskedEngine, query: ListPins) -> list[KnownPin]:
 @_answers(DeletePin)
 def delete_pin(asked: AskedEngine, query: DeletePin) -> bool:
     return asked.between_steps(lambda engine: engine.pins.unpin(query.name))
+
+
+@_answers(GetTree)
+def get_tree(asked: AskedEngine, query: GetTree) -> Tree:
+    return asked.between_steps(lambda engine: shown_tree(engine.forest, engine.clock(), query))
 
 
 @_answers(LookUpPages)

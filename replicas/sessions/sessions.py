@@ -14,6 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from itertools import islice
 
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
@@ -81,6 +82,12 @@ class Sessions:
         self.expire()
         log = self._log_by_key.get(key)
         return log if log is not None and log.is_known else None
+
+    def recent(self, is_meant: Callable[[SessionKey], bool], limit: int) -> list[SessionKey]:
+        """Return the keys of sessions that their clients know, those used last first."""
+        self.expire()
+        known = (key for key, log in reversed(self._log_by_key.items()) if log.is_known and is_meant(key))
+        return list(islice(known, limit))
 
     def owner_of(self, request: GenerationRequest) -> TokenLog | None:
         """Return the session that a request which began is part of."""

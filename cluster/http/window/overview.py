@@ -1,0 +1,235 @@
+"""GET /v1/sessions, /v1/requests, /v1/kv/tree, /v1/kv/tiers, /v1/cluster, and /v1/events as server-sent events.
+
+A caller sees what its own API key has, and sums of the rest; admins may ask for everybody's forest, without text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from mneme.cluster.http.api_state import ApiState, Service
+from mneme.cluster.http.sessions import session_object
+from mneme.cluster.serve.engine_client import ask_tier
+from mneme.cluster.tenancy import kv_salt
+from mneme.cluster.wire.overview import (
+    Cluster,
+    Event,
+    KvTiers,
+    KvTree,
+    ModelState,
+    ReplicaTree,
+    RequestList,
+    SessionList,
+    ShownReplica,
+    TierOccupancy,
+)
+from mneme.errors import InvalidRequest, MnemeError, PermissionDenied
+from mneme.replicas import queries
+
+_PAUSE_S, _IDLE_PAUSES = 1.0, 15  # between two looks at the figures, while somebody listens
+_SOURCES = ("device", "host", "disk", "peer", "recomputed", "dropped")
+
+
+async def list_sessions(service: Service, request: Request) -> SessionList:
+    """Return the sessions that were used last, and where their KV is on their replica."""
+    limit = number_of(request, "limit", 20, 1, 100)
+    question = queries.ListSessions(kv_salt(request.state.tenant, None), limit)
+    found = [
+        (known["idle_s"], session_object(known["key"][1].partition(":")[2], replica_id, known))
+        for api in service.apis
+        for replica_id, sessions in (await api.client.query(question)).items()
+        for known in sessions
+    ]
+    found.sort(key=lambda each: each[0])
+    return {"object": "list", "data": [session for _, session in found[:limit]]}
+
+
+async def list_requests(service: Service, request: Request) -> RequestList:
+    """Return the caller's last requests that ended at this ingress: tokens by source, times, replicas."""
+    count = number_of(request, "last", 50, 1, 1_000)
+    return {
+        "object": "list",
+        "ingress": service.metrics.ingress,
+        "data": service.requests.last(request.state.tenant, count),
+    }
+
+
+async def kv_tree(service: Service, request: Request) -> KvTree:
+    """Return the prefix forest of each replica as runs of pages: who uses them, where their KV is, how they begin."""
+    depth = number_of(request, "depth", 12, 1, 1_000)
+    min_tokens = number_of(request, "min_tokens", 0, 0, 10**9)
+    max_runs = number_of(request, "max_runs", 500, 1, 10_000)
+    is_of_all = request.query_params.get("all", "") in ("1", "true")
+    if is_of_all and not request.state.is_admin:
+        raise PermissionDenied
+    salt = None if is_of_all else kv_salt(request.state.tenant, None)
+    question = queries.GetTree(salt, depth, min_tokens, max_runs)
+    replicas = [
+        await _with_texts(api, replica_id, tree)
+        for api in service.apis
+        for replica_id, tree in sorted((await api.client.query(question)).items())
+    ]
+    return {"object": "kv.tree", "replicas": replicas}
+
+
+async def _with_texts(api: ApiState, replica_id: str, tree: queries.Tree) -> ReplicaTree:
+    def decode() -> list[str]:
+        return [api.tokenizer.decode(run["first_ids"], skip_special_tokens=False) for run in tree["runs"]]
+
+    size = sum(len(run["first_ids"]) for run in tree["runs"])
+    texts = await api.off_loop(size, decode) if size else []
+    return {"replica": replica_id, "texts": texts, **tree}
+
+
+async def kv_tiers(service: Service, request: Request) -> KvTiers:
+    """Return what is in each tier, and where the KV of prompts came from."""
+    tiers: list[TierOccupancy] = []
+    sources = Counter[str]()
+    for replica_id, figures in sorted((await service.stats()).items()):
+        pages = figures.get("pages", {})
+        page_tokens = figures.get("kv_tokens", 0) // max(pages.get("total", 0), 1)
+        for tier, key in (("device", "pages"), ("host", "host_pages")):
+            held = figures.get(key, {})
+            if held.get("total"):
+                tiers.append(_of_replica(replica_id, tier, held, page_tokens))
+        sources.update({name: figures.get("tokens", {}).get(name, 0) for name in _SOURCES})
+    for node in await _nodes(service):
+        for tier, key in (("node memory", "host"), ("node disk", "disk")):
+            if (held := node.get(key)) is not None:
+                tiers.append(_of_node(node["node"], tier, held))
+    return {"object": "kv.tiers", "tiers": tiers, "prompt_tokens": dict(sources)}
+
+
+def _of_replica(replica_id: str, tier: Any, held: Mapping[str, int], page_tokens: int) -> TierOccupancy:
+    in_use, cached, total = (held.get(name, 0) * page_tokens for name in ("in_use", "cached", "total"))
+    return {"replica": replica_id, "tier": tier, "unit": "tokens", "in_use": in_use, "cached": cached, "total": total}
+
+
+def _of_node(node: str, tier: Any, held: Mapping[str, Any]) -> TierOccupancy:
+    total = held.get("capacity_bytes")
+    return {"node": node, "tier": tier, "unit": "bytes", "in_use": 0, "cached": held.get("bytes", 0), "total": total}
+
+
+async def cluster(service: Service, request: Request) -> Cluster:
+    """Return models, replicas and nodes: their states, loads and counters."""
+    conditions = await service.conditions()
+    models: list[ModelState] = [
+        {
+            "model": api.model.id,
+            "state": conditions[api.model.id].state,
+            "reason": conditions[api.model.id].reason,
+            "ready": api.client.num_ready(),
+            "wanted": api.client.num_wanted(),
+        }
+        for api in service.apis
+    ]
+    replicas = [
+        _shown_replica(api.model.id, replica_id, figures)
+        for api in service.apis
+        for replica_id, figures in sorted((await api.client.stats()).items())
+    ]
+    nodes = [{key: value for key, value in node.items() if key != "owners"} for node in await _nodes(service)]
+    return {
+        "object": "cluster",
+        "ingress": service.metrics.ingress,
+        "models": models,
+        "replicas": replicas,
+        "nodes": nodes,
+    }
+
+
+def _shown_replica(model: str, replica_id: str, figures: Mapping[str, Any]) -> ShownReplica:
+    pages, tokens, requests = (figures.get(name, {}) for name in ("pages", "tokens", "requests"))
+    backlog_s = figures.get("load", {}).get("backlog_s")
+    return {
+        "replica": replica_id,
+        "model": model,
+        "device": figures.get("device"),
+        "age_s": figures.get("age_s", 0.0),
+        "running": requests.get("running", 0),
+        "waiting": requests.get("waiting", 0),
+        "backlog_s": backlog_s if backlog_s is not None and math.isfinite(backlog_s) else None,
+        "kv_usage": pages.get("in_use", 0) / max(pages.get("total", 0), 1),
+        "prompt_tokens": tokens.get("prompt", 0),
+        "cached_tokens": tokens.get("cached", 0),
+        "generated_tokens": tokens.get("generated", 0),
+    }
+
+
+async def _nodes(service: Service) -> list[dict[str, Any]]:
+    """Return the cache tier's nodes; none where there is no tier, or no replica that could be asked."""
+    try:
+        found = await ask_tier(service.apis[0].client, queries.GetKvStats(None))
+    except MnemeError:
+        return []
+    return [] if found is None else found["nodes"]
+
+
+async def events(service: Service, request: Request) -> Response:
+    """Tell, as server-sent events, of the caller's requests that end, of replicas' states, and of KV that moves."""
+    service.requests.check_room()
+    tenant: str = request.state.tenant
+    poll = _Figures(service, request.state.is_admin).changes
+
+    async def lines() -> AsyncIterator[str]:
+        for event in await poll():
+            yield _line(event)
+        num_idle = 0
+        async for news in service.requests.events(tenant, poll, _PAUSE_S):
+            num_idle = num_idle + 1 if news is None else 0
+            if news is not None:
+                yield _line(news)
+            elif num_idle % _IDLE_PAUSES == 0:
+                yield ": nothing happened\n\n"  # proxies end what is silent
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _line(event: Event) -> str:
+    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+class _Figures:
+    """Finds what changed between two looks at the figures of all replicas."""
+
+    def __init__(self, service: Service, has_sums: bool) -> None:
+        self._service, self._has_sums = service, has_sums
+        self._states: dict[str, dict[str, Any]] = {}
+        self._sums = Counter[str]()
+
+    async def changes(self) -> list[Event]:
+        at, found = self._service.requests.clock(), list[Event]()
+        for api in self._service.apis:
+            condition = await api.client.condition()
+            state = {"state": condition.state, "reason": condition.reason, "ready": api.client.num_ready()}
+            if self._states.get(api.model.id) != state:
+                self._states[api.model.id] = state
+                found.append({"type": "replica.state", "at": at, "data": {"model": api.model.id, **state}})
+        if self._has_sums:
+            sums = Counter[str]()
+            for figures in (await self._service.stats()).values():
+                sums.update({f"pages_{name}": count for name, count in figures.get("moved_pages", {}).items()})
+                sums.update({f"tokens_{name}": figures.get("tokens", {}).get(name, 0) for name in _SOURCES})
+            moved = sums - self._sums  # a replica that is gone takes its counts along: nothing negative is told
+            if moved and self._sums:
+                found.append({"type": "kv.moved", "at": at, "data": dict(moved)})
+            self._sums = sums
+        return found
+
+
+def number_of(request: Request, name: str, default: int, least: int, most: int) -> int:
+    """Return a whole number of the query; raises `InvalidRequest`."""
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    is_number = given.isascii() and given.isdecimal() and len(given) <= 12
+    if not is_number or not least <= int(given) <= most:
+        raise InvalidRequest(name, given, f"must be from {least} to {most}")
+    return int(given)

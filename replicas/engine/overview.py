@@ -1,0 +1,80 @@
+"""Shows an engine's prefix forest as a tree of runs (`queries.Tree`), for people who look inside."""
+
+from __future__ import annotations
+
+from mneme.cachetier.names import PUBLIC_SALT, tenant_of
+from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
+from mneme.replicas.queries import GetTree, Run, Tree
+
+_MAX_PAGES = 50_000  # that are walked for one question
+_MAX_FIRST_IDS = 24
+
+
+def shown_tree(forest: PrefixForest, now_s: float, query: GetTree) -> Tree:
+    """Return the runs of a tenant's lineages, parents first; changes nothing."""
+    tenant = None if query.salt is None else tenant_of(query.salt)
+    runs: list[Run] = []
+    depths: list[int] = []
+    stack: list[tuple[Page, int, int, Root]] = [
+        (child, -1, 0, root)
+        for root in (*forest.roots.values(), *forest.kept_roots)
+        if _is_shown(root, tenant)
+        for child in root.children.values()
+        if _is_shown(child, tenant)
+    ]
+    num_pages = 0
+    while stack and num_pages < _MAX_PAGES:
+        page, parent, depth, root = stack.pop()
+        pages = [page]
+        while len(page.children) == 1 and (only := next(iter(page.children.values()))).start == page.end:
+            pages.append(page := only)
+        index, num_pages = len(runs), num_pages + len(pages)
+        runs.append(_run_of(pages, parent, root, now_s, with_ids=tenant is not None))
+        depths.append(depth)
+        stack += [(child, index, depth + 1, root) for child in page.children.values() if _is_shown(child, tenant)]
+    for run in reversed(runs):
+        if run["parent"] >= 0:
+            runs[run["parent"]]["below"] += run["below"]
+    return {
+        "runs": _largest(runs, depths, query),
+        "num_runs": len(runs),
+        "num_tokens": sum(run["tokens"] for run in runs),
+    }
+
+
+def _is_shown(page: Page, tenant: str | None) -> bool:
+    """Return whether a tenant may see a page: its own, or a public one, behind which each tenant has its own."""
+    return page.salt == PUBLIC_SALT or tenant in (None, tenant_of(page.salt))
+
+
+def _run_of(pages: list[Page], parent: int, root: Root, now_s: float, *, with_ids: bool) -> Run:
+    first, num_tokens = pages[0], sum(len(page.tokens) for page in pages)
+    ends = (page.claim for page in pages if page.claim is not None and page.claim.page is page)
+    return {
+        "parent": parent,
+        "start": first.start,
+        "tokens": num_tokens,
+        "below": num_tokens,
+        "device": sum(page.filled[DEVICE] for page in pages),
+        "host": sum(max(page.filled[HOST] - page.filled[DEVICE], 0) for page in pages),
+        "running": max(first.refs - first.pins, 0),
+        "pinned": any(page.pins for page in pages),
+        "sessions": sum(claim.num_owners for claim in ends),
+        "uses": first.num_uses,
+        "idle_s": 0.0 if first.refs else max(now_s - first.last_used_s, 0.0),
+        "kind": "documents" if root.is_blend else "truncated" if root.is_own else "prompt",
+        "first_ids": first.tokens[:_MAX_FIRST_IDS].tolist() if with_ids else [],
+    }
+
+
+def _largest(runs: list[Run], depths: list[int], query: GetTree) -> list[Run]:
+    """List those that the question asks for: what follows a run is never larger than it, so parents are listed too."""
+    sizes = sorted((run["below"] for run in runs), reverse=True)
+    least = max(query.min_tokens, sizes[query.max_runs] + 1 if len(sizes) > query.max_runs else 0)
+    place, listed = {-1: -1}, list[Run]()
+    for index, run in enumerate(runs):
+        if depths[index] < query.depth and run["below"] >= least:
+            place[index] = len(listed)
+            listed.append({**run, "parent": place[run["parent"]]})
+    return listed
