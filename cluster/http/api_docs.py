@@ -142,7 +142,7 @@ def service_page(service: Service, url: str) -> str:
         "generated tokens": f"{service['generated_tokens']:,}",
     }
     rows = "".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in shown.items())
-    paths = ("/docs", "/openapi.json", "/metrics", "/v1/models")
+    paths = ("/ui", "/docs", "/openapi.json", "/metrics", "/v1/models")
     links = " &middot; ".join(f'<a href="{path}">{path}</a>' for path in paths)
     call = html.escape(curl_line(url, service))
     return _page(

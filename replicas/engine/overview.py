@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, islice
+
 from mneme.cachetier.names import PUBLIC_SALT, tenant_of
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
@@ -64,7 +66,7 @@ def _run_of(pages: list[Page], parent: int, root: Root, now_s: float, *, with_id
         "uses": first.num_uses,
         "idle_s": 0.0 if first.refs else max(now_s - first.last_used_s, 0.0),
         "kind": "documents" if root.is_blend else "truncated" if root.is_own else "prompt",
-        "first_ids": first.tokens[:_MAX_FIRST_IDS].tolist() if with_ids else [],
+        "first_ids": list(islice(chain.from_iterable(page.tokens for page in pages), _MAX_FIRST_IDS * with_ids)),
     }
 
 

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mneme.cluster.http.api_state import ApiState, Service
-from mneme.cluster.http.sessions import session_object
-from mneme.cluster.serve.engine_client import ask_tier
+from mneme.cluster.http.sessions import session_name, session_object
+from mneme.cluster.serve.engine_client import ask_tier, newest
 from mneme.cluster.tenancy import kv_salt
 from mneme.cluster.wire.overview import (
     Cluster,
@@ -32,6 +32,7 @@ from mneme.cluster.wire.overview import (
 )
 from mneme.errors import InvalidRequest, MnemeError, PermissionDenied
 from mneme.replicas import queries
+from mneme.replicas.request import SessionKey
 
 _PAUSE_S, _IDLE_PAUSES = 1.0, 15  # between two looks at the figures, while somebody listens
 _SOURCES = ("device", "host", "disk", "peer", "recomputed", "dropped")
@@ -41,14 +42,14 @@ async def list_sessions(service: Service, request: Request) -> SessionList:
     """Return the sessions that were used last, and where their KV is on their replica."""
     limit = number_of(request, "limit", 20, 1, 100)
     question = queries.ListSessions(kv_salt(request.state.tenant, None), limit)
-    found = [
-        (known["idle_s"], session_object(known["key"][1].partition(":")[2], replica_id, known))
-        for api in service.apis
-        for replica_id, sessions in (await api.client.query(question)).items()
-        for known in sessions
-    ]
-    found.sort(key=lambda each: each[0])
-    return {"object": "list", "data": [session for _, session in found[:limit]]}
+    known: dict[tuple[str, SessionKey], dict[str, queries.KnownSession | None]] = {}
+    for api in service.apis:
+        for replica_id, sessions in (await api.client.query(question)).items():
+            for each in sessions:
+                known.setdefault((api.model.id, each["key"]), {})[replica_id] = each
+    found = [(key, where) for (_, key), answers in known.items() if (where := newest(answers)) is not None]
+    found.sort(key=lambda each: each[1][1]["idle_s"])
+    return {"object": "list", "data": [session_object(session_name(key), *where) for key, where in found[:limit]]}
 
 
 async def list_requests(service: Service, request: Request) -> RequestList:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from mneme.cluster.http.guard import PAGE_PATHS
 from tests.cluster.api_fixtures import CHAT, COMPLETION, api, get
 from tests.cluster.http.test_kv import IDS
 from tests.cluster.real_engines import TwoEngines
@@ -73,6 +74,9 @@ def test_every_answer_has_the_fields_that_are_described_and_no_other(client: Tes
 def ask_the_service(described: Described, client: TestClient) -> None:
     for path in ("/v1/models", "/health", "/ready", "/metrics", "/version", "/", "/docs", "/openapi.json"):
         described.ask(client, "GET", path)
+    for path in ("/v1/sessions", "/v1/requests", "/v1/kv/tree", "/v1/kv/tiers", "/v1/cluster", *PAGE_PATHS):
+        described.ask(client, "GET", path)
+    described.unseen.remove(("GET", "/v1/events", "text/event-stream"))  # never ends: test_overview.py
     described.ask(client, "GET", "/", headers=BROWSER)
     described.ask(client, "GET", "/v1/models/{model_id}", model_id="tiny")
     found = described.ask(client, "POST", "/tokenize", {"prompt": "a fox", "return_token_strs": True})

@@ -1,0 +1,222 @@
+"""What people see of a server: lists of sessions and requests, the forest, tiers, replicas, events, and the page."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mneme.cluster.config import HttpConfig
+from mneme.cluster.http.window import requests as window
+from mneme.cluster.keys import ApiKey, sha256_of
+from mneme.cluster.tenancy import kv_salt, tenant_of_secret
+from mneme.errors import MnemeError, Overloaded
+from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, serving
+from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.cluster.real_engines import over
+
+KEYS = {"api_keys": ("secret-a", "secret-b")}
+A, B = ({"Authorization": f"Bearer secret-{name}"} for name in "ab")
+
+
+def ask(client: Any, path: str, headers: Any = None) -> Any:
+    response = client.get(path, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_tenant_sees_its_own_sessions_the_last_one_first() -> None:
+    client = api(FakeEngineClient(TOKENIZER), **KEYS)
+    for headers, session in ((A, "first"), (A, "second"), (B, "other")):
+        client.post("/v1/chat/completions", json={**CHAT, "session": {"id": session}}, headers=headers)
+    client.post("/v1/chat/completions", json={**CHAT, "session": {"id": "salted"}, "cache_salt": "x"}, headers=A)
+    assert [each["id"] for each in ask(client, "/v1/sessions", A)["data"]] == ["salted", "second", "first"]
+    assert [each["id"] for each in ask(client, "/v1/sessions", B)["data"]] == ["other"]
+    assert [each["id"] for each in ask(client, "/v1/sessions?limit=1", A)["data"]] == ["salted"]
+    (one,) = ask(client, "/v1/sessions", B)["data"]
+    known = client.get("/v1/sessions/other", headers=B).json()
+    differ = ("idle_s", "expires_in_s", "replica")  # the fake's replicas both list it
+    assert {name: one[name] for name in one if name not in differ} == {
+        name: known[name] for name in known if name not in differ
+    }
+
+
+def test_a_tenant_sees_its_own_requests_the_last_one_first() -> None:
+    client = api(FakeEngineClient(TOKENIZER, timing=(0.5, 0.25)), **KEYS)
+    first = client.post("/v1/chat/completions", json=CHAT, headers=A)
+    second = client.post("/v1/completions", json={**COMPLETION, "n": 2, "max_tokens": 3}, headers=A)
+    client.post("/v1/completions", json={**COMPLETION, "stream": True}, headers=B)
+    last, before = ask(client, "/v1/requests", A)["data"]
+    assert [last["id"], before["id"]] == [each.headers["x-request-id"] for each in (second, first)]
+    assert (last["outcome"], last["choices"], last["completion_tokens"]) == ("length", 2, 6)
+    assert last["prompt_tokens"] == second.json()["usage"]["prompt_tokens"]
+    assert last["kv_details"] == second.json()["usage"]["kv_details"]
+    assert (before["path"], before["outcome"], before["queue_ms"]) == ("/v1/chat/completions", "stop", 500.0)
+    assert 0 < before["first_token_ms"] <= before["total_ms"]
+    (other,) = ask(client, "/v1/requests?last=5", B)["data"]
+    assert (other["path"], other["outcome"]) == ("/v1/completions", "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"),
+    [
+        ({"refusal": Overloaded("too much")}, Overloaded.code),
+        ({"fail_after": 1}, MnemeError.code),
+        ({"end_after": 1}, "replica_unavailable"),
+    ],
+)
+def test_a_request_that_fails_is_listed_with_its_error(options: dict[str, Any], outcome: str) -> None:
+    client = api(FakeEngineClient(TOKENIZER, **options))
+    for body in (CHAT, {**CHAT, "stream": True}):
+        client.post("/v1/chat/completions", json=body)
+    assert [each["outcome"] for each in ask(client, "/v1/requests")["data"]] == [outcome] * 2
+
+
+def test_a_request_whose_client_goes_is_listed() -> None:
+    with serving(is_endless=True) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        with client.stream("POST", "/v1/completions", json={**COMPLETION, "max_tokens": 900, "stream": True}) as stream:
+            next(stream.iter_bytes())
+        server.wait_idle()
+        while not (listed := ask(client, "/v1/requests")["data"]):
+            pass
+        assert [each["outcome"] for each in listed] == ["client_gone"]
+
+
+def test_the_log_is_bounded() -> None:
+    log = window.RequestLog(lambda: 0.0)
+    for number in range(window.MAX_REQUESTS + 5):
+        log.add("t", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+    assert len(log) == window.MAX_REQUESTS
+    assert [each["id"] for each in log.last("t", 2)] == ["1004", "1003"]
+
+
+def test_the_forest_is_shown_to_who_it_belongs_to() -> None:
+    salt = kv_salt(tenant_of_secret(hashlib.sha256(KEYS["api_keys"][0].encode()).hexdigest()), None)
+    user = {"authorization": "Bearer a-user"}
+    with over(**KEYS, keys=(ApiKey(name="user", sha256=sha256_of("a-user")),)) as (client, engines):
+        for more in (" one", " two"):
+            prompt = "the quick brown fox jumps over the lazy dog" + more
+            engines.compute("a", TOKENIZER.encode(prompt, add_special_tokens=False), salt)
+        one, other = ask(client, "/v1/kv/tree", A)["replicas"]
+        assert (one["replica"], other["runs"], other["num_tokens"]) == ("a", [], 0)
+        first, branch = one["runs"]  # the second prompt parts from the first within its last page
+        assert (first["parent"], branch["parent"]) == (-1, 0)
+        assert 0 < branch["start"] < first["tokens"]
+        assert first["below"] == first["tokens"] + branch["tokens"] == one["num_tokens"]
+        assert one["texts"][0].startswith("the quick brown fox")
+        assert ask(client, "/v1/kv/tree", B)["replicas"][0]["runs"] == []
+        assert client.get("/v1/kv/tree?all=1", headers=user).status_code == 403
+        everything = ask(client, "/v1/kv/tree?all=1", B)["replicas"][0]
+        assert (everything["num_tokens"], everything["texts"]) == (one["num_tokens"], [])
+        assert all(run["first_ids"] == [] for run in everything["runs"])
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/sessions?limit=0", "/v1/requests?last=x", "/v1/kv/tree?depth=-1", "/v1/kv/tree?max_runs=10001"]
+)
+def test_numbers_out_of_range_are_named(path: str) -> None:
+    response = api().get(path)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == re.search(r"\?(\w+)=", path)[1]  # type: ignore[index]
+
+
+def test_tiers_and_replicas_have_the_figures_that_replicas_report() -> None:
+    client = api()
+    tiers = ask(client, "/v1/kv/tiers")
+    assert {(each["replica"], each["tier"], each["total"]) for each in tiers["tiers"]} == {
+        ("a", "device", 16_000),
+        ("b", "device", 16_000),
+    }
+    shown = ask(client, "/v1/cluster")
+    assert shown["models"] == [{"model": "tiny", "state": "ready", "reason": "", "ready": 2, "wanted": None}]
+    assert [(each["replica"], each["prompt_tokens"], each["cached_tokens"]) for each in shown["replicas"]] == [
+        ("a", 10, 4),
+        ("b", 10, 4),
+    ]
+
+
+def events_of(lines: Any, count: int) -> list[dict[str, Any]]:
+    found = []
+    for line in lines:
+        if line.startswith("data: "):
+            found.append(json.loads(line[6:]))
+            if len(found) == count:
+                break
+    return found
+
+
+def test_events_tell_of_requests_and_of_replicas_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        serving(config=HttpConfig(api_keys=KEYS["api_keys"])) as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+        client.stream("GET", "/v1/events", headers=A) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert events_of(lines, 1)[0]["data"]["state"] == "ready"
+        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=B)  # another's
+        own = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=A)
+        (ended,) = events_of(lines, 1)
+        assert (ended["type"], ended["data"]["id"]) == ("request.ended", own.headers["x-request-id"])
+        server.call(lambda: setattr(server.engine, "ready", False))
+        (gone,) = events_of(lines, 1)
+        assert (gone["type"], gone["data"]["state"], gone["data"]["ready"]) == ("replica.state", "loading", 0)
+
+
+def test_a_listener_that_is_slow_is_told_what_it_lost_and_too_many_are_refused() -> None:
+    import asyncio
+
+    async def run() -> None:
+        log = window.RequestLog(lambda: 0.0)
+
+        async def poll() -> list[Any]:
+            return []
+
+        events = log.events("t", poll, 0.01)
+        assert await anext(events) is None
+        for number in range(window.MAX_WAITING_EVENTS + 3):
+            log.add("t", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+        lost = await anext(events)
+        assert lost is not None
+        assert (lost["type"], lost["data"]) == ("lost", {"events": 3})
+        first = await anext(events)
+        assert first is not None
+        assert first["data"]["id"] == "3"
+        others = [log.events("t", poll, 10.0) for _ in range(window.MAX_LISTENERS - 1)]
+        waiting = [asyncio.ensure_future(anext(each)) for each in others]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            log.check_room()
+        await events.aclose()
+        log.check_room()
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_the_page_needs_no_key_loads_nothing_from_elsewhere_and_names_what_there_is() -> None:
+    client = api(**KEYS)
+    found = {name: client.get(f"/ui{name}") for name in ("", "/app.js", "/app.css")}
+    for response in found.values():
+        assert response.status_code == 200
+        assert "default-src 'self'" in response.headers["content-security-policy"]
+        assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", response.text)
+    assert set(re.findall(r'(?:src|href)="(/[^"]*)"', found[""].text)) == {
+        "/ui/app.js",
+        "/ui/app.css",
+        "/docs",
+        "/metrics",
+    }
+    described = client.get("/openapi.json").json()["paths"]
+    asked = set(re.findall(r'(?:json|ask)\([`"](/v1/[\w/]+?)(?:[`"?]|/\$)', found["/app.js"].text))
+    known = {path.partition("/{")[0] for path in described}
+    assert asked >= {"/v1/cluster", "/v1/kv/tree", "/v1/kv/explain", "/v1/events", "/v1/chat/completions"}
+    assert asked <= known
+    assert sum(len(each.content) for each in found.values()) < 200_000
+    assert Path(window.__file__).parent.joinpath("assets").is_dir()
