@@ -1,0 +1,106 @@
+"""The live page in a browser, over a real server with a fake engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from mneme.cluster.config import HttpConfig
+from tests.cluster.api_fixtures import CHAT, Server, serving
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+KEY = "secret-a"
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on PATH")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as api:
+        browser = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+def opened(browser: Any, url: str, said: list[str], **options: Any) -> Any:
+    """A page; `said` gathers what its console says, and what it asks of other hosts."""
+    page = browser.new_page(**options)
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: None if request.url.startswith((url, "data:")) else said.append(request.url))
+    page.goto(f"{url}/ui")
+    return page
+
+
+def test_requests_appear_as_they_end_and_are_explained(browser: Any, server: Server) -> None:
+    said: list[str] = []
+    page = opened(browser, server.url, said)
+    page.wait_for_selector("text=tiny: ready, 2 ready")
+    assert page.locator("#requests tbody tr").count() == 0
+    ended = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).headers["x-request-id"]
+    row = page.locator("#requests tbody tr")
+    row.wait_for()
+    assert row.locator("td").all_inner_texts()[:5] == [ended[:12], *row.locator("td").all_inner_texts()[1:5]]
+    row.locator("button").click()
+    page.wait_for_selector(f"#explained >> text=Request {ended}")
+    assert page.locator("#explained .bar").count() > 0
+    page.wait_for_selector(f"#events >> text=request {ended[:12]}: stop")
+    assert page.locator("#tiers > div").first.inner_text() == "a, device: 0 tokens of 16,000 tokens"
+    assert page.locator("#replicas tbody tr").count() == 2
+    assert said == []
+    page.close()
+
+
+def test_a_chat_is_a_session_whose_answers_say_what_was_found(browser: Any, server: Server) -> None:
+    said: list[str] = []
+    page = opened(browser, server.url, said)
+    page.wait_for_selector("text=tiny: ready")
+    for number, text in enumerate(("the fox", "<b>and</b> then")):
+        page.fill("#chat-text", text)
+        page.keyboard.press("Enter")
+        page.locator("#chat small button").nth(number).wait_for()
+    assert "you: <b>and</b> then" in page.inner_text("#chat")
+    assert page.locator("#chat b", has_text="and").count() == 0  # text, not markup
+    assert [request.append for request in server.engine.requests] == [False, True]
+    assert len({request.session_id for request in server.engine.requests}) == 1
+    page.locator("#chat small button").last.click()
+    page.wait_for_selector("#explained h2")
+    page.click("#chat-new")
+    assert page.inner_text("#chat") == ""
+    assert said == []
+    page.close()
+
+
+def test_a_key_is_asked_for_and_used(browser: Any) -> None:
+    with serving(config=HttpConfig(api_keys=(KEY,))) as server:
+        page = opened(browser, server.url, [])
+        page.wait_for_selector("#key-form:visible")
+        page.fill("#key", KEY)
+        page.click("#key-form button")
+        page.wait_for_selector("text=tiny: ready")
+        assert not page.is_visible("#key-form")
+        page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_it_fits_any_window(browser: Any, server: Server, scheme: str, width: int) -> None:
+    said: list[str] = []
+    page = opened(browser, server.url, said, color_scheme=scheme, viewport={"width": width, "height": 800})
+    page.wait_for_selector("text=tiny: ready")
+    httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+    page.wait_for_selector("#requests tbody tr")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert said == []
+    page.close()
