@@ -57,6 +57,7 @@ class HttpConfig:
     reasoning_parser: str = "auto"  # how it writes reasoning; auto: likewise
     tool_parser_plugin: str | None = None  # a Python file with formats of one's own for both
     strip_client_lines: bool = True  # x-anthropic-...: lines at the head of a system prompt, in /v1/messages
+    otlp_endpoint: str | None = None  # where spans of requests are sent: OTLP over HTTP, with `mneme[otel]`
     shutdown_grace_s: float = 0.5  # how long answers go on when the server stops; then they end with an error
     max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64. On Kubernetes the pods' variable
 
@@ -72,6 +73,8 @@ class HttpConfig:
             raise ConfigError("http.api_keys: each key is ASCII text without spaces around it")
         KeyList(keys=self.keys)  # no two alike
         with_plugin(self.tool_parser_plugin).check(self.tool_call_parser, self.reasoning_parser)
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError("http.otlp_endpoint: must begin with http:// or https://")
         if not all(_HEADER_NAME.fullmatch(name) for name in self.affinity_headers):
             raise ConfigError("http.affinity_headers: each is the name of a header, of letters, digits and -")
 

@@ -29,10 +29,11 @@ from mneme.cluster.http.error_response import MESSAGES, http_exception_response
 from mneme.cluster.http.guard import Guard
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.http.window import overview, page
-from mneme.cluster.http.window.requests import RequestLog, shown_request
+from mneme.cluster.http.window.requests import RequestLog, shown_request, times_of
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
+from mneme.cluster.metrics.traces import Traces
 from mneme.cluster.serve.engine_client import STATES, Condition
 from mneme.cluster.wire import answers
 from mneme.cluster.wire.openai import (
@@ -60,10 +61,13 @@ def build_api(
     *,
     ingress: str = "local",
     clock: Clock = time.perf_counter,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """The application; the first of `backends` answers requests that name no model, `ingress` is this process's own."""
     config = config or HttpConfig()
     keyring = config.keyring(clock)
+    if traces is None and config.otlp_endpoint is not None:
+        traces = Traces.to(config.otlp_endpoint, ingress)
     metrics = MetricsPage({each.model.id: each.client for each in backends}, ingress)
     prompts = Bounded[tuple[str, str], Any](MAX_PROMPT_RECORDS)
     apis = [
@@ -73,7 +77,12 @@ def build_api(
         for each in backends
     ]
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(app, Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open, requests=RequestLog(time.time)))
+    _add_routes(
+        app,
+        Service(
+            apis=apis, metrics=metrics, needs_key=not keyring.is_open, requests=RequestLog(time.time), traces=traces
+        ),
+    )
     app.add_exception_handler(HTTPException, _refused_by_framework)
     app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock, keyring=keyring)
     return app
@@ -192,6 +201,10 @@ def _log_request(
     model = next(api.model.id for api in service.apis if api.client is response.client)
     shown = shown_request(response, error, request, route.path, model, service.requests.clock())
     service.requests.add(request.state.tenant, shown)
+    if service.traces is not None:
+        routes = response.client.routes(response.choices[0].request.salt, shown["id"])
+        times = times_of(response, request, service.apis[0].clock(), shown["ended_at"])
+        service.traces.add(shown, times, routes, request.headers)
 
 
 async def _list_models(service: Service, request: Request) -> answers.ModelList:

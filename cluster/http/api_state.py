@@ -21,6 +21,7 @@ from mneme.cluster.http.body import check_json_type, parse_json_object
 from mneme.cluster.http.window.requests import RequestLog
 from mneme.cluster.metrics.latency import Clock, ModelLatencies
 from mneme.cluster.metrics.page import MetricsPage
+from mneme.cluster.metrics.traces import Traces
 from mneme.cluster.serve.engine_client import Condition, EngineClient
 from mneme.cluster.wire.openai import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
@@ -322,6 +323,7 @@ class Service:
     metrics: MetricsPage
     needs_key: bool
     requests: RequestLog
+    traces: Traces | None  # None: no spans are wanted
 
     def of(self, name: str | None) -> ApiState:
         """Find a model by a name, or by `root` as `vllm bench serve` asks /tokenize. Raises `ModelNotFound`."""

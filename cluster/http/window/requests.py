@@ -12,6 +12,7 @@ from starlette.requests import Request
 from mneme.cluster.http.answers import Choice, usage_object
 from mneme.cluster.http.body import ClientGone
 from mneme.cluster.http.stream import RunResponse
+from mneme.cluster.metrics.traces import Times
 from mneme.cluster.wire.overview import Event, ShownRequest
 from mneme.errors import MnemeError, Overloaded
 
@@ -112,6 +113,21 @@ def shown_request(
         "first_token_ms": None if first_s is None else (first_s - state.received_s) * 1e3,
         "total_ms": response.latency.past_s() * 1e3,
     }
+
+
+def times_of(response: RunResponse, request: Request, clock_s: float, wall_s: float) -> Times:
+    """Return when what happened to a request that ended now, by the clock that measured it and by the wall's."""
+    past = wall_s - clock_s
+    firsts = [choice.first_s for choice in response.choices if choice.first_s is not None]
+    usage = response.choices[0].usage
+    begun = min(firsts) - usage.prefill_s if firsts else None
+    return Times(
+        arrived=request.state.arrived_s + past,
+        begun=None if begun is None else max(begun, request.state.received_s) + past,
+        first_token=min(firsts) + past if firsts else None,
+        last_token=max(choice.last_s for choice in response.choices) + past if firsts else None,
+        ended=wall_s,
+    )
 
 
 def outcome_of(choices: Sequence[Choice], error: BaseException | None) -> str:
