@@ -26,8 +26,8 @@ from starlette.requests import Request
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
-from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, Service
+from mneme.cluster.http.stream import FieldNames
 from mneme.cluster.serve.engine_client import ask_tier, session_tokens
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
 from mneme.cluster.wire.answers import (

@@ -694,6 +694,12 @@ class RawInput:
         self._arguments = ""
         self._begin = 0  # of what was not told; 0: the string has not begun
 
+    @classmethod
+    def of(cls, arguments: str) -> str:
+        """Return the text of a whole call."""
+        raw = cls()
+        return raw.push(arguments) + raw.end()
+
     def push(self, arguments: str) -> str:
         """Return what is certain by now: half an escape, or half a character, waits for the rest."""
         self._arguments += arguments
