@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -56,7 +56,7 @@ def build_api(
     *,
     ingress: str = "local",
     clock: Clock = time.perf_counter,
-) -> FastAPI:
+) -> Starlette:
     """The application; the first of `backends` answers requests that name no model, `ingress` is this process's own."""
     config = config or HttpConfig()
     keyring = config.keyring(clock)
@@ -68,14 +68,14 @@ def build_api(
         )
         for each in backends
     ]
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Starlette(exception_handlers={HTTPException: _refused_by_framework})
+    app.router.redirect_slashes = False
     _add_routes(app, Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open))
-    app.add_exception_handler(HTTPException, _refused_by_framework)
     app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock, keyring=keyring)
     return app
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
+def _add_routes(app: Starlette, service: Service) -> None:
     hints = service.apis[0].config.affinity_headers
     sent, salt = ("X-Session-ID", *hints), ("cache_salt", "model")
     of_model = [
