@@ -42,7 +42,7 @@ class Choice:
     """
 
     index: int  # in the answer
-    prompt_index: int  # choices with one prompt share its usage
+    prompt_index: int = 0  # choices with one prompt share its usage
     request: GenerationRequest
     tokenizer: InitVar[Tokenizer]
     stream: TextStream = field(init=False)

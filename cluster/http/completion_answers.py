@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from mneme.cluster.http.api_state import ApiState, Prompt
+from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.stream import Answer, event
 from mneme.cluster.wire.answers import (
     ChatLogprobs,
@@ -39,6 +39,7 @@ from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.choices import Choice, Delta
 from mneme.replicas.request import Logprobs, PromptUsage, SamplingParams
 from mneme.replicas.text.calls.answer_parser import CallPiece, merged, whole_calls
+from mneme.replicas.text.parts import EncodedPrompt
 from mneme.replicas.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -246,7 +247,7 @@ class CompletionAnswer(OpenAiAnswer):
         request_id: str,
         body: CompletionRequest,
         params: SamplingParams,
-        echoes: Sequence[Prompt],
+        echoes: Sequence[EncodedPrompt],
     ) -> None:
         """`echoes`: the prompts, by choice, where they were asked for."""
         super().__init__(api, request_id, body, params)

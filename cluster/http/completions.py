@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from mneme.cluster.http.api_state import ApiState, Prompt
+from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.completion_answers import ChatAnswer, CompletionAnswer, EmbeddingsAnswer
 from mneme.cluster.http.stream import Answer, FieldNames, RunResponse
 from mneme.cluster.tenancy import affinity_key, kv_salt, named_session_key, session_key
@@ -27,6 +27,7 @@ from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.choices import Choice
 from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, SamplingParams
 from mneme.replicas.text.calls.answer_parser import AnswerParser
+from mneme.replicas.text.parts import EncodedPrompt
 from mneme.replicas.text.prompts import num_common
 from mneme.replicas.text.tool_calls import refused_arguments
 from mneme.replicas.truncation import Truncation, resolved
@@ -116,14 +117,14 @@ async def run_chat(
 
 
 async def _kept_prefixes(
-    api: ApiState, body: ChatRequest, marks: Sequence[CacheMark], prompt: Prompt
+    api: ApiState, body: ChatRequest, marks: Sequence[CacheMark], prompt: EncodedPrompt
 ) -> tuple[KeptPrefix, ...]:
     """Return what marks keep of a prompt; of each time the last one, as what comes before it is kept with it."""
     last = {mark.ttl_s: mark for mark in marks}.values()
     return tuple([await _kept(api, body, mark, prompt) for mark in last])
 
 
-async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: Prompt) -> KeptPrefix:
+async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: EncodedPrompt) -> KeptPrefix:
     """Find where a mark is in the prompt: as far as the conversation that ends there is written alike."""
     messages = body.messages[: mark.num_messages]
     if messages and mark.num_parts is not None and isinstance(messages[-1].content, list):
@@ -213,7 +214,7 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
     names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
     last = api.num_last(body.truncate_prompt_tokens, params.max_tokens)
 
-    def take(index: int) -> Prompt:
+    def take(index: int) -> EncodedPrompt:
         name, prompt = names[index], given[index]
         is_cut = last is not None or turn.truncation_of(index) is not None
         if not isinstance(prompt, list):
@@ -238,7 +239,7 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
     names = ["input"] if len(given) == 1 else [f"input[{i}]" for i in range(len(given))]
     last = api.num_last(body.truncate_prompt_tokens, _EMBEDDED.max_tokens)
 
-    def take(index: int) -> Prompt:
+    def take(index: int) -> EncodedPrompt:
         name, is_cut = names[index], last is not None
         if isinstance(given[index], list):
             return api.take_ids(name, given[index], is_cut=is_cut).last(last)
@@ -323,7 +324,7 @@ async def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> Sam
     return params
 
 
-def _with_text(api: ApiState, prompt: Prompt) -> Prompt:
+def _with_text(api: ApiState, prompt: EncodedPrompt) -> EncodedPrompt:
     if prompt.text is not None:
         return prompt
     return prompt._replace(text=api.tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
@@ -335,7 +336,7 @@ def _run(
     body: SamplingBody,
     turn: _Turn,
     params: SamplingParams,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[EncodedPrompt],
     fields: Sequence[FieldNames],
     answer: Answer,
     make_parser: Callable[[], AnswerParser | None] = lambda: None,
