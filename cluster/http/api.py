@@ -79,27 +79,11 @@ def _add_routes(app: Starlette, service: Service) -> None:
     hints = service.apis[0].config.affinity_headers
     sent, salt = ("X-Session-ID", *hints), ("cache_salt", "model")
     of_model = [
-        Route(
-            *("POST", "/v1/chat/completions", completions.chat_completions, answers.ChatCompletion),
-            others={"text/event-stream": answers.ChatChunk},
-            headers=sent,
-        ),
-        Route(
-            *("POST", "/v1/completions", completions.completions, answers.Completion),
-            others={"text/event-stream": answers.CompletionChunk},
-            headers=sent,
-        ),
-        Route(
-            *("POST", MESSAGES, messages.messages, answers.AnthropicMessage),
-            others={"text/event-stream": answers.AnthropicEvent},
-            headers=sent,
-        ),
+        Route("POST", "/v1/chat/completions", completions.chat_completions, headers=sent),
+        Route("POST", "/v1/completions", completions.completions, headers=sent),
+        Route("POST", MESSAGES, messages.messages, headers=sent),
         Route("POST", f"{MESSAGES}/count_tokens", messages.count_tokens),
-        Route(
-            *("POST", "/v1/responses", responses.create_response, answers.Response),
-            others={"text/event-stream": answers.ResponseEvent},
-            headers=hints,
-        ),
+        Route("POST", "/v1/responses", responses.create_response, headers=hints),
         Route("GET", _RESPONSE, responses.get_response, query=salt),
         Route("DELETE", _RESPONSE, responses.delete_response, query=salt),
         Route("POST", f"{_RESPONSE}/cancel", responses.cancel_response, query=salt),
@@ -107,7 +91,7 @@ def _add_routes(app: Starlette, service: Service) -> None:
             *("GET", f"{_RESPONSE}/input_items", responses.list_input_items),
             query=("after", "limit", "order", *salt),
         ),
-        Route("POST", "/v1/embeddings", completions.embeddings, answers.Embeddings),
+        Route("POST", "/v1/embeddings", completions.embeddings),
         Route("POST", "/tokenize", tokenize),
         Route("POST", "/detokenize", detokenize),
         Route("GET", "/v1/sessions/{session_id:path}", sessions.get_session, query=salt),
@@ -128,10 +112,10 @@ def _add_routes(app: Starlette, service: Service) -> None:
         Route("GET", "/v1/kv/pins", kv.list_pins),
         Route("GET", "/health", _health, answers.Status, query=("verbose",)),
         Route("GET", "/ready", _ready, answers.Ready),
-        Route("GET", "/metrics", _metrics, others={"text/plain": str}),
+        Route("GET", "/metrics", _metrics, texts=["text/plain"]),
         Route("GET", "/version", _version),
-        Route("GET", "/", _root, answers.Service, others={"text/html": str}),
-        Route("GET", "/docs", _docs, others={"text/html": str}),
+        Route("GET", "/", _root, answers.Service, texts=["text/html"]),
+        Route("GET", "/docs", _docs, texts=["text/html"]),
         Route("GET", "/openapi.json", _openapi),
     ]
     routes = [*of_model, *of_all]

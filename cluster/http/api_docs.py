@@ -11,15 +11,17 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 from typing_extensions import is_typeddict
 
 from mneme.cluster.http.error_response import MESSAGES
+from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.wire.answers import AnthropicError, Error, Service
 from mneme.version import __version__
 
+_JSON = "application/json"
 _PARAMETERS = {
     "X-Session-ID": "the session that this is a turn of",
     "cache_salt": "the one that the session or request was opened under",
@@ -39,7 +41,7 @@ class Route(NamedTuple):
     path: str
     handler: Callable[..., Awaitable[Any]]
     answer: Any = None  # a TypedDict, in JSON, where the handler makes a response of it; None: what it returns, if one
-    others: Mapping[str, Any] = {}  # its other answers, by media type: a TypedDict (of each event), or str
+    texts: Sequence[str] = ()  # media types of its answers that are text
     headers: Sequence[str] = ()  # that it reads
     query: Sequence[str] = ()
     is_admins: bool = False  # refused to others
@@ -50,10 +52,13 @@ class Route(NamedTuple):
         return _types_of(self.handler).get("body")
 
     @property
-    def described(self) -> Any:
-        """Return the type of its answer in JSON, or None."""
+    def answers(self) -> dict[str, Any]:
+        """Return the types of its answers by media type, of a stream of events that of their data."""
         returned = _types_of(self.handler)["return"]
-        return self.answer or (returned if is_typeddict(returned) else None)
+        whole, event = get_args(returned) if get_origin(returned) is RunResponse else (returned, None)
+        answer = self.answer or (whole if is_typeddict(whole) else None)
+        found = {_JSON: answer, "text/event-stream": event, **dict.fromkeys(self.texts, str)}
+        return {media_type: kind for media_type, kind in found.items() if kind not in (None, type(None))}
 
 
 @cache
@@ -63,18 +68,15 @@ def _types_of(handler: Callable[..., Awaitable[Any]]) -> dict[str, Any]:
 
 def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these routes; `needs_model`: a body must name its model, as there are several."""
-    kinds = [kind for route in routes for kind in (route.body, route.described, *route.others.values())]
-    references, schemas = _described(tuple(kind for kind in (*kinds, Error, AnthropicError) if kind is not None))
+    kinds = [kind for route in routes for kind in (route.body, *route.answers.values()) if kind is not None]
+    references, schemas = _described((*kinds, Error, AnthropicError))
 
-    def content(kind: Any, media_type: str = "application/json") -> dict[str, Any]:
-        return {media_type: {"schema": references[kind, "validation"]}}
+    def content(kind_by_type: Mapping[str, Any]) -> dict[str, Any]:
+        return {media_type: {"schema": references[kind, "validation"]} for media_type, kind in kind_by_type.items()}
 
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path", "")
-        answers = {} if route.described is None else content(route.described)
-        for media_type, kind in route.others.items():
-            answers |= content(kind, media_type)
         summary, _, rest = (inspect.getdoc(route.handler) or "").partition("\n")
         operation: dict[str, Any] = {
             "summary": summary,
@@ -86,15 +88,15 @@ def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
                 *(_parameter(name, "query", _PARAMETERS[name]) for name in route.query),
             ],
             "responses": {
-                "200": {"description": "done", "content": answers},
+                "200": {"description": "done", "content": content(route.answers)},
                 "default": {
                     "description": "what was wrong",
-                    "content": content(AnthropicError if path.startswith(MESSAGES) else Error),
+                    "content": content({_JSON: AnthropicError if path.startswith(MESSAGES) else Error}),
                 },
             },
         }
         if route.body is not None:
-            operation["requestBody"] = {"required": route.method == "POST", "content": content(route.body)}
+            operation["requestBody"] = {"required": route.method == "POST", "content": content({_JSON: route.body})}
             if not needs_model:
                 schema = schemas[route.body.__name__]
                 required = [name for name in schema.get("required", ()) if name != "model"]

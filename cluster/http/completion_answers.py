@@ -10,7 +10,7 @@ import base64
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from json.encoder import encode_basestring
 from typing import Any, ClassVar, cast
@@ -18,11 +18,15 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from mneme.cluster.http.api_state import ApiState
-from mneme.cluster.http.stream import Answer, event
+from mneme.cluster.http.stream import Answer, E, W, event
 from mneme.cluster.wire.answers import (
+    ChatChunk,
+    ChatCompletion,
     ChatLogprobs,
     ChatMessage,
     ChatToolCall,
+    Completion,
+    CompletionChunk,
     CompletionLogprobs,
     Embedding,
     Embeddings,
@@ -97,7 +101,7 @@ def metrics_object(choices: Sequence[Choice]) -> Metrics | None:
     return found
 
 
-class OpenAiAnswer(Answer):
+class OpenAiAnswer(Answer[W, E]):
     """What OpenAI's two completion APIs have in common."""
 
     _prefix: ClassVar[str]  # of ids
@@ -120,7 +124,7 @@ class OpenAiAnswer(Answer):
         self._num_top, self._num_prompt_top = params.logprobs or 0, body.prompt_logprobs
         self._options = body.stream_options or StreamOptions()
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> W:
         """See `Answer`."""
         entries = [
             {
@@ -131,7 +135,7 @@ class OpenAiAnswer(Answer):
             }
             for delta in deltas
         ]
-        return {**self._fields, "choices": entries, **_figures(choices)}
+        return cast(W, {**self._fields, "choices": entries, **_figures(choices)})
 
     def events(self, choices: Sequence[Choice], deltas: Iterable[Delta]) -> bytes:
         """See `Answer`."""
@@ -159,7 +163,7 @@ class OpenAiAnswer(Answer):
         """The text of a whole choice."""
 
     def _prompt_logprobs(self, delta: Delta) -> PromptLogprobsShown | None:
-        """Return vLLM's `prompt_logprobs`: for each token of the prompt but the first, tokens by id."""
+        """Return vLLM's `prompt_logprobs`: of each token of the prompt but the first, by id; None: not asked."""
         of_prompt = delta.of_prompt
         if self._num_prompt_top is None or of_prompt is None:
             return None
@@ -190,7 +194,7 @@ class OpenAiAnswer(Answer):
         return f',"logprobs":{logprobs},"finish_reason":{reason}}}]{usage}}}'
 
 
-class ChatAnswer(OpenAiAnswer):
+class ChatAnswer(OpenAiAnswer[ChatCompletion, ChatChunk]):
     """`chat.completion`, or `chat.completion.chunk` in a stream."""
 
     _prefix, _kind, _chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -199,10 +203,12 @@ class ChatAnswer(OpenAiAnswer):
         super().__init__(api, request_id, body, params)
         self._has_reasoning = body.include_reasoning is not False
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> ChatCompletion:
         """See `Answer`."""
-        told = {} if self._num_prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(deltas[0])}
-        return {**super().whole(choices, deltas), **told}
+        answer = super().whole(choices, deltas)
+        if (told := self._prompt_logprobs(deltas[0])) is not None:
+            answer["prompt_logprobs"] = told
+        return answer
 
     def _chunks(self, delta: Delta, usage: str) -> Iterator[str]:
         """A choice begins with its role alone, as OpenAI's: what follows it are tokens."""
@@ -236,7 +242,7 @@ class ChatAnswer(OpenAiAnswer):
         return {"content": token_logprobs(self._tokenizer, logprobs, self._num_top), "refusal": None}
 
 
-class CompletionAnswer(OpenAiAnswer):
+class CompletionAnswer(OpenAiAnswer[Completion, CompletionChunk]):
     """`text_completion`."""
 
     _prefix, _kind, _chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -258,8 +264,8 @@ class CompletionAnswer(OpenAiAnswer):
         yield f'{self._head}{{"index":{delta.choice},"text":{_quoted(self._text(delta))}{self._end(delta, usage)}'
 
     def _said(self, delta: Delta) -> dict[str, Any]:
-        told = {} if self._num_prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(delta)}
-        return {"text": self._text(delta), **told}
+        told = self._prompt_logprobs(delta)
+        return {"text": self._text(delta), **({} if told is None else {"prompt_logprobs": told})}
 
     def _text(self, delta: Delta) -> str:
         echo = self._echoes[delta.choice].text if self._echoes and delta.is_first else ""
@@ -301,7 +307,7 @@ class CompletionAnswer(OpenAiAnswer):
         return best
 
 
-class EmbeddingsAnswer(Answer):
+class EmbeddingsAnswer(Answer[Embeddings, None]):
     """OpenAI's list of embeddings; there is no stream of it."""
 
     def __init__(self, model: str, body: EmbeddingsRequest) -> None:

@@ -11,8 +11,9 @@ from starlette.requests import Request
 
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.completion_answers import ChatAnswer, CompletionAnswer, EmbeddingsAnswer
-from mneme.cluster.http.stream import Answer, FieldNames, RunResponse
+from mneme.cluster.http.stream import Answer, E, FieldNames, RunResponse, W
 from mneme.cluster.tenancy import affinity_key, kv_salt, named_session_key, session_key
+from mneme.cluster.wire import answers
 from mneme.cluster.wire.anthropic import CacheMark
 from mneme.cluster.wire.openai import (
     IGNORED_HEADER,
@@ -37,7 +38,9 @@ _NOBODY_SAYS = "\u4e16\u754c"
 _EMBEDDED = SamplingParams(max_tokens=1, temperature=0, seed=0, ignore_eos=True)
 
 
-async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -> RunResponse:
+async def chat_completions(
+    api: ApiState, request: Request, body: ChatRequest
+) -> RunResponse[answers.ChatCompletion, answers.ChatChunk]:
     """Render the conversation, then run n choices of it."""
     return await run_chat(api, request, body, lambda params: ChatAnswer(api, request.state.request_id, body, params))
 
@@ -46,13 +49,13 @@ async def run_chat(
     api: ApiState,
     request: Request,
     body: ChatRequest,
-    worded: Callable[[SamplingParams], Answer],
+    worded: Callable[[SamplingParams], Answer[W, E]],
     *,
     fields: FieldNames | None = None,
     is_response: bool = False,
     marks: Sequence[CacheMark] = (),
     limit_of: Callable[[int, int | None], int | None] | None = None,
-) -> RunResponse:
+) -> RunResponse[W, E]:
     """Run a conversation whose answer is `worded` as the API at hand has it.
 
     fields       what clients of that API call prompt and limit; None: as chat completions do
@@ -206,7 +209,9 @@ def _of_tool(error: InvalidRequest, grammar: Grammar | None, use: ToolUse) -> In
     return InvalidRequest(f"tools[{index}].function.parameters", None, rule)
 
 
-async def completions(api: ApiState, request: Request, body: CompletionRequest) -> RunResponse:
+async def completions(
+    api: ApiState, request: Request, body: CompletionRequest
+) -> RunResponse[answers.Completion, answers.CompletionChunk]:
     """Run n choices of each prompt; choice j of prompt i has index i * n + j."""
     params = await _sampling(api, body)
     given = body.prompts()
@@ -230,7 +235,7 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
     return _run(api, request, body, turn, params, prompts, fields, answer, is_prompt_only=body.is_prompt_only)
 
 
-async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -> RunResponse:
+async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -> RunResponse[answers.Embeddings, None]:
     """Return the last hidden states of each text, pooled.
 
     A text runs as a request of one output token: all its tokens are computed, and nothing of it is kept.
@@ -338,12 +343,12 @@ def _run(
     params: SamplingParams,
     prompts: Sequence[EncodedPrompt],
     fields: Sequence[FieldNames],
-    answer: Answer,
+    answer: Answer[W, E],
     make_parser: Callable[[], AnswerParser | None] = lambda: None,
     kept: tuple[KeptPrefix, ...] = (),
     *,
     is_prompt_only: bool = False,
-) -> RunResponse:
+) -> RunResponse[W, E]:
     """Make a request of each choice; ids are `<turn>.<choice index>`, a turn for each prompt."""
     if len(prompts) * params.n > api.max_waiting:
         name, rule = ("prompt", "prompts x n") if len(prompts) > 1 else ("n", "choices")

@@ -42,7 +42,9 @@ _CHANGES: Sequence[tuple[str, answers.MissType]] = (
 )
 
 
-async def messages(api: ApiState, request: Request, body: MessagesRequest) -> RunResponse:
+async def messages(
+    api: ApiState, request: Request, body: MessagesRequest
+) -> RunResponse[answers.AnthropicMessage, answers.AnthropicEvent]:
     """Answer a conversation, as Anthropic's API does."""
     body.check()
     body, chat = await _placed(api, request, body)
@@ -137,7 +139,7 @@ class PromptRecord(NamedTuple):
         return None if self.others == previous.others else {"type": "unavailable"}
 
 
-class MessagesAnswer(AnswerInParts):
+class MessagesAnswer(AnswerInParts[answers.AnthropicMessage, answers.AnthropicEvent]):
     """A `message`, or the events of one: blocks of thinking, text and calls, one after the other."""
 
     def __init__(
@@ -186,7 +188,7 @@ class MessagesAnswer(AnswerInParts):
         delta: answers.AnthropicDelta
         if part.kind == "reasoning":
             delta = {"type": "thinking_delta", "thinking": text}
-        elif part.kind == "text":
+        elif part.kind == "message":
             delta = {"type": "text_delta", "text": text}
         elif text:
             delta = {"type": "input_json_delta", "partial_json": text}
@@ -236,6 +238,6 @@ class MessagesAnswer(AnswerInParts):
 def _block(part: Part) -> answers.AnthropicBlock:
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
-    if part.kind == "text":
+    if part.kind == "message":
         return {"type": "text", "text": part.text}
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": part.arguments}

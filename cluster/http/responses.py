@@ -18,13 +18,12 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.completion_answers import token_logprobs
 from mneme.cluster.http.completions import renamed, run_chat
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
-from mneme.cluster.http.stream import AnswerInParts, Event, FieldNames, Part, written
+from mneme.cluster.http.stream import AnswerInParts, FieldNames, Part, RunResponse, written
 from mneme.cluster.serve.engine_client import look_up_session, session_tokens
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, session_key
 from mneme.cluster.wire import answers
@@ -54,26 +53,22 @@ _SHOWN_TOKENS = 8  # from where two prompts differ
 _HIT_SHARE = 0.9  # of what two prompts have in common, so much was found: a hit
 _COMPARISON = "prompt_cache_options.comparison_response_id"
 _OFFERS = '; truncation: "auto" shortens it'
-_PREFIXES = {  # of ids
-    "message": "msg_",
-    "reasoning": "rs_",
-    "function_call": "fc_",
-    "custom_tool_call": "ctc_",
-    "tool_search_call": "tsc_",
-}
-_KINDS = {"reasoning": "reasoning", "text": "message"}  # of items, by that of a part
-_GROWS = {
-    "message": "output_text",
-    "reasoning": "reasoning_text",
-    "function_call": "function_call_arguments",
-    "custom_tool_call": "custom_tool_call_input",
-}
-_EMPTY: dict[str, dict[str, Any]] = {
-    "message": {"role": "assistant", "content": []},
-    "reasoning": {"summary": [], "content": []},
-    "function_call": {"arguments": ""},
-    "custom_tool_call": {"input": ""},
-    "tool_search_call": {"execution": "client", "arguments": {}},
+
+
+class _Form(NamedTuple):
+    """Says how items of one kind look."""
+
+    prefix: str  # of their ids
+    event: str  # that tells how they grow; empty: none does
+    empty: dict[str, Any]  # what is theirs, when they begin
+
+
+_FORMS = {
+    "message": _Form("msg_", "output_text", {"role": "assistant", "content": []}),
+    "reasoning": _Form("rs_", "reasoning_text", {"summary": [], "content": []}),
+    "function_call": _Form("fc_", "function_call_arguments", {"arguments": ""}),
+    "custom_tool_call": _Form("ctc_", "custom_tool_call_input", {"input": ""}),
+    "tool_search_call": _Form("tsc_", "", {"execution": "client", "arguments": {}}),
 }
 _TRUE = ("true", "1", "yes", "on", "t", "y")  # as query parameters are written
 # What a prompt begins with, and what a change of it is called.
@@ -95,7 +90,9 @@ _FIELDS = {
 }
 
 
-async def create_response(api: ApiState, request: Request, body: ResponsesRequest) -> ASGIApp:
+async def create_response(
+    api: ApiState, request: Request, body: ResponsesRequest
+) -> RunResponse[answers.Response, answers.ResponseEvent]:
     """Answer an input, which may go on from an earlier response, and keep the answer unless `store` is false."""
     body.check()
     salt, tenant = kv_salt(request.state.tenant, body.cache_salt), request.state.tenant
@@ -167,20 +164,15 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
     except InvalidRequest as error:
         paths = {rf"tools\[{index}\]\.function": each.path for index, each in enumerate(offered.values())}
         raise fields.worded(renamed(error, {**paths, **_FIELDS})) from None
-    if before is None:
-        return run
-    fork_home = await _fork(api, before, key, home)
+    if before is not None:
+        fork_home = await _fork(api, before, key, home)
 
-    async def run_fork(scope: Scope, receive: Receive, send: Send) -> None:
-        """Run it, and leave nothing of a fork whose turn was refused."""
-        try:
-            await run(scope, receive, send)
-        except MnemeError:
+        async def delete_fork() -> None:
             with contextlib.suppress(MnemeError):
                 await api.client.query(queries.DeleteSession(key), replica_id=fork_home)
-            raise
 
-    return run_fork
+        run.undo = delete_fork
+    return run
 
 
 async def get_response(api: ApiState, request: Request) -> answers.Response:
@@ -302,7 +294,7 @@ class Keeper(NamedTuple):
         return known.ids[: usage_of(response)["input_tokens"]]
 
 
-class ResponsesAnswer(AnswerInParts):
+class ResponsesAnswer(AnswerInParts[answers.Response, answers.ResponseEvent]):
     """A `response`, or the events of one, whose output grows item by item; of a prewarmed one there is none."""
 
     def __init__(
@@ -349,20 +341,20 @@ class ResponsesAnswer(AnswerInParts):
         yield {**self._event("created"), "response": response}
         yield {**self._event("in_progress"), "response": response}
 
-    def _add(self, delta: Delta) -> Iterator[Event]:
+    def _add(self, delta: Delta) -> Iterator[answers.ResponseEvent]:
         self._unsaid = [] if delta.reasoning or delta.calls else [*self._unsaid, *(delta.logprobs or ())]
         yield from super()._add(delta)
 
     def _begin_part(self, part: Part) -> Iterator[answers.ResponseEvent]:
         tool = self._offered[part.name] if part.kind == "call" else None
-        kind = tool.kind if tool is not None else _KINDS[part.kind]
-        own = self._echo["id"].removeprefix(RESPONSE_PREFIX)
-        item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}{own}_{part.index}", "type": kind, "status": "in_progress"}
+        kind = part.kind if tool is None else tool.kind
+        item_id = f"{_FORMS[kind].prefix}{self._echo['id'].removeprefix(RESPONSE_PREFIX)}_{part.index}"
+        item: dict[str, Any] = {"id": item_id, "type": kind, "status": "in_progress"}
         if tool is not None:
             item["call_id"] = part.call_id
             item |= {"name": tool.name} if kind != "tool_search_call" else {}
             item |= {"namespace": tool.namespace} if tool.namespace else {}
-        self._output.append(cast(answers.ResponseItem, item | deepcopy(_EMPTY[kind])))
+        self._output.append(cast(answers.ResponseItem, item | deepcopy(_FORMS[kind].empty)))
         self._input = RawInput()
         yield {**self._event("output_item.added"), "output_index": part.index, "item": self._output[-1]}
         if "content" in self._output[-1]:
@@ -372,44 +364,46 @@ class ResponsesAnswer(AnswerInParts):
         kind = self._output[-1]["type"]
         if kind == "custom_tool_call":
             text = self._input.push(text)
+        if not _FORMS[kind].event or (kind == "custom_tool_call" and not text):
+            return
+        grown = self._of_item(f"{_FORMS[kind].event}.delta")
+        grown["delta"] = text
         if kind == "message":
             logprobs, self._unsaid = self._unsaid, []
-            entries = token_logprobs(self._keeper.api.tokenizer, logprobs, self._echo["top_logprobs"])
-            self._logprobs += entries
-            yield {**self._of_item("output_text.delta"), "delta": text, "logprobs": entries}
-        elif kind in _GROWS and (text or kind != "custom_tool_call"):
-            yield {**self._of_item(f"{_GROWS[kind]}.delta"), "delta": text}
+            grown["logprobs"] = token_logprobs(self._keeper.api.tokenizer, logprobs, self._echo["top_logprobs"])
+            self._logprobs += grown["logprobs"]
+        yield grown
 
     def _end_part(self, part: Part, *, is_cut: bool) -> Iterator[answers.ResponseEvent]:
         item, kind, text = self._output[-1], self._output[-1]["type"], part.text
-        if kind == "function_call":
-            item["arguments"] = text
-            yield {**self._of_item(f"{_GROWS[kind]}.done"), "arguments": text, "name": item["name"]}
-        elif kind == "custom_tool_call":
-            if rest := self._input.end():
-                yield {**self._of_item(f"{_GROWS[kind]}.delta"), "delta": rest}
-            item["input"] = RawInput.of(text)
-            yield {**self._of_item(f"{_GROWS[kind]}.done"), "input": item["input"]}
-        elif kind == "tool_search_call":
+        event = _FORMS[kind].event
+        if kind == "custom_tool_call" and (rest := self._input.end()):
+            yield {**self._of_item(f"{event}.delta"), "delta": rest}
+        if kind == "tool_search_call":
             item["arguments"] = part.arguments
-        elif kind == "reasoning":
-            item["content"] = [_part(kind, text)]
-            item |= {"encrypted_content": sealed(text)} if self._seals else {}
-            yield {**self._of_item(f"{_GROWS[kind]}.done"), "text": text}
+        elif kind == "function_call":
+            item["arguments"] = text
+            yield {**self._of_item(f"{event}.done"), "arguments": text, "name": item["name"]}
+        elif kind == "custom_tool_call":
+            item["input"] = RawInput.of(text)
+            yield {**self._of_item(f"{event}.done"), "input": item["input"]}
         else:
-            said = _part(kind, text)
-            said["logprobs"], self._logprobs = self._logprobs, []
-            item["content"] = [said]
-            yield {**self._of_item(f"{_GROWS[kind]}.done"), "text": text, "logprobs": said["logprobs"]}
-        if "content" in item:
-            yield {**self._of_item("content_part.done"), "part": item["content"][0]}
+            said, done = _part(kind, text), self._of_item(f"{event}.done")
+            item["content"], done["text"] = [said], text
+            if kind == "message":
+                said["logprobs"] = done["logprobs"] = self._logprobs
+                self._logprobs = []
+            elif self._seals:
+                item["encrypted_content"] = sealed(text)
+            yield done
+            yield {**self._of_item("content_part.done"), "part": said}
         item["status"] = "incomplete" if is_cut else "completed"
         yield {**self._event("output_item.done"), "output_index": part.index, "item": item}
 
-    def _end_parts(self, choice: Choice) -> Iterator[Event]:
+    def _end_parts(self, choice: Choice) -> Iterator[answers.ResponseEvent]:
         """Close what is open, and make the response, which says something if only nothing."""
         if not self.parts and not self._is_silent:
-            yield from self._open(Part("text", 0))
+            yield from self._open(Part("message", 0))
         yield from super()._end_parts(choice)
         is_cut = choice.finish_reason == "length" and not self._is_silent
         self._response = self._object(

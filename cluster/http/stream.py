@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -25,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic_core import from_json
 from starlette.responses import Response
@@ -36,7 +37,6 @@ from mneme.cluster.http.error_response import error_object
 from mneme.cluster.http.guard import Send
 from mneme.cluster.keys import Meter
 from mneme.cluster.metrics.latency import RequestLatency
-from mneme.cluster.wire.answers import AnthropicEvent, ResponseEvent
 from mneme.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.choices import Choice, Delta, joined
 from mneme.replicas.request import GenerationRequest, TokenEvent
@@ -44,7 +44,8 @@ from mneme.replicas.request import GenerationRequest, TokenEvent
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Event = AnthropicEvent | ResponseEvent
+W = TypeVar("W", bound=Mapping[str, object])  # a whole answer
+E = TypeVar("E", bound=Mapping[str, object] | None)  # the data of an event of a stream; None: there is none
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -68,7 +69,7 @@ class FieldNames(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class RunResponse:
+class RunResponse(Generic[W, E]):
     """Nothing runs before Starlette calls it, and nothing runs on after it returns.
 
     The status line waits for the first event, so that a refusal at admission has its own status. A client
@@ -79,9 +80,10 @@ class RunResponse:
     api: ApiState
     choices: Sequence[Choice]
     fields: Sequence[FieldNames]  # of each prompt
-    answer: Answer
+    answer: Answer[W, E]
     is_stream: bool = False
     num_at_once: int | None = None  # choices; the others run behind them; None: all
+    undo: Callable[[], Awaitable[None]] | None = None  # leaves nothing of what was begun for it, where it is refused
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         num_given = self._num_tokens()
@@ -97,6 +99,10 @@ class RunResponse:
                 else:
                     response = await self._whole(generation)
                     await response(scope, receive, send)
+        except MnemeError:
+            if self.undo is not None:
+                await self.undo()
+            raise
         finally:
             self._use(scope, self._num_tokens() - num_given)
         latency.end()
@@ -167,7 +173,7 @@ class Generation:
     not lost with the handler.
     """
 
-    def __init__(self, asked: RunResponse, receive: Receive, latency: RequestLatency) -> None:
+    def __init__(self, asked: RunResponse[Any, Any], receive: Receive, latency: RequestLatency) -> None:
         self.choices = asked.choices
         self.is_done = False
         self.failure: MnemeError | None = None
@@ -283,11 +289,11 @@ def _failure(event: TokenEvent) -> MnemeError:
     return MnemeError(event.error or "the engine failed")
 
 
-class Answer(ABC):
+class Answer(ABC, Generic[W, E]):
     """Words the answers of one API, whole and as a stream of server-sent events."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> W:
         """The body when every choice has finished; `deltas` holds all of each."""
 
     @abstractmethod
@@ -298,7 +304,7 @@ class Answer(ABC):
     async def end(self, choices: Sequence[Choice]) -> bytes:
         """What ends a whole stream."""
 
-    async def keep(self, choices: Sequence[Choice]) -> None:  # noqa: B027  # most APIs keep nothing
+    async def keep(self, choices: Sequence[Choice]) -> None:  # most APIs keep nothing
         """Keep what an API keeps of a whole answer, all of which was worded."""
 
     def failed(self, error: MnemeError) -> bytes:
@@ -306,7 +312,7 @@ class Answer(ABC):
         return event(json.dumps(error_object(error)))
 
 
-PartKind = Literal["reasoning", "text", "call"]
+PartKind = Literal["reasoning", "message", "call"]
 
 
 @dataclass(slots=True)
@@ -333,7 +339,7 @@ class Part:
         return given if isinstance(given, dict) else {"arguments": self.text}  # the model's own words, not forced
 
 
-class AnswerInParts(Answer):
+class AnswerInParts(Answer[W, E]):
     """Words an answer of one choice whose parts follow each other; subclasses say which events tell that."""
 
     def __init__(self, *, is_silent: bool) -> None:
@@ -342,30 +348,30 @@ class AnswerInParts(Answer):
         self._has_begun, self._is_silent = False, is_silent
 
     @abstractmethod
-    def _begin(self, choice: Choice) -> Iterator[Event]:
+    def _begin(self, choice: Choice) -> Iterator[E]:
         """Yield what a stream begins with."""
 
     @abstractmethod
-    def _begin_part(self, part: Part) -> Iterator[Event]:
+    def _begin_part(self, part: Part) -> Iterator[E]:
         """Yield what tells that a part begins."""
 
     @abstractmethod
-    def _grow_part(self, part: Part, text: str) -> Iterator[Event]:
+    def _grow_part(self, part: Part, text: str) -> Iterator[E]:
         """Yield what tells that a part goes on with a text, which may be empty."""
 
     @abstractmethod
-    def _end_part(self, part: Part, *, is_cut: bool) -> Iterator[Event]:
+    def _end_part(self, part: Part, *, is_cut: bool) -> Iterator[E]:
         """Yield what tells that a part has ended; `is_cut`: at a limit."""
 
     @abstractmethod
-    def _end(self, choice: Choice) -> Iterator[Event]:
+    def _end(self, choice: Choice) -> Iterator[E]:
         """Yield what a whole stream ends with, when its last part has ended and it was kept."""
 
     @abstractmethod
-    def _whole(self, choice: Choice) -> Mapping[str, object]:
+    def _whole(self, choice: Choice) -> W:
         """The answer, when its last part has ended."""
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> W:
         """See `Answer`."""
         (choice,), (delta,) = choices, deltas
         deque(self._add(delta), maxlen=0)
@@ -388,10 +394,10 @@ class AnswerInParts(Answer):
         await self.keep(choices)
         return told + written(self._end(choices[0]))
 
-    def _add(self, delta: Delta) -> Iterator[Event]:
+    def _add(self, delta: Delta) -> Iterator[E]:
         if self._is_silent:
             return
-        said: tuple[tuple[PartKind, str], ...] = (("reasoning", delta.reasoning), ("text", delta.text))
+        said: tuple[tuple[PartKind, str], ...] = (("reasoning", delta.reasoning), ("message", delta.text))
         for kind, text in said:
             if text:
                 if not self.parts or self.parts[-1].kind != kind:
@@ -402,24 +408,24 @@ class AnswerInParts(Answer):
                 yield from self._open(Part("call", len(self.parts), piece.id, piece.name or ""))
             yield from self._grow(piece.arguments)
 
-    def _open(self, part: Part) -> Iterator[Event]:
+    def _open(self, part: Part) -> Iterator[E]:
         yield from self._close(is_cut=False)
         self.parts.append(part)
         yield from self._begin_part(part)
 
-    def _grow(self, text: str) -> Iterator[Event]:
+    def _grow(self, text: str) -> Iterator[E]:
         self.parts[-1].pieces.append(text)
         yield from self._grow_part(self.parts[-1], text)
 
-    def _close(self, *, is_cut: bool) -> Iterator[Event]:
+    def _close(self, *, is_cut: bool) -> Iterator[E]:
         if self.parts:
             yield from self._end_part(self.parts[-1], is_cut=is_cut)
 
-    def _end_parts(self, choice: Choice) -> Iterator[Event]:
+    def _end_parts(self, choice: Choice) -> Iterator[E]:
         yield from self._close(is_cut=choice.finish_reason == "length")
 
 
-def written(events: Iterable[Event]) -> bytes:
+def written(events: Iterable[Any]) -> bytes:
     return b"".join(event(json.dumps(each), each["type"]) for each in events)
 
 
