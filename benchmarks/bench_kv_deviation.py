@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mneme.lab.quality.tasks import read_task
 from mneme.replicas.model.config import model_directory
-from mneme.replicas.text.parts import EncodedParts, encode_parts, prompt_parts
+from mneme.replicas.text.parts import EncodedPrompt, encode_parts, prompt_parts
 from mneme.replicas.text.tokenizer import Tokenizer
 
 LAYOUT = "8x4"
@@ -88,13 +88,13 @@ class Measured(NamedTuple):
     attention: dict[str, list[float]]  # by who chooses, a value for each ratio
 
 
-def measure(model: Model, prompt: EncodedParts, bos: Sequence[int], seed: int) -> Measured:
-    num_rows = len(prompt.ids) - prompt.spans[-1].end
-    full = model.run(prompt.ids, num_rows)
-    reused = prompt.spans[1:]  # the first stands behind nothing but the BOS: it is exact
+def measure(model: Model, prompt: EncodedPrompt, bos: Sequence[int], seed: int) -> Measured:
+    num_rows = len(prompt.token_ids) - prompt.documents[-1].end
+    full = model.run(prompt.token_ids, num_rows)
+    reused = prompt.documents[1:]  # the first stands behind nothing but the BOS: it is exact
     alone = [layer.clone() for layer in full.kv]
     for span in reused:
-        cached = model.run([*bos, *prompt.ids[span.start : span.end]])
+        cached = model.run([*bos, *prompt.token_ids[span.start : span.end]])
         for layer, theirs in zip(alone, cached.kv, strict=True):
             layer[span.start : span.end] = theirs[len(bos) :]
     places = torch.cat([torch.arange(span.start, span.end) for span in reused])
@@ -112,7 +112,7 @@ def measure(model: Model, prompt: EncodedParts, bos: Sequence[int], seed: int) -
         attention[name] = []
         for ratio in RATIOS:
             rest = places[order[round(ratio * len(places)) :]]
-            seen = model.run(prompt.ids, num_rows, alone, rest)
+            seen = model.run(prompt.token_ids, num_rows, alone, rest)
             far = [
                 float((ours - theirs).norm() / theirs.norm())
                 for ours, theirs in zip(seen.attention, full.attention, strict=True)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from starlette.types import ASGIApp
 
 from mneme.cluster.config import ClusterConfig, from_mapping
 from mneme.cluster.http.api_state import Backend
@@ -107,7 +107,7 @@ def _load_engine(*args: Any, **kwargs: Any) -> Any:
     return load_engine_loop(*args, **kwargs)
 
 
-def _build_api(clients: Sequence[EngineClient], config: ClusterConfig) -> FastAPI:
+def _build_api(clients: Sequence[EngineClient], config: ClusterConfig) -> ASGIApp:
     from mneme.cluster.http.api import build_api
 
     backends = list(map(Backend.load, clients, config.each_model()))

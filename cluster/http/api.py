@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -29,7 +29,8 @@ from mneme.cluster.http.error_response import MESSAGES, http_exception_response
 from mneme.cluster.http.guard import Guard
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.http.window import overview, page
-from mneme.cluster.http.window.requests import RequestLog, shown_request, times_of
+from mneme.cluster.http.window.ended import shown_request, times_of
+from mneme.cluster.http.window.requests import RequestLog
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
@@ -62,7 +63,7 @@ def build_api(
     ingress: str = "local",
     clock: Clock = time.perf_counter,
     traces: Traces | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The application; the first of `backends` answers requests that name no model, `ingress` is this process's own."""
     config = config or HttpConfig()
     keyring = config.keyring(clock)
@@ -76,43 +77,24 @@ def build_api(
         )
         for each in backends
     ]
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(
-        app,
-        Service(
-            apis=apis, metrics=metrics, needs_key=not keyring.is_open, requests=RequestLog(time.time), traces=traces
-        ),
-    )
-    app.add_exception_handler(HTTPException, _refused_by_framework)
+    app = Starlette(exception_handlers={HTTPException: _refused_by_framework})
+    app.router.redirect_slashes = False
+    requests = RequestLog(time.time)
+    service = Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open, requests=requests, traces=traces)
+    _add_routes(app, service)
     app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock, keyring=keyring)
     return app
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
+def _add_routes(app: Starlette, service: Service) -> None:
     hints = service.apis[0].config.affinity_headers
     sent, salt = ("X-Session-ID", *hints), ("cache_salt", "model")
     of_model = [
-        Route(
-            *("POST", "/v1/chat/completions", completions.chat_completions, answers.ChatCompletion),
-            others={"text/event-stream": answers.ChatChunk},
-            headers=sent,
-        ),
-        Route(
-            *("POST", "/v1/completions", completions.completions, answers.Completion),
-            others={"text/event-stream": answers.CompletionChunk},
-            headers=sent,
-        ),
-        Route(
-            *("POST", MESSAGES, messages.messages, answers.AnthropicMessage),
-            others={"text/event-stream": answers.AnthropicEvent},
-            headers=sent,
-        ),
+        Route("POST", "/v1/chat/completions", completions.chat_completions, headers=sent),
+        Route("POST", "/v1/completions", completions.completions, headers=sent),
+        Route("POST", MESSAGES, messages.messages, headers=sent),
         Route("POST", f"{MESSAGES}/count_tokens", messages.count_tokens),
-        Route(
-            *("POST", "/v1/responses", responses.create_response, answers.Response),
-            others={"text/event-stream": answers.ResponseEvent},
-            headers=hints,
-        ),
+        Route("POST", "/v1/responses", responses.create_response, headers=hints),
         Route("GET", _RESPONSE, responses.get_response, query=salt),
         Route("DELETE", _RESPONSE, responses.delete_response, query=salt),
         Route("POST", f"{_RESPONSE}/cancel", responses.cancel_response, query=salt),
@@ -120,7 +102,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
             *("GET", f"{_RESPONSE}/input_items", responses.list_input_items),
             query=("after", "limit", "order", *salt),
         ),
-        Route("POST", "/v1/embeddings", completions.embeddings, answers.Embeddings),
+        Route("POST", "/v1/embeddings", completions.embeddings),
         Route("POST", "/tokenize", tokenize),
         Route("POST", "/detokenize", detokenize),
         Route("GET", "/v1/sessions/{session_id:path}", sessions.get_session, query=salt),
@@ -143,17 +125,17 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         Route("GET", "/v1/sessions", overview.list_sessions, query=("limit",)),
         Route("GET", "/v1/requests", overview.list_requests, query=("last",)),
         Route("GET", "/v1/cluster", overview.cluster),
-        Route("GET", "/v1/events", overview.events, others={"text/event-stream": Event}),
+        Route("GET", "/v1/events", overview.events, event=Event),
         Route("GET", "/v1/kv/pins", kv.list_pins),
         Route("GET", "/health", _health, answers.Status, query=("verbose",)),
         Route("GET", "/ready", _ready, answers.Ready),
-        Route("GET", "/metrics", _metrics, others={"text/plain": str}),
+        Route("GET", "/metrics", _metrics, texts=["text/plain"]),
         Route("GET", "/version", _version),
-        Route("GET", "/", _root, answers.Service, others={"text/html": str}),
-        Route("GET", "/docs", _docs, others={"text/html": str}),
-        Route("GET", "/ui", page.page, others={"text/html": str}),
-        Route("GET", "/ui/app.js", page.script, others={"text/javascript": str}),
-        Route("GET", "/ui/app.css", page.style, others={"text/css": str}),
+        Route("GET", "/", _root, answers.Service, texts=["text/html"]),
+        Route("GET", "/docs", _docs, texts=["text/html"]),
+        Route("GET", "/ui", page.page, texts=["text/html"]),
+        Route("GET", "/ui/app.js", page.script, texts=["text/javascript"]),
+        Route("GET", "/ui/app.css", page.style, texts=["text/css"]),
         Route("GET", "/openapi.json", _openapi),
     ]
     routes = [*of_model, *of_all]
@@ -195,16 +177,14 @@ async def _answer(service: Service, route: Route, of_model: bool, request: Reque
 
 
 def _log_request(
-    service: Service, route: Route, request: Request, response: RunResponse, error: BaseException | None
+    service: Service, route: Route, request: Request, response: RunResponse[Any, Any], error: BaseException | None
 ) -> None:
     """Remember a request that has run."""
-    model = next(api.model.id for api in service.apis if api.client is response.client)
-    shown = shown_request(response, error, request, route.path, model, service.requests.clock())
+    routes = response.api.client.routes(response.choices[0].request.salt, request.state.request_id)
+    shown = shown_request(response, error, request, route.path, routes, service.requests.clock())
     service.requests.add(request.state.tenant, shown)
     if service.traces is not None:
-        routes = response.client.routes(response.choices[0].request.salt, shown["id"])
-        times = times_of(response, request, service.apis[0].clock(), shown["ended_at"])
-        service.traces.add(shown, times, routes, request.headers)
+        service.traces.add(shown, times_of(response, request, shown["ended_at"]), routes, request.headers)
 
 
 async def _list_models(service: Service, request: Request) -> answers.ModelList:

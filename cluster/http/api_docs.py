@@ -11,16 +11,17 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 from typing_extensions import is_typeddict
 
 from mneme.cluster.http.error_response import MESSAGES
+from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.wire.answers import AnthropicError, Error, Service
 from mneme.version import __version__
 
-_REF = "#/components/schemas/{model}"
+_JSON = "application/json"
 _PARAMETERS = {
     "X-Session-ID": "the session that this is a turn of",
     "cache_salt": "the one that the session or request was opened under",
@@ -45,7 +46,8 @@ class Route(NamedTuple):
     path: str
     handler: Callable[..., Awaitable[Any]]
     answer: Any = None  # a TypedDict, in JSON, where the handler makes a response of it; None: what it returns, if one
-    others: Mapping[str, Any] = {}  # its other answers, by media type: a TypedDict (of each event), or str
+    event: Any = None  # likewise: a TypedDict, of a stream
+    texts: Sequence[str] = ()  # media types of its answers that are text
     headers: Sequence[str] = ()  # that it reads
     query: Sequence[str] = ()
     is_admins: bool = False  # refused to others
@@ -56,10 +58,13 @@ class Route(NamedTuple):
         return _types_of(self.handler).get("body")
 
     @property
-    def described(self) -> Any:
-        """Return the type of its answer in JSON, or None."""
+    def answers(self) -> dict[str, Any]:
+        """Return the types of its answers by media type, of a stream of events that of their data."""
         returned = _types_of(self.handler)["return"]
-        return self.answer or (returned if is_typeddict(returned) else None)
+        whole, event = get_args(returned) if get_origin(returned) is RunResponse else (returned, None)
+        answer = self.answer or (whole if is_typeddict(whole) else None)
+        found = {_JSON: answer, "text/event-stream": self.event or event, **dict.fromkeys(self.texts, str)}
+        return {media_type: kind for media_type, kind in found.items() if kind not in (None, type(None))}
 
 
 @cache
@@ -69,19 +74,15 @@ def _types_of(handler: Callable[..., Awaitable[Any]]) -> dict[str, Any]:
 
 def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these routes; `needs_model`: a body must name its model, as there are several."""
-    schemas: dict[str, Any] = {}
+    kinds = [kind for route in routes for kind in (route.body, *route.answers.values()) if kind is not None]
+    references, schemas = _described((*kinds, Error, AnthropicError))
 
-    def reference(described: Any) -> dict[str, Any]:
-        schemas.update(_schemas(described))
-        return {"$ref": _REF.format(model=described.__name__)}
+    def content(kind_by_type: Mapping[str, Any]) -> dict[str, Any]:
+        return {media_type: {"schema": references[kind, "validation"]} for media_type, kind in kind_by_type.items()}
 
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path", "")
-        content = {} if route.described is None else _json(reference(route.described))
-        for media_type, kind in route.others.items():
-            content[media_type] = {"schema": {"type": "string"} if kind is str else reference(kind)}
-        error = _json(reference(AnthropicError if path.startswith(MESSAGES) else Error))
         summary, _, rest = (inspect.getdoc(route.handler) or "").partition("\n")
         operation: dict[str, Any] = {
             "summary": summary,
@@ -93,34 +94,39 @@ def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
                 *(_parameter(name, "query", _PARAMETERS[name]) for name in route.query),
             ],
             "responses": {
-                "200": {"description": "done", "content": content},
-                "default": {"description": "what was wrong", "content": error},
+                "200": {"description": "done", "content": content(route.answers)},
+                "default": {
+                    "description": "what was wrong",
+                    "content": content({_JSON: AnthropicError if path.startswith(MESSAGES) else Error}),
+                },
             },
         }
         if route.body is not None:
-            operation["requestBody"] = {"required": route.method == "POST", "content": _json(reference(route.body))}
+            operation["requestBody"] = {"required": route.method == "POST", "content": content({_JSON: route.body})}
+            if not needs_model:
+                schema = schemas[route.body.__name__]
+                required = [name for name in schema.get("required", ()) if name != "model"]
+                schemas = {**schemas, route.body.__name__: {**schema, "required": required}}
         paths.setdefault(path, {})[route.method.lower()] = operation
-    for name in {route.body.__name__ for route in routes if route.body is not None and not needs_model}:
-        schema = schemas[name]
-        schemas[name] = {**schema, "required": [each for each in schema.get("required", ()) if each != "model"]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Mneme", "version": __version__},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
         "security": [{}, {"key": []}],
     }
 
 
 @cache
-def _schemas(described: Any) -> dict[str, Any]:
-    """The schema of a body by its name, and of what it is made of."""
-    schema = TypeAdapter(described).json_schema(ref_template=_REF)
-    return {**schema.pop("$defs", {}), described.__name__: schema}
-
-
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+def _described(kinds: tuple[Any, ...]) -> tuple[Mapping[Any, dict[str, Any]], dict[str, Any]]:
+    """Return references to these types, and the schemas of all that they are made of, by name."""
+    adapters: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]]
+    adapters = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
+    references, document = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
+    return references, document["$defs"]
 
 
 def _parameter(name: str, where: str, description: str = "") -> dict[str, Any]:

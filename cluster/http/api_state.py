@@ -28,12 +28,12 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, O
 from mneme.primitives import Bounded
 from mneme.replicas.card import sampling_defaults
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.documents import BlendOptions, DocumentSpan
+from mneme.replicas.documents import BlendOptions
 from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.request import Grammar, History, SamplingDefaults
 from mneme.replicas.text.calls.dialects import with_plugin
 from mneme.replicas.text.grammar import GrammarChecker
-from mneme.replicas.text.parts import Part, StandIns, encode_parts
+from mneme.replicas.text.parts import EncodedPrompt, Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import (
     Appended,
     conversation_prefix,
@@ -107,23 +107,6 @@ class Backend(NamedTuple):
         )
 
 
-class Prompt(NamedTuple):
-    token_ids: tuple[int, ...]
-    text: str | None  # None where the client gave ids
-    num_closing_chars: int = 0  # of what is appended: they close the answer before it
-    num_system: int = 0  # tokens of the system prompt, where a truncation asks for it
-    documents: tuple[DocumentSpan, ...] = ()
-    history: History | None = None
-
-    def last(self, num_tokens: int | None) -> Prompt:
-        """Return its last tokens, which have no text, if it has more; None: all. Raises `InvalidRequest`."""
-        if num_tokens is None or len(self.token_ids) <= num_tokens:
-            return self
-        if self.documents:
-            raise InvalidRequest("truncate_prompt_tokens", num_tokens, "cannot cut a prompt with documents")
-        return Prompt(self.token_ids[-num_tokens:], None)
-
-
 @dataclass(slots=True, kw_only=True)
 class ApiState:
     """One per model."""
@@ -174,7 +157,7 @@ class ApiState:
         documents: Sequence[object] = (),
         is_cut: bool = False,
         continues: bool = False,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """The prompt of a conversation, or what it grows by; the template runs off the event loop.
 
         documents  those that are in no message
@@ -182,7 +165,7 @@ class ApiState:
         continues  the answer goes on with the last message
         """
 
-        def work() -> Prompt:
+        def work() -> EncodedPrompt:
             stand_ins = StandIns(documents)
             render = partial(
                 self.tokenizer.render_chat,
@@ -267,7 +250,7 @@ class ApiState:
         *,
         add_special_tokens: bool,
         is_cut: bool = False,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """A text prompt; raises `ContextLengthExceeded` without tokenizing what can never fit.
 
         is_cut  what does not fit is cut off later: the prompt may have `MAX_WINDOWS` windows
@@ -276,17 +259,17 @@ class ApiState:
         text = "".join(part.text for part in parts)
         if self.tokenizer.min_num_tokens(text) >= self._max_given(is_cut):
             raise self._too_long(field, f"{len(text)} characters", is_cut)
-        ids, spans = encode_parts(self.tokenizer, parts, add_special_tokens=add_special_tokens)
-        if not ids:
+        prompt = encode_parts(self.tokenizer, parts, add_special_tokens=add_special_tokens)
+        if not prompt.token_ids:
             raise InvalidRequest(field, text, "must have at least one token")
-        return Prompt(tuple(ids), text, documents=spans)
+        return prompt
 
-    def take_ids(self, field: str, ids: list[int], *, is_cut: bool = False) -> Prompt:
+    def take_ids(self, field: str, ids: list[int], *, is_cut: bool = False) -> EncodedPrompt:
         """A prompt of token ids; `is_cut` as `encode` has it."""
         self.check_ids(field, ids)
         if len(ids) >= self._max_given(is_cut):
             raise self._too_long(field, f"{len(ids)} tokens", is_cut)
-        return Prompt(tuple(ids), None)
+        return EncodedPrompt(tuple(ids), None)
 
     def check_ids(self, field: str, ids: list[int]) -> None:
         size = self.tokenizer.vocab_size

@@ -3,71 +3,64 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.requests import Request
 
-from mneme.cluster.http.answers import Answer, ChatAnswer, Choice, CompletionAnswer, EmbeddingsAnswer, FieldNames
-from mneme.cluster.http.api_state import ApiState, Prompt
-from mneme.cluster.http.stream import RequestLatency, RunResponse
+from mneme.cluster.http.api_state import ApiState
+from mneme.cluster.http.completion_answers import ChatAnswer, CompletionAnswer, EmbeddingsAnswer
+from mneme.cluster.http.stream import Answer, E, FieldNames, RunResponse, W
 from mneme.cluster.tenancy import affinity_key, kv_salt, named_session_key, session_key
+from mneme.cluster.wire import answers
+from mneme.cluster.wire.anthropic import CacheMark
 from mneme.cluster.wire.openai import (
     IGNORED_HEADER,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
+    Message,
     SamplingBody,
-    StreamOptions,
     ToolUse,
 )
 from mneme.errors import DeadlineExceeded, InvalidRequest
+from mneme.replicas.choices import Choice
 from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, SamplingParams
 from mneme.replicas.text.calls.answer_parser import AnswerParser
+from mneme.replicas.text.parts import EncodedPrompt
+from mneme.replicas.text.prompts import num_common
 from mneme.replicas.text.tool_calls import refused_arguments
 from mneme.replicas.truncation import Truncation, resolved
 
 _EMBEDDED_AT_ONCE = 256  # texts of one request: chats find room in the queue beside them
+_NOBODY_SAYS = "\u4e16\u754c"
 _EMBEDDED = SamplingParams(max_tokens=1, temperature=0, seed=0, ignore_eos=True)
 
 
-async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -> RunResponse:
+async def chat_completions(
+    api: ApiState, request: Request, body: ChatRequest
+) -> RunResponse[answers.ChatCompletion, answers.ChatChunk]:
     """Render the conversation, then run n choices of it."""
-    return await run_chat(
-        api,
-        request,
-        body,
-        lambda params: ChatAnswer(
-            f"chatcmpl-{request.state.request_id}",
-            "chat.completion.chunk" if body.stream else "chat.completion",
-            int(api.wall_clock()),
-            api.model.id,
-            api.tokenizer,
-            num_top=params.logprobs or 0,
-            service_tier=body.used_tier,
-            num_prompt_top=body.prompt_logprobs,
-            has_reasoning=body.include_reasoning is not False,
-        ),
-    )
+    return await run_chat(api, request, body, lambda params: ChatAnswer(api, request.state.request_id, body, params))
 
 
 async def run_chat(
     api: ApiState,
     request: Request,
     body: ChatRequest,
-    worded: Callable[[SamplingParams], Answer],
+    worded: Callable[[SamplingParams], Answer[W, E]],
     *,
     fields: FieldNames | None = None,
     is_response: bool = False,
-    kept_of: Callable[[Prompt], Awaitable[tuple[KeptPrefix, ...]]] | None = None,
+    marks: Sequence[CacheMark] = (),
     limit_of: Callable[[int, int | None], int | None] | None = None,
-) -> RunResponse:
+) -> RunResponse[W, E]:
     """Run a conversation whose answer is `worded` as the API at hand has it.
 
     fields       what clients of that API call prompt and limit; None: as chat completions do
     is_response  its session has a response's id, and no header names another
-    kept_of      what stays resident of the prompt
+    marks        up to where the prompt stays resident
     limit_of     given what the window leaves beside the prompt and what was asked for, how many tokens an answer may
                  have; None: what is left. Of a prompt that is truncated it is not asked
     """
@@ -122,8 +115,36 @@ async def run_chat(
         [named],
         worded(params),
         lambda: api.dialect.parser(tools, is_forced=is_forced, is_thinking=is_thinking),
-        () if kept_of is None or body.appends else await kept_of(prompt),
+        () if body.appends else await _kept_prefixes(api, body, marks, prompt),
     )
+
+
+async def _kept_prefixes(
+    api: ApiState, body: ChatRequest, marks: Sequence[CacheMark], prompt: EncodedPrompt
+) -> tuple[KeptPrefix, ...]:
+    """Return what marks keep of a prompt; of each time the last one, as what comes before it is kept with it."""
+    last = {mark.ttl_s: mark for mark in marks}.values()
+    return tuple([await _kept(api, body, mark, prompt) for mark in last])
+
+
+async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: EncodedPrompt) -> KeptPrefix:
+    """Find where a mark is in the prompt: as far as the conversation that ends there is written alike."""
+    messages = body.messages[: mark.num_messages]
+    if messages and mark.num_parts is not None and isinstance(messages[-1].content, list):
+        content = messages[-1].content[: mark.num_parts]
+        if len(content) < len(messages[-1].content):
+            messages[-1] = messages[-1].model_copy(update={"content": content})
+    if messages == body.messages:
+        return KeptPrefix(len(prompt.token_ids), mark.ttl_s)
+    if not messages or messages[-1].role == "system":  # templates want somebody to speak
+        messages.append(Message(role="user", content=_NOBODY_SAYS))
+    begun = await api.render(
+        messages,
+        add_generation_prompt=False,
+        template_variables=body.variables,
+        truncation=Truncation(strategy="reuse_kv"),
+    )
+    return KeptPrefix(num_common(begun.token_ids, prompt.token_ids), mark.ttl_s)
 
 
 def _tell_effort(api: ApiState, request: Request, body: ChatRequest, name: str) -> None:
@@ -188,7 +209,9 @@ def _of_tool(error: InvalidRequest, grammar: Grammar | None, use: ToolUse) -> In
     return InvalidRequest(f"tools[{index}].function.parameters", None, rule)
 
 
-async def completions(api: ApiState, request: Request, body: CompletionRequest) -> RunResponse:
+async def completions(
+    api: ApiState, request: Request, body: CompletionRequest
+) -> RunResponse[answers.Completion, answers.CompletionChunk]:
     """Run n choices of each prompt; choice j of prompt i has index i * n + j."""
     params = await _sampling(api, body)
     given = body.prompts()
@@ -196,7 +219,7 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
     names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
     last = api.num_last(body.truncate_prompt_tokens, params.max_tokens)
 
-    def take(index: int) -> Prompt:
+    def take(index: int) -> EncodedPrompt:
         name, prompt = names[index], given[index]
         is_cut = last is not None or turn.truncation_of(index) is not None
         if not isinstance(prompt, list):
@@ -206,31 +229,23 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
 
     size = sum(len(prompt) if isinstance(prompt, str | list) else sum(len(p.text) for p in prompt) for prompt in given)
     prompts = await api.off_loop(size, lambda: list(map(take, range(len(given)))))
-    answer = CompletionAnswer(
-        f"cmpl-{request.state.request_id}",
-        "text_completion",
-        int(api.wall_clock()),
-        api.model.id,
-        api.tokenizer,
-        num_top=params.logprobs or 0,
-        service_tier=body.used_tier,
-        num_prompt_top=body.prompt_logprobs,
-        echoes=_echoes(api, prompts, params.n) if body.echo else (),
-    )
+    echoes = [_with_text(api, prompt) for prompt in prompts for _ in range(params.n)] if body.echo else ()
+    answer = CompletionAnswer(api, request.state.request_id, body, params, echoes)
     fields = [FieldNames(name, body.max_tokens_field or name) for name in names]
     return _run(api, request, body, turn, params, prompts, fields, answer, is_prompt_only=body.is_prompt_only)
 
 
-async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -> RunResponse:
+async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -> RunResponse[answers.Embeddings, None]:
     """Return the last hidden states of each text, pooled.
 
     A text runs as a request of one output token: all its tokens are computed, and nothing of it is kept.
     """
     given, timeout_s = body.inputs(), _time_left_s(api, request, body.timeout_s)
+    names = ["input"] if len(given) == 1 else [f"input[{i}]" for i in range(len(given))]
     last = api.num_last(body.truncate_prompt_tokens, _EMBEDDED.max_tokens)
 
-    def take(index: int) -> Prompt:
-        name, is_cut = "input" if len(given) == 1 else f"input[{index}]", last is not None
+    def take(index: int) -> EncodedPrompt:
+        name, is_cut = names[index], last is not None
         if isinstance(given[index], list):
             return api.take_ids(name, given[index], is_cut=is_cut).last(last)
         special = body.add_special_tokens
@@ -247,16 +262,12 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
             pooling=body.pooling,
             timeout_s=timeout_s,
         )
-        name = "input" if len(given) == 1 else f"input[{index}]"
-        choices.append(Choice.start(index, index, own, api.tokenizer, FieldNames(name, name)))
+        choices.append(Choice(index=index, prompt_index=index, request=own, tokenizer=api.tokenizer))
     return RunResponse(
-        client=api.client,
+        api=api,
         choices=choices,
+        fields=[FieldNames(name, name) for name in names],
         answer=EmbeddingsAnswer(api.model.id, body),
-        stream=None,
-        latency=RequestLatency(api.latencies, api.clock, request.state.received_s),
-        stall_timeout_s=api.config.client_stall_timeout_s,
-        on_end=request.state.on_end,
         num_at_once=min(_EMBEDDED_AT_ONCE, api.max_waiting),
     )
 
@@ -318,12 +329,10 @@ async def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> Sam
     return params
 
 
-def _echoes(api: ApiState, prompts: Sequence[Prompt], n: int) -> list[str]:
-    texts = [
-        api.tokenizer.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
-        for prompt in prompts
-    ]
-    return [text for text in texts for _ in range(n)]
+def _with_text(api: ApiState, prompt: EncodedPrompt) -> EncodedPrompt:
+    if prompt.text is not None:
+        return prompt
+    return prompt._replace(text=api.tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
 
 
 def _run(
@@ -332,14 +341,14 @@ def _run(
     body: SamplingBody,
     turn: _Turn,
     params: SamplingParams,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[EncodedPrompt],
     fields: Sequence[FieldNames],
-    answer: Answer,
+    answer: Answer[W, E],
     make_parser: Callable[[], AnswerParser | None] = lambda: None,
     kept: tuple[KeptPrefix, ...] = (),
     *,
     is_prompt_only: bool = False,
-) -> RunResponse:
+) -> RunResponse[W, E]:
     """Make a request of each choice; ids are `<turn>.<choice index>`, a turn for each prompt."""
     if len(prompts) * params.n > api.max_waiting:
         name, rule = ("prompt", "prompts x n") if len(prompts) > 1 else ("n", "choices")
@@ -375,17 +384,17 @@ def _run(
                 timeout_s=timeout_s,
             )
             engine_request.check_prompt_logprobs("echo" if body.prompt_logprobs is None else "prompt_logprobs")
-            choices.append(Choice.start(len(choices), i, engine_request, api.tokenizer, fields[i], make_parser()))
-            choices[-1].is_prompt_only = is_prompt_only
-    return RunResponse(
-        client=api.client,
-        choices=choices,
-        answer=answer,
-        stream=(body.stream_options or StreamOptions()) if body.stream else None,
-        latency=RequestLatency(api.latencies, api.clock, request.state.received_s),
-        stall_timeout_s=api.config.client_stall_timeout_s,
-        on_end=request.state.on_end,
-    )
+            choices.append(
+                Choice(
+                    index=len(choices),
+                    prompt_index=i,
+                    request=engine_request,
+                    tokenizer=api.tokenizer,
+                    parser=make_parser(),
+                    is_prompt_only=is_prompt_only,
+                )
+            )
+    return RunResponse(api=api, choices=choices, fields=fields, answer=answer, is_stream=bool(body.stream))
 
 
 def _time_left_s(api: ApiState, request: Request, asked_s: float | None) -> float | None:

@@ -26,8 +26,8 @@ from starlette.requests import Request
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinName
-from mneme.cluster.http.answers import FieldNames
-from mneme.cluster.http.api_state import ApiState, Prompt, Service
+from mneme.cluster.http.api_state import ApiState, Service
+from mneme.cluster.http.stream import FieldNames
 from mneme.cluster.serve.engine_client import ask_tier, session_tokens
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
 from mneme.cluster.wire.answers import (
@@ -54,7 +54,7 @@ from mneme.errors import (
 from mneme.replicas import queries
 from mneme.replicas.documents import Document
 from mneme.replicas.request import SessionKey
-from mneme.replicas.text.parts import Part
+from mneme.replicas.text.parts import EncodedPrompt, Part
 
 R = TypeVar("R")
 
@@ -390,7 +390,7 @@ async def _token_ids(
 ) -> tuple[int, ...]:
     """Ids of a text or of parts, or those that were given."""
 
-    def take() -> Prompt:
+    def take() -> EncodedPrompt:
         if isinstance(given, list):
             return api.take_ids(field, given)
         return api.encode(field, given, add_special_tokens=special)

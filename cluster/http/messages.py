@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
-from pydantic_core import from_json
 from starlette.requests import Request
 
-from mneme.cluster.http.answers import Answer, Choice, Delta, event
-from mneme.cluster.http.api_state import ApiState, Prompt
+from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.completions import renamed, run_chat
 from mneme.cluster.http.error_response import anthropic_error
-from mneme.cluster.http.stream import RunResponse
+from mneme.cluster.http.stream import AnswerInParts, Part, RunResponse, event
 from mneme.cluster.wire import answers
-from mneme.cluster.wire.anthropic import CacheMark, CountRequest, MessagesRequest
-from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, Message, validate
+from mneme.cluster.wire.anthropic import CountRequest, MessagesRequest
+from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, validate
 from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError
-from mneme.replicas.request import KeptPrefix, SamplingParams
-from mneme.replicas.text.calls.answer_parser import CallPiece, whole_calls
+from mneme.replicas.choices import Choice
+from mneme.replicas.request import SamplingParams
 from mneme.replicas.text.prompts import num_common
-from mneme.replicas.truncation import Truncation
 
 B = TypeVar("B", bound=CountRequest)
 
 _BLOCK_TOKENS = 64
-_NOBODY_SAYS = "\u4e16\u754c"
 # What chat completions call the fields of a body here.
 _FIELDS = {
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -47,7 +42,9 @@ _CHANGES: Sequence[tuple[str, answers.MissType]] = (
 )
 
 
-async def messages(api: ApiState, request: Request, body: MessagesRequest) -> RunResponse:
+async def messages(
+    api: ApiState, request: Request, body: MessagesRequest
+) -> RunResponse[answers.AnthropicMessage, answers.AnthropicEvent]:
     """Answer a conversation, as Anthropic's API does."""
     body.check()
     body, chat = await _placed(api, request, body)
@@ -76,11 +73,8 @@ async def messages(api: ApiState, request: Request, body: MessagesRequest) -> Ru
         request.state.answer_headers.append((b"x-mneme-max-tokens", str(left).encode()))
         return None
 
-    async def kept_of(prompt: Prompt) -> tuple[KeptPrefix, ...]:
-        return await kept_prefixes(api, chat, marks, prompt)
-
     try:
-        return await run_chat(api, request, chat, worded, kept_of=kept_of, limit_of=limit_of)
+        return await run_chat(api, request, chat, worded, marks=marks, limit_of=limit_of)
     except InvalidRequest as error:
         raise renamed(error, _FIELDS) from None
 
@@ -103,34 +97,6 @@ async def _placed(api: ApiState, request: Request, body: B) -> tuple[B, ChatRequ
         return body, validate(ChatRequest, given)
     except InvalidRequest as error:
         raise renamed(error, _FIELDS) from None
-
-
-async def kept_prefixes(
-    api: ApiState, chat: ChatRequest, marks: Sequence[CacheMark], prompt: Prompt
-) -> tuple[KeptPrefix, ...]:
-    """Return what marks keep of a prompt; of each time the last one, as what comes before it is kept with it."""
-    last = {mark.ttl_s: mark for mark in marks}.values()
-    return tuple([await _kept(api, chat, mark, prompt) for mark in last])
-
-
-async def _kept(api: ApiState, chat: ChatRequest, mark: CacheMark, prompt: Prompt) -> KeptPrefix:
-    """Find where a mark is in the prompt: as far as the conversation that ends there is written alike."""
-    messages = chat.messages[: mark.num_messages]
-    if messages and mark.num_parts is not None and isinstance(messages[-1].content, list):
-        content = messages[-1].content[: mark.num_parts]
-        if len(content) < len(messages[-1].content):
-            messages[-1] = messages[-1].model_copy(update={"content": content})
-    if messages == chat.messages:
-        return KeptPrefix(len(prompt.token_ids), mark.ttl_s)
-    if not messages or messages[-1].role == "system":  # templates want somebody to speak
-        messages.append(Message(role="user", content=_NOBODY_SAYS))
-    begun = await api.render(
-        messages,
-        add_generation_prompt=False,
-        template_variables=chat.variables,
-        truncation=Truncation(strategy="reuse_kv"),
-    )
-    return KeptPrefix(num_common(begun.token_ids, prompt.token_ids), mark.ttl_s)
 
 
 class PromptRecord(NamedTuple):
@@ -173,76 +139,38 @@ class PromptRecord(NamedTuple):
         return None if self.others == previous.others else {"type": "unavailable"}
 
 
-class MessagesAnswer(Answer):
-    """A `message`, or the events of one: blocks of thinking, text and calls, one after the other.
-
-    is_silent  the prompt was all that was wanted
-    compare    given its id and its prompt, says why that did not go on from an earlier one
-    """
+class MessagesAnswer(AnswerInParts[answers.AnthropicMessage, answers.AnthropicEvent]):
+    """A `message`, or the events of one: blocks of thinking, text and calls, one after the other."""
 
     def __init__(
         self,
         request_id: str,
         model: str,
         *,
-        is_silent: bool = False,
-        compare: Callable[[str, Sequence[int]], answers.CacheMissReason | None] = lambda *_: None,
+        is_silent: bool,
+        compare: Callable[[str, Sequence[int]], answers.CacheMissReason | None],
     ) -> None:
+        """`compare`: given its id and its prompt, says why that did not go on from an earlier one."""
+        super().__init__(is_silent=is_silent)
         self._request_id = request_id
         message_id = f"msg_{request_id}"
         self._head: answers.AnthropicHead = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-        self._has_begun = False
-        self._is_silent, self._compare = is_silent, compare
-        self._num_blocks = 0
-        self._open: str | None = None  # the block that is being told: its type, or its call's index
-
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> answers.AnthropicMessage:
-        """See `Answer`."""
-        (choice,), (delta,) = choices, deltas
-        content: list[answers.AnthropicBlock] = []
-        if delta.reasoning:
-            content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
-        if delta.text:
-            content.append({"type": "text", "text": delta.text})
-        content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": parsed_arguments(call.arguments)}
-            for call in whole_calls(delta.calls)
-        ]
-        return {
-            **self._head,
-            **self._diagnostics(choice),
-            "content": [] if self._is_silent else content,
-            **self._ending(choice),
-            "usage": self._usage(choice),
-        }
-
-    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
-        """See `Answer`."""
-        (choice,), said = choices, b""
-        for delta in deltas:
-            said += self._begin(choice)
-            if not self._is_silent:
-                said += self._told(delta)
-        return said
-
-    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
-        """See `Answer`; usage is told to everyone."""
-        (choice,) = choices
-        said = self._begin(choice) + self._close()
-        return (
-            said
-            + _event("message_delta", delta=self._ending(choice), usage=self._usage(choice))
-            + _event("message_stop")
-        )
+        self._compare = compare
 
     def failed(self, error: MnemeError) -> bytes:
         """See `Answer`."""
         return event(json.dumps(anthropic_error(error, self._request_id)), "error")
 
-    def _begin(self, choice: Choice) -> bytes:
-        if self._has_begun:
-            return b""
-        self._has_begun = True
+    def _whole(self, choice: Choice) -> answers.AnthropicMessage:
+        return {
+            **self._head,
+            **self._diagnostics(choice),
+            "content": list(map(_block, self.parts)),
+            **self._ending(choice),
+            "usage": self._usage(choice),
+        }
+
+    def _begin(self, choice: Choice) -> Iterator[answers.AnthropicEvent]:
         message: answers.AnthropicMessage = {
             **self._head,
             **self._diagnostics(choice),
@@ -251,43 +179,32 @@ class MessagesAnswer(Answer):
             "stop_sequence": None,
             "usage": self._usage(choice),
         }
-        return _event("message_start", message=message)
+        yield {"type": "message_start", "message": message}
 
-    def _told(self, delta: Delta) -> bytes:
-        said = b""
-        if delta.reasoning:
-            said += self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            said += self._delta(type="thinking_delta", thinking=delta.reasoning)
-        if delta.text:
-            said += self._opened("text", {"type": "text", "text": ""}) + self._delta(type="text_delta", text=delta.text)
-        return said + b"".join(map(self._piece, delta.calls))
+    def _begin_part(self, part: Part) -> Iterator[answers.AnthropicEvent]:
+        yield {"type": "content_block_start", "index": part.index, "content_block": _block(part)}
 
-    def _piece(self, piece: CallPiece) -> bytes:
-        said = b""
-        if piece.id is not None:
-            block: answers.AnthropicBlock = {"type": "tool_use", "id": piece.id, "name": piece.name or "", "input": {}}
-            said = self._opened(f"call {piece.call}", block)
-        return said + (self._delta(type="input_json_delta", partial_json=piece.arguments) if piece.arguments else b"")
+    def _grow_part(self, part: Part, text: str) -> Iterator[answers.AnthropicEvent]:
+        delta: answers.AnthropicDelta
+        if part.kind == "reasoning":
+            delta = {"type": "thinking_delta", "thinking": text}
+        elif part.kind == "message":
+            delta = {"type": "text_delta", "text": text}
+        elif text:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        else:
+            return
+        yield {"type": "content_block_delta", "index": part.index, "delta": delta}
 
-    def _opened(self, name: str, block: answers.AnthropicBlock) -> bytes:
-        """Begin a block, unless it is open."""
-        if self._open == name:
-            return b""
-        said = self._close()
-        self._open = name
-        return said + _event("content_block_start", index=self._num_blocks, content_block=block)
+    def _end_part(self, part: Part, *, is_cut: bool) -> Iterator[answers.AnthropicEvent]:
+        if part.kind == "reasoning":
+            signed: answers.AnthropicDelta = {"type": "signature_delta", "signature": ""}
+            yield {"type": "content_block_delta", "index": part.index, "delta": signed}
+        yield {"type": "content_block_stop", "index": part.index}
 
-    def _delta(self, **delta: str) -> bytes:
-        return _event("content_block_delta", index=self._num_blocks, delta=delta)
-
-    def _close(self) -> bytes:
-        if self._open is None:
-            return b""
-        signed = self._delta(type="signature_delta", signature="") if self._open == "thinking" else b""
-        said = signed + _event("content_block_stop", index=self._num_blocks)
-        self._open = None
-        self._num_blocks += 1
-        return said
+    def _end(self, choice: Choice) -> Iterator[answers.AnthropicEvent]:
+        yield {"type": "message_delta", "delta": self._ending(choice), "usage": self._usage(choice)}
+        yield {"type": "message_stop"}
 
     def _ending(self, choice: Choice) -> answers.AnthropicEnding:
         reason = "max_tokens" if self._is_silent else _STOP_REASONS.get(choice.finish_reason or "")
@@ -318,13 +235,9 @@ class MessagesAnswer(Answer):
         }
 
 
-def parsed_arguments(arguments: str) -> Any:
-    """Return a call's arguments: of those that were cut off what is whole, as Anthropic's SDK has it of a stream."""
-    given: Any = None
-    with suppress(ValueError):
-        given = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
-    return given if isinstance(given, dict) else {"arguments": arguments}  # the model's own words, not forced
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return event(json.dumps({"type": kind, **fields}), kind)
+def _block(part: Part) -> answers.AnthropicBlock:
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    if part.kind == "message":
+        return {"type": "text", "text": part.text}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": part.arguments}

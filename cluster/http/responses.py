@@ -10,22 +10,20 @@ rendered anew, as OpenAI does not carry instructions over.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mneme.cluster.http.answers import Answer, Choice, Delta, FieldNames, event, token_logprobs
-from mneme.cluster.http.api_state import ApiState, Prompt
+from mneme.cluster.http.api_state import ApiState
+from mneme.cluster.http.completion_answers import token_logprobs
 from mneme.cluster.http.completions import renamed, run_chat
-from mneme.cluster.http.messages import kept_prefixes, parsed_arguments
 from mneme.cluster.http.sessions import forget_session, fork_where_it_is
+from mneme.cluster.http.stream import AnswerInParts, FieldNames, Part, RunResponse, written
 from mneme.cluster.serve.engine_client import look_up_session, session_tokens
 from mneme.cluster.tenancy import RESPONSE_PREFIX, kv_salt, session_key
 from mneme.cluster.wire import answers
@@ -43,7 +41,8 @@ from mneme.cluster.wire.responses import (
 )
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, ResponseNotFound, SessionNotFound
 from mneme.replicas import queries
-from mneme.replicas.request import KeptPrefix, Logprobs, SessionKey
+from mneme.replicas.choices import Choice, Delta
+from mneme.replicas.request import Logprobs, SessionKey
 from mneme.replicas.text.prompts import num_common
 
 logger = logging.getLogger(__name__)
@@ -54,25 +53,22 @@ _SHOWN_TOKENS = 8  # from where two prompts differ
 _HIT_SHARE = 0.9  # of what two prompts have in common, so much was found: a hit
 _COMPARISON = "prompt_cache_options.comparison_response_id"
 _OFFERS = '; truncation: "auto" shortens it'
-_PREFIXES = {  # of ids
-    "message": "msg_",
-    "reasoning": "rs_",
-    "function_call": "fc_",
-    "custom_tool_call": "ctc_",
-    "tool_search_call": "tsc_",
-}
-_GROWS = {
-    "message": "output_text",
-    "reasoning": "reasoning_text",
-    "function_call": "function_call_arguments",
-    "custom_tool_call": "custom_tool_call_input",
-}
-_EMPTY: dict[str, dict[str, Any]] = {
-    "message": {"role": "assistant", "content": []},
-    "reasoning": {"summary": [], "content": []},
-    "function_call": {"arguments": ""},
-    "custom_tool_call": {"input": ""},
-    "tool_search_call": {"execution": "client", "arguments": {}},
+
+
+class _Form(NamedTuple):
+    """Says how items of one kind look."""
+
+    prefix: str  # of their ids
+    event: str  # that tells how they grow; empty: none does
+    empty: dict[str, Any]  # what is theirs, when they begin
+
+
+_FORMS = {
+    "message": _Form("msg_", "output_text", {"role": "assistant", "content": []}),
+    "reasoning": _Form("rs_", "reasoning_text", {"summary": [], "content": []}),
+    "function_call": _Form("fc_", "function_call_arguments", {"arguments": ""}),
+    "custom_tool_call": _Form("ctc_", "custom_tool_call_input", {"input": ""}),
+    "tool_search_call": _Form("tsc_", "", {"execution": "client", "arguments": {}}),
 }
 _TRUE = ("true", "1", "yes", "on", "t", "y")  # as query parameters are written
 # What a prompt begins with, and what a change of it is called.
@@ -94,7 +90,9 @@ _FIELDS = {
 }
 
 
-async def create_response(api: ApiState, request: Request, body: ResponsesRequest) -> ASGIApp:
+async def create_response(
+    api: ApiState, request: Request, body: ResponsesRequest
+) -> RunResponse[answers.Response, answers.ResponseEvent]:
     """Answer an input, which may go on from an earlier response, and keep the answer unless `store` is false."""
     body.check()
     salt, tenant = kv_salt(request.state.tenant, body.cache_salt), request.state.tenant
@@ -139,9 +137,6 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
         None if compared is None else (salt, session_key(tenant, compared, _COMPARISON)),
     )
 
-    async def kept_of(prompt: Prompt) -> tuple[KeptPrefix, ...]:
-        return await kept_prefixes(api, chat, marks, prompt)
-
     def limit_of(left: int, wanted: int | None) -> int:
         """Leave half of what is left to the turns that go on from an answer without a limit of its own."""
         num_before = usage_of(kept.response)["total_tokens"] if kept is not None and appends else 0
@@ -163,26 +158,21 @@ async def create_response(api: ApiState, request: Request, body: ResponsesReques
             ),
             fields=fields,
             is_response=True,
-            kept_of=kept_of,
+            marks=marks,
             limit_of=limit_of,
         )
     except InvalidRequest as error:
         paths = {rf"tools\[{index}\]\.function": each.path for index, each in enumerate(offered.values())}
         raise fields.worded(renamed(error, {**paths, **_FIELDS})) from None
-    if before is None:
-        return run
-    fork_home = await _fork(api, before, key, home)
+    if before is not None:
+        fork_home = await _fork(api, before, key, home)
 
-    async def run_fork(scope: Scope, receive: Receive, send: Send) -> None:
-        """Run it, and leave nothing of a fork whose turn was refused."""
-        try:
-            await run(scope, receive, send)
-        except MnemeError:
+        async def delete_fork() -> None:
             with contextlib.suppress(MnemeError):
                 await api.client.query(queries.DeleteSession(key), replica_id=fork_home)
-            raise
 
-    return run_fork
+        run.undo = delete_fork
+    return run
 
 
 async def get_response(api: ApiState, request: Request) -> answers.Response:
@@ -304,7 +294,7 @@ class Keeper(NamedTuple):
         return known.ids[: usage_of(response)["input_tokens"]]
 
 
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(AnswerInParts[answers.Response, answers.ResponseEvent]):
     """A `response`, or the events of one, whose output grows item by item; of a prewarmed one there is none."""
 
     def __init__(
@@ -321,140 +311,112 @@ class ResponsesAnswer(Answer):
         offered  what the functions that it calls are, by name
         seals    reasoning is told as `encrypted_content`, too
         """
-        self._echo, self._keeper, self._is_prewarm = echo, keeper, is_prewarm
-        self._offered, self._seals = offered, seals
+        super().__init__(is_silent=is_prewarm)
+        self._echo, self._keeper, self._offered, self._seals = echo, keeper, offered, seals
+        self._output: list[answers.ResponseItem] = []  # of each part
         self._input = RawInput()  # of the custom tool that is being called
-        self._output: list[answers.ResponseItem] = []  # the last one may still grow: then its text is in `_pieces`
-        self._pieces: list[str] = []
-        self._logprobs: list[answers.TokenLogprobs] = []  # of these
+        self._logprobs: list[answers.TokenLogprobs] = []  # of the message that is being told
         self._unsaid: list[Logprobs] = []  # of tokens that have not become text yet
-        self._is_open = False
         self._num_events = 0
-        self._ending: list[bytes] = []  # events of the output's end, told when it is kept
         self._response: answers.Response | None = None  # once it is whole
-
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> answers.Response:
-        """See `Answer`."""
-        self.events(choices, deltas, str)
-        self._end_output(choices[0])
-        assert self._response is not None
-        return self._response
-
-    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
-        """See `Answer`."""
-        said = []
-        if not self._num_events:
-            response = self._object("in_progress")
-            said += [self._event("created", response=response), self._event("in_progress", response=response)]
-        for delta in () if self._is_prewarm else deltas:
-            if delta.reasoning:
-                said += self._grow("reasoning", delta.reasoning)
-            self._unsaid = [] if delta.reasoning or delta.calls else [*self._unsaid, *(delta.logprobs or ())]
-            if delta.text:
-                logprobs, self._unsaid = self._unsaid, []
-                said += self._grow("message", delta.text, logprobs)
-            for piece in delta.calls:
-                if piece.id is not None:
-                    said += self._open_call(piece.id, self._offered[piece.name or ""])
-                said += self._grow(self._output[-1]["type"], piece.arguments)
-        return b"".join(said)
 
     async def keep(self, choices: Sequence[Choice]) -> None:
         """See `Answer`."""
-        self._ending = [] if self._response is not None else self._end_output(choices[0])
         assert self._response is not None
         await self._keeper.keep(self._response, choices[0])
-
-    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
-        """See `Answer`; usage is told to everyone."""
-        assert self._response is not None, "it is kept before it ends"
-        return b"".join(self._ending) + self._event(self._response["status"], response=self._response)
 
     def failed(self, error: MnemeError) -> bytes:
         """See `Answer`."""
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
         failure: answers.ResponseFailure = {"code": code, "message": str(error) or "internal error"}
-        return self.events((), (), str) + self._event("failed", response=self._object("failed", error=failure))
+        told: answers.ResponseEvent = {**self._event("failed"), "response": self._object("failed", error=failure)}
+        return written([told])
 
-    def _end_output(self, choice: Choice) -> list[bytes]:
-        """Close what is open, and make the response."""
-        is_cut = choice.finish_reason == "length" and not self._is_prewarm
-        status: answers.ItemStatus = "incomplete" if is_cut else "completed"
-        said = [] if self._output or self._is_prewarm else self._open("message")
-        said += self._close(status)
+    def _whole(self, choice: Choice) -> answers.Response:
+        assert self._response is not None
+        return self._response
+
+    def _begin(self, choice: Choice) -> Iterator[answers.ResponseEvent]:
+        response = self._object("in_progress")
+        yield {**self._event("created"), "response": response}
+        yield {**self._event("in_progress"), "response": response}
+
+    def _add(self, delta: Delta) -> Iterator[answers.ResponseEvent]:
+        self._unsaid = [] if delta.reasoning or delta.calls else [*self._unsaid, *(delta.logprobs or ())]
+        yield from super()._add(delta)
+
+    def _begin_part(self, part: Part) -> Iterator[answers.ResponseEvent]:
+        tool = self._offered[part.name] if part.kind == "call" else None
+        kind = part.kind if tool is None else tool.kind
+        item_id = f"{_FORMS[kind].prefix}{self._echo['id'].removeprefix(RESPONSE_PREFIX)}_{part.index}"
+        item: dict[str, Any] = {"id": item_id, "type": kind, "status": "in_progress"}
+        if tool is not None:
+            item["call_id"] = part.call_id
+            item |= {"name": tool.name} if kind != "tool_search_call" else {}
+            item |= {"namespace": tool.namespace} if tool.namespace else {}
+        self._output.append(cast(answers.ResponseItem, item | deepcopy(_FORMS[kind].empty)))
+        self._input = RawInput()
+        yield {**self._event("output_item.added"), "output_index": part.index, "item": self._output[-1]}
+        if "content" in self._output[-1]:
+            yield {**self._of_item("content_part.added"), "part": _part(kind, "")}
+
+    def _grow_part(self, part: Part, text: str) -> Iterator[answers.ResponseEvent]:
+        kind = self._output[-1]["type"]
+        if kind == "custom_tool_call":
+            text = self._input.push(text)
+        if not _FORMS[kind].event or (kind == "custom_tool_call" and not text):
+            return
+        grown = self._of_item(f"{_FORMS[kind].event}.delta")
+        grown["delta"] = text
+        if kind == "message":
+            logprobs, self._unsaid = self._unsaid, []
+            grown["logprobs"] = token_logprobs(self._keeper.api.tokenizer, logprobs, self._echo["top_logprobs"])
+            self._logprobs += grown["logprobs"]
+        yield grown
+
+    def _end_part(self, part: Part, *, is_cut: bool) -> Iterator[answers.ResponseEvent]:
+        item, kind, text = self._output[-1], self._output[-1]["type"], part.text
+        event = _FORMS[kind].event
+        if kind == "custom_tool_call" and (rest := self._input.end()):
+            yield {**self._of_item(f"{event}.delta"), "delta": rest}
+        if kind == "tool_search_call":
+            item["arguments"] = part.arguments
+        elif kind == "function_call":
+            item["arguments"] = text
+            yield {**self._of_item(f"{event}.done"), "arguments": text, "name": item["name"]}
+        elif kind == "custom_tool_call":
+            item["input"] = RawInput.of(text)
+            yield {**self._of_item(f"{event}.done"), "input": item["input"]}
+        else:
+            said, done = _part(kind, text), self._of_item(f"{event}.done")
+            item["content"], done["text"] = [said], text
+            if kind == "message":
+                said["logprobs"] = done["logprobs"] = self._logprobs
+                self._logprobs = []
+            elif self._seals:
+                item["encrypted_content"] = sealed(text)
+            yield done
+            yield {**self._of_item("content_part.done"), "part": said}
+        item["status"] = "incomplete" if is_cut else "completed"
+        yield {**self._event("output_item.done"), "output_index": part.index, "item": item}
+
+    def _end_parts(self, choice: Choice) -> Iterator[answers.ResponseEvent]:
+        """Close what is open, and make the response, which says something if only nothing."""
+        if not self.parts and not self._is_silent:
+            yield from self._open(Part("message", 0))
+        yield from super()._end_parts(choice)
+        is_cut = choice.finish_reason == "length" and not self._is_silent
         self._response = self._object(
-            status,
+            "incomplete" if is_cut else "completed",
             output=self._output,
             usage=self._usage(choice),
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             completed_at=None if is_cut else int(self._keeper.api.wall_clock()),
         )
-        return said
 
-    def _open_call(self, call_id: str, tool: Offered) -> list[bytes]:
-        self._input = RawInput()
-        name = {} if tool.kind == "tool_search_call" else {"name": tool.name}
-        return self._open(
-            tool.kind, call_id=call_id, **name, **({"namespace": tool.namespace} if tool.namespace else {})
-        )
-
-    def _open(self, kind: str, **fields: Any) -> list[bytes]:
-        """Begin an item behind the others."""
-        said = self._close("completed")
-        own = self._echo["id"].removeprefix(RESPONSE_PREFIX)
-        item = {"id": f"{_PREFIXES[kind]}{own}_{len(self._output)}", "type": kind, "status": "in_progress"}
-        self._output.append(cast(answers.ResponseItem, {**item, **fields, **deepcopy(_EMPTY[kind])}))
-        self._is_open = True
-        said.append(self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1]))
-        if "content" in _EMPTY[kind]:
-            said.append(self._of_item("content_part.added", part=_part(kind, "")))
-        return said
-
-    def _grow(self, kind: str, text: str, logprobs: Sequence[Logprobs] = ()) -> list[bytes]:
-        said = []
-        if not self._is_open or self._output[-1]["type"] != kind:
-            said = self._open(kind)
-        if kind == "custom_tool_call":
-            text = self._input.push(text)
-        self._pieces.append(text)
-        if kind == "tool_search_call" or (kind == "custom_tool_call" and not text):
-            return said
-        if kind != "message":
-            return [*said, self._of_item(f"{_GROWS[kind]}.delta", delta=text)]
-        entries = token_logprobs(self._keeper.api.tokenizer, logprobs, self._echo["top_logprobs"])
-        self._logprobs += entries
-        return [*said, self._of_item(f"{_GROWS[kind]}.delta", delta=text, logprobs=entries)]
-
-    def _close(self, status: answers.ItemStatus) -> list[bytes]:
-        if not self._is_open:
-            return []
-        item, kind, said = self._output[-1], self._output[-1]["type"], list[bytes]()
-        if kind == "custom_tool_call" and (rest := self._input.end()):
-            self._pieces.append(rest)
-            said.append(self._of_item(f"{_GROWS[kind]}.delta", delta=rest))
-        text = "".join(self._pieces)
-        self._pieces, self._is_open = [], False
-        if kind == "function_call":
-            item["arguments"] = text
-            said.append(self._of_item(f"{_GROWS[kind]}.done", arguments=text, name=item["name"]))
-        elif kind == "custom_tool_call":
-            item["input"] = text
-            said.append(self._of_item(f"{_GROWS[kind]}.done", input=text))
-        elif kind == "tool_search_call":
-            item["arguments"] = parsed_arguments(text)
-        else:
-            part = _part(kind, text)
-            if kind == "message":
-                part["logprobs"], self._logprobs = self._logprobs, []
-            elif self._seals:
-                item["encrypted_content"] = sealed(text)
-            item["content"] = [part]
-            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            said.append(self._of_item(f"{_GROWS[kind]}.done", text=text, **logprobs))
-            said.append(self._of_item("content_part.done", part=part))
-        item["status"] = status
-        said.append(self._event("output_item.done", output_index=len(self._output) - 1, item=item))
-        return said
+    def _end(self, choice: Choice) -> Iterator[answers.ResponseEvent]:
+        assert self._response is not None
+        yield {**self._event(self._response["status"]), "response": self._response}
 
     def _object(
         self,
@@ -478,8 +440,8 @@ class ResponsesAnswer(Answer):
         }
 
     def _usage(self, choice: Choice) -> answers.ResponseUsage:
-        usage, num_told = choice.usage, 0 if self._is_prewarm else choice.num_told
-        thoughts = "".join(part["text"] for i in self._output if i["type"] == "reasoning" for part in i["content"])
+        usage, num_told = choice.usage, 0 if self._is_silent else choice.num_told
+        thoughts = "".join(part.text for part in self.parts if part.kind == "reasoning")
         num_thought = len(self._keeper.api.tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
         written = usage.prompt_tokens - usage.cached_tokens  # what is computed stays
         return {
@@ -490,15 +452,16 @@ class ResponsesAnswer(Answer):
             "total_tokens": usage.prompt_tokens + num_told,
         }
 
-    def _of_item(self, kind: str, **fields: Any) -> bytes:
-        item, index = self._output[-1], len(self._output) - 1
-        part = {"content_index": 0} if "content" in item else {}
-        return self._event(kind, item_id=item["id"], output_index=index, **part, **fields)
+    def _of_item(self, kind: str) -> answers.ResponseEvent:
+        item, told = self._output[-1], self._event(kind)
+        told["item_id"], told["output_index"] = item["id"], len(self._output) - 1
+        if "content" in item:
+            told["content_index"] = 0
+        return told
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        kind, number = f"response.{kind}", self._num_events
+    def _event(self, kind: str) -> answers.ResponseEvent:
         self._num_events += 1
-        return event(json.dumps({"type": kind, "sequence_number": number, **fields}), kind)
+        return {"type": f"response.{kind}", "sequence_number": self._num_events - 1}
 
 
 def _part(kind: str, text: str) -> answers.ResponseText:

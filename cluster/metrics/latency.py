@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from prometheus_client import Histogram, Metric, disable_created_metrics
 
+from mneme.replicas.choices import Choice
+
 Clock = Callable[[], float]
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -91,6 +93,46 @@ class ModelLatencies(NamedTuple):
     inference: Histogram
     prompt_tokens: Histogram
     generation_tokens: Histogram
+
+
+class RequestLatency:
+    """Measures one request from when its body was there, `started_s` of the same clock."""
+
+    def __init__(self, latencies: ModelLatencies, clock: Clock, started_s: float) -> None:
+        self._latencies = latencies
+        self._clock = clock
+        self._started_s = started_s
+
+    def past_s(self) -> float:
+        """Return the seconds since the body was there."""
+        return self._clock() - self._started_s
+
+    def event(self, choice: Choice, num_tokens: int) -> None:
+        """The choice has taken an event with so many tokens."""
+        if num_tokens:
+            now = self._clock()
+            if choice.first_s is None:
+                self._latencies.ttft.observe(now - self._started_s)
+                choice.first_s = now
+            else:
+                self._latencies.itl.observe((now - choice.last_s) / num_tokens)
+            choice.last_s = now
+        if choice.finish_reason is not None:
+            self._observe(choice)
+
+    def end(self) -> None:
+        self._latencies.e2e.observe(self.past_s())
+
+    def _observe(self, choice: Choice) -> None:
+        latencies, usage = self._latencies, choice.usage
+        latencies.queue.observe(usage.queue_s)
+        latencies.prefill.observe(usage.prefill_s)
+        latencies.decode.observe(choice.decode_s)
+        latencies.inference.observe(usage.prefill_s + choice.decode_s)
+        latencies.prompt_tokens.observe(usage.prompt_tokens)
+        latencies.generation_tokens.observe(choice.num_tokens)
+        if choice.num_tokens > 1:
+            latencies.tpot.observe(choice.decode_s / (choice.num_tokens - 1))
 
 
 def _renamed(metric: Metric, name: str) -> Metric:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
@@ -38,7 +38,7 @@ _WARM_UP = GenerationRequest(
     salt=WARM_UP_SALT,
 )
 
-BuildApi = Callable[[Sequence[EngineClient], ClusterConfig], FastAPI]  # a client for each model
+BuildApi = Callable[[Sequence[EngineClient], ClusterConfig], ASGIApp]  # a client for each model
 
 
 class Ingress:
@@ -59,7 +59,7 @@ class Ingress:
         self._build_api = build_api
         self._clients = [_client(*model) for model in zip(self._config.each_model(), engines, wanted, strict=True)]
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         api = self._build_api(self._clients, self._config)
         gc.collect()
         gc.freeze()  # what was imported and built stays: no request waits while a full collection looks at it

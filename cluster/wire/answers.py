@@ -170,15 +170,13 @@ class AnthropicError(TypedDict):
 
 
 class AnthropicDelta(TypedDict):
-    """What its type says; of the last one why the message ended."""
+    """What its type says."""
 
-    type: NotRequired[Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]]
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
     text: NotRequired[str]
     thinking: NotRequired[str]
     signature: NotRequired[str]
     partial_json: NotRequired[str]
-    stop_reason: NotRequired[str | None]
-    stop_sequence: NotRequired[str | None]
 
 
 class AnthropicEvent(TypedDict):
@@ -191,7 +189,7 @@ class AnthropicEvent(TypedDict):
     message: NotRequired[AnthropicMessage]
     index: NotRequired[int]
     content_block: NotRequired[AnthropicBlock]
-    delta: NotRequired[AnthropicDelta]
+    delta: NotRequired[AnthropicDelta | AnthropicEnding]  # the last one says why the message ended
     usage: NotRequired[AnthropicUsage]
     error: NotRequired[AnthropicErrorFields]
     request_id: NotRequired[str]
@@ -326,6 +324,7 @@ class ResponseEvent(TypedDict):
     delta: NotRequired[str]
     text: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
     name: NotRequired[str]
     logprobs: NotRequired[list[Any]]
 

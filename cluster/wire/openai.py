@@ -74,11 +74,11 @@ _UNION_BRANCHES = frozenset(
         "float",
         "bool",
         "none",
+        "CalledTool",
         "ContentPart",
         "GivenDocument",
         "NamedToolChoice",
         "TextSource",
-        "ToolChoice",
     }
 )  # pydantic puts them into error paths
 _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.\-]")

@@ -359,7 +359,7 @@ def flat_name(namespace: str | None, name: str) -> str:
     return f"{whole[: MAX_NAME_CHARS - 9]}_{crc32(whole.encode()):08x}"
 
 
-class ToolChoice(Body):
+class CalledTool(Body):
     type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
@@ -414,7 +414,7 @@ class ResponsesRequest(Body):
     include: Annotated[list[str], Field(max_length=64)] | None = None
     top_logprobs: Int | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | CalledTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -561,7 +561,7 @@ class ResponsesRequest(Body):
         if self.top_logprobs is not None or LOGPROBS in (self.include or ()):
             own |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         choice: Any = self.tool_choice
-        if isinstance(choice, ToolChoice):
+        if isinstance(choice, CalledTool):
             flat = flat_name(choice.namespace, choice.name)
             choice = {"type": "function", "function": {"name": flat}}
         if offered:
@@ -601,7 +601,7 @@ class ResponsesRequest(Body):
             "store": self.keeps,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": text,
-            "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, ToolChoice) else choice or "auto",
+            "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, CalledTool) else choice or "auto",
             "tools": [tool.echo() for tool in self.tools or () if not isinstance(tool, LeftOut)],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -693,6 +693,12 @@ class RawInput:
     def __init__(self) -> None:
         self._arguments = ""
         self._begin = 0  # of what was not told; 0: the string has not begun
+
+    @classmethod
+    def of(cls, arguments: str) -> str:
+        """Return the text of a whole call."""
+        raw = cls()
+        return raw.push(arguments) + raw.end()
 
     def push(self, arguments: str) -> str:
         """Return what is certain by now: half an escape, or half a character, waits for the rest."""

@@ -30,7 +30,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.fuse.report import Measured
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence as EngineSequence
-from mneme.replicas.text.parts import EncodedParts, StandIns, encode_parts, prompt_parts
+from mneme.replicas.text.parts import EncodedPrompt, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.tokenizer import Tokenizer
 
 BATCH = 16  # cases that run at once, where their KV fits
@@ -95,7 +95,7 @@ def measure(
             room = f"{engine.capacity} tokens with {max_tokens} of its answer"
             raise ConfigError(f"task: no case of {layout} fits {room}")
         full_tally, tallies = _Tally(), [_Tally() for _ in arms]
-        longest = max(len(prompt.ids) for _, prompt in fitting) + max_tokens
+        longest = max(len(prompt.token_ids) for _, prompt in fitting) + max_tokens
         batch_size = max(min(most, num_tokens // (_COPIES * longest)), 1)
         for start in range(0, len(fitting), batch_size):
             batch = fitting[start : start + batch_size]
@@ -139,7 +139,7 @@ class _Talker:
         self._ids = itertools.count()
         engine.on_logits = self._hear
 
-    def prompt(self, case: Case) -> EncodedParts | None:
+    def prompt(self, case: Case) -> EncodedPrompt | None:
         """Return the ids of a case; None if it is too long with its answer."""
         given, tokenizer = self._task.parts(case), self._tokenizer
         if self._is_chat:
@@ -149,9 +149,9 @@ class _Talker:
         else:
             parts = prompt_parts(given, ())
         encoded = encode_parts(tokenizer, parts, add_special_tokens=not self._is_chat)
-        return encoded if len(encoded.ids) + self._max_tokens <= self._engine.capacity else None
+        return encoded if len(encoded.token_ids) + self._max_tokens <= self._engine.capacity else None
 
-    def run(self, prompts: Sequence[EncodedParts], blend: BlendOptions, texts: Sequence[_Said] = ()) -> list[_Said]:
+    def run(self, prompts: Sequence[EncodedPrompt], blend: BlendOptions, texts: Sequence[_Said] = ()) -> list[_Said]:
         """Answer prompts together; with `texts` they are made to say those. Raises `MnemeError` if one fails."""
         said = [_Said(text) for text in texts] or [_Said() for _ in prompts]
         names = [f"quality-{next(self._ids)}" for _ in prompts]
@@ -165,8 +165,8 @@ class _Talker:
             )  # fmt: skip
             salt = "full" if blend.mode == "off" else "control" if _is_exact(blend) else "blend"
             asked = GenerationRequest(
-                request_id=name, prompt_token_ids=tuple(prompt.ids), sampling=params, salt=salt,
-                documents=prompt.spans, blend=blend,
+                request_id=name, prompt_token_ids=prompt.token_ids, sampling=params, salt=salt,
+                documents=prompt.documents, blend=blend,
             )  # fmt: skip
             self._engine.submit(asked)
         while self._engine.has_work:

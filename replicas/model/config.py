@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from mneme.cache_folder import cache_folder, locked
 from mneme.errors import CheckpointError
 from mneme.replicas.card import GGUF, read_json, refuse_other_weights
+from mneme.replicas.config import EMBEDDED_MODEL
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.fields import Fields
 from mneme.replicas.model.formats.gguf_file import card_of
 
-EMBEDDED_MODEL = "mneme-tiny"
 QUANTIZATIONS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4")  # of safetensors files
 Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # the form of a name on the Hugging Face hub

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.documents import Document, DocumentSpan
+from mneme.replicas.request import History
 from mneme.replicas.text.prompts import Appended
 from mneme.replicas.text.tokenizer import Tokenizer
 
@@ -29,14 +30,26 @@ class Part(NamedTuple):
     document: Document | None = None  # None: other text
 
 
-class EncodedParts(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt's ids, and where its documents are in them and in its text."""
 
-    ids: list[int]
-    spans: tuple[DocumentSpan, ...]
+    token_ids: tuple[int, ...]
+    text: str | None = None  # None where the client gave ids
+    documents: tuple[DocumentSpan, ...] = ()
+    num_system: int = 0  # tokens of the system prompt, where a truncation asks for it
+    num_closing_chars: int = 0  # of what is appended: they close the answer before it
+    history: History | None = None
+
+    def last(self, num_tokens: int | None) -> EncodedPrompt:
+        """Return its last tokens, which have no text, if it has more; None: all. Raises `InvalidRequest`."""
+        if num_tokens is None or len(self.token_ids) <= num_tokens:
+            return self
+        if self.documents:
+            raise InvalidRequest("truncate_prompt_tokens", num_tokens, "cannot cut a prompt with documents")
+        return EncodedPrompt(self.token_ids[-num_tokens:])
 
 
-def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, add_special_tokens: bool = False) -> EncodedParts:
+def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, add_special_tokens: bool = False) -> EncodedPrompt:
     """Encode each part on its own; the first is text, which may be empty.
 
     add_special_tokens  those before the whole prompt
@@ -58,7 +71,7 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, add_special_tok
                 raise InvalidRequest("documents", document.name, "each document must have at least one token")
             spans.append(DocumentSpan(start, len(ids), document.name, num_chars, num_chars + len(text), document.group))
         num_chars += len(text)
-    return EncodedParts(ids, tuple(spans))
+    return EncodedPrompt(tuple(ids), "".join(part.text for part in parts), tuple(spans))
 
 
 def prompt_parts(prompt: str | Sequence[Mapping[str, Any]], documents: Sequence[object]) -> tuple[Part, ...]:
@@ -140,4 +153,4 @@ class StandIns:
 
     def encode_prefix(self, tokenizer: Tokenizer, rendered: str) -> list[int]:
         """Encode what a conversation begins with, which may lack some of the documents."""
-        return encode_parts(tokenizer, self.cut(rendered, is_whole=False)).ids
+        return list(encode_parts(tokenizer, self.cut(rendered, is_whole=False)).token_ids)

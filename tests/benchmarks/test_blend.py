@@ -10,7 +10,7 @@ from bench_kv_deviation import RATIOS, Model, measure, spearman
 from workloads import WORKLOADS, make_prompts
 
 from mneme.replicas.documents import BlendOptions, DocumentSpan
-from mneme.replicas.text.parts import EncodedParts
+from mneme.replicas.text.parts import EncodedPrompt
 
 
 def test_costs_are_fitted_and_none_is_negative() -> None:
@@ -50,7 +50,7 @@ def test_kv_that_is_all_recomputed_is_off_by_nothing() -> None:
     assert spearman(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([10.0, 11.0, 10.5])) == pytest.approx(1)
     ids = torch.randint(16, 3000, (61,), generator=torch.Generator().manual_seed(0)).tolist()
     spans = tuple(DocumentSpan(start, end, "", start, end) for start, end in ((1, 21), (21, 50)))
-    found = measure(Model(), EncodedParts([1, *ids], spans), [1], seed=0)
+    found = measure(Model(), EncodedPrompt((1, *ids), documents=spans), [1], seed=0)
     assert found.deviations[0].max() < 1e-4  # nothing lies before the first layer
     assert found.deviations[1].max() > 0.01
     for far in found.attention.values():

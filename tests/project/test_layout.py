@@ -54,7 +54,7 @@ LEVELS = {
         "config request vllm_options",
         "card queries",
         "fuse text",
-        "sequence",
+        "choices sequence",
         "connector",
         "model sessions",
         "schedule",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from mneme.cluster.http.answers import Choice, FieldNames, usage_object
 from mneme.cluster.http.body import parse_json_object
+from mneme.cluster.http.completion_answers import usage_object
+from mneme.replicas.choices import Choice
 from mneme.replicas.request import GenerationRequest, Grammar, PromptUsage, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, chat, get, post
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
@@ -349,7 +350,7 @@ def test_engine_ids_are_a_turn_and_a_choice_index(prompt: Any, num_turns: int) -
 def test_prompt_tokens_that_one_choice_computed_are_not_cached() -> None:
     def choice(index: int, cached: int) -> Choice:
         request = GenerationRequest(request_id=f"r.{index}", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
-        made = Choice.start(index, index // 2, request, TOKENIZER, FieldNames("prompt", "max_tokens"))
+        made = Choice(index=index, prompt_index=index // 2, request=request, tokenizer=TOKENIZER)
         made.add(TokenEvent(request.request_id, (5,), None, None, PromptUsage(3, cached)))
         assert [delta.num_tokens for delta in made.take()] == [1]
         return made

@@ -13,9 +13,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.http.answers import MAX_DELTAS, Choice, FieldNames
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
+from mneme.replicas.choices import MAX_DELTAS, Choice
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, Server, get, post, serving
@@ -108,7 +108,7 @@ def test_what_a_stop_string_withholds_is_chunks_too(server: Server) -> None:
 def test_a_client_that_is_behind_gets_what_it_missed_in_one_chunk() -> None:
     sampling = SamplingParams(logprobs=0)
     request = GenerationRequest(request_id="r.0", prompt_token_ids=(1,), sampling=sampling)
-    choice = Choice.start(0, 0, request, TOKENIZER, FieldNames("prompt", "max_tokens"))
+    choice = Choice(index=0, prompt_index=0, request=request, tokenizer=TOKENIZER)
     said = TOKENIZER.encode("the fox " * MAX_DELTAS, add_special_tokens=False)
     for token_id in said:
         choice.add(TokenEvent("r.0", (token_id,), None, (Logprobs(token_id, -0.5, ()),), None))

@@ -159,6 +159,6 @@ def test_what_an_admin_warms_as_public_all_tenants_find() -> None:
 def test_a_warm_document_is_what_a_text_that_begins_with_it_finds(client: TestClient, engines: TwoEngines) -> None:
     document = "the quick brown fox jumps over the lazy dog. " * 3
     made = warm(client, document=document)
-    ids, spans = encode_parts(TOKENIZER, prompt_parts("who?", [document]), add_special_tokens=True)
-    assert made["num_tokens"] == spans[0].end
-    assert engines.cached("a", ids) == spans[0].end
+    prompt = encode_parts(TOKENIZER, prompt_parts("who?", [document]), add_special_tokens=True)
+    assert made["num_tokens"] == prompt.documents[0].end
+    assert engines.cached("a", prompt.token_ids) == prompt.documents[0].end

@@ -14,7 +14,8 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.lifecycle import check_files
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
-from mneme.replicas.model.config import EMBEDDED_MODEL, model_directory
+from mneme.replicas.config import EMBEDDED_MODEL
+from mneme.replicas.model.config import model_directory
 
 
 @pytest.fixture

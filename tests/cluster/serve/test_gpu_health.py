@@ -14,7 +14,8 @@ from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import ReplicaUnavailable
-from mneme.replicas.model.config import EMBEDDED_MODEL, model_directory
+from mneme.replicas.config import EMBEDDED_MODEL
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.text.tokenizer import Tokenizer
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.metric_samples import samples_of

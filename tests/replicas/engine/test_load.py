@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mneme.errors import CheckpointError, ConfigError
-from mneme.replicas.config import EngineConfig
+from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig
 from mneme.replicas.engine.load import (
     available_bytes,
     check_heads,
@@ -21,7 +21,7 @@ from mneme.replicas.engine.load import (
     load_engine,
     model_fingerprint,
 )
-from mneme.replicas.model.config import EMBEDDED_MODEL, load_model_config, model_directory, parse_model_config
+from mneme.replicas.model.config import load_model_config, model_directory, parse_model_config
 from mneme.replicas.model.decoder_config import DecoderConfig
 
 pytestmark = pytest.mark.engine

@@ -1,4 +1,4 @@
-"""Turns the engine's events into what a client is told: of each choice, and in the words of the two completion APIs.
+"""Words answers of chat and text completions, and embeddings, as OpenAI and vLLM do.
 
 A stream's chunks are put together from bytes prepared once per request: building and dumping a dictionary
 for every token would be most of the ingress's work.
@@ -9,20 +9,24 @@ from __future__ import annotations
 import base64
 import json
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from json.encoder import encode_basestring
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from mneme.cluster.http.error_response import error_object
+from mneme.cluster.http.api_state import ApiState
+from mneme.cluster.http.stream import Answer, E, W, event
 from mneme.cluster.wire.answers import (
+    ChatChunk,
+    ChatCompletion,
     ChatLogprobs,
     ChatMessage,
     ChatToolCall,
+    Completion,
+    CompletionChunk,
     CompletionLogprobs,
     Embedding,
     Embeddings,
@@ -34,154 +38,18 @@ from mneme.cluster.wire.answers import (
     TokenLogprobs,
     Usage,
 )
-from mneme.cluster.wire.openai import EmbeddingsRequest
-from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, TokenEvent
-from mneme.replicas.text.calls.answer_parser import AnswerParser, CallPiece, merged, whole_calls
-from mneme.replicas.text.detokenizer import TextStream
+from mneme.cluster.wire.openai import ChatRequest, CompletionRequest, EmbeddingsRequest, StreamOptions
+from mneme.errors import InvalidRequest, MnemeError
+from mneme.replicas.choices import Choice, Delta
+from mneme.replicas.request import Logprobs, PromptUsage, SamplingParams
+from mneme.replicas.text.calls.answer_parser import CallPiece, merged, whole_calls
+from mneme.replicas.text.parts import EncodedPrompt
 from mneme.replicas.text.tokenizer import Tokenizer
 
-MAX_DELTAS = 64  # steps that a client may be behind before they are told as one
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 _REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name, and vLLM's
 _LEAST = -9999.0  # JSON has no -Infinity; OpenAI uses this number for it
-
-
-class FieldNames(NamedTuple):
-    """Knows what a client calls the fields that engines name in their refusals."""
-
-    prompt: str
-    max_tokens: str  # the prompt's name where the client gave no limit
-    offers: str = ""  # said of what is too long: how the client may have it shortened
-
-    def worded(self, error: InvalidRequest) -> InvalidRequest:
-        """The refusal in the client's words."""
-        field = {"prompt": self.prompt, "max_tokens": self.max_tokens}.get(error.field or "", error.field)
-        return type(error)(field, error.value, error.rule + self.offers * isinstance(error, ContextLengthExceeded))
-
-
-class Delta(NamedTuple):
-    """Carries what one step brought of one choice, or several steps where its client is slow."""
-
-    choice: int  # its index in the answer
-    text: str  # may be empty: half a character, or what a stop string may begin with
-    logprobs: list[Logprobs] | None  # None: not asked for
-    finish_reason: str | None
-    num_tokens: int
-    is_first: bool
-    reasoning: str = ""
-    calls: tuple[CallPiece, ...] = ()
-    of_prompt: PromptLogprobs | None = None  # with the first, where they were asked for
-    prompt_token_ids: tuple[int, ...] = ()  # with these
-
-
-@dataclass(slots=True, kw_only=True)
-class Choice:
-    """Collects events; what the client has not taken yet piles up here, at most `max_tokens` of it.
-
-    A stream has a chunk for every step that gives it a token, as load tools count chunks as tokens; a client that is
-    `MAX_DELTAS` steps behind gets what it missed in one.
-    """
-
-    index: int  # in the answer
-    prompt_index: int  # choices with one prompt share its usage
-    request: GenerationRequest
-    stream: TextStream
-    fields: FieldNames
-    usage: PromptUsage
-    parser: AnswerParser | None = None  # finds calls and reasoning; None: all is text
-    embedding: tuple[float, ...] | None = None
-    is_prompt_only: bool = False  # nothing is told of what is drawn
-    num_tokens: int = 0
-    num_told: int = 0  # of these tokens, those that were taken
-    finish_reason: str | None = None  # what clients are told: "tool_calls" where all that was called is whole
-    first_s: float | None = None  # when its first token came, by the ingress's clock
-    last_s: float = 0.0
-    _deltas: list[Delta] = field(default_factory=list)
-
-    @staticmethod
-    def start(
-        index: int,
-        prompt_index: int,
-        request: GenerationRequest,
-        tokenizer: Tokenizer,
-        fields: FieldNames,
-        parser: AnswerParser | None = None,
-    ) -> Choice:
-        params = request.sampling
-        return Choice(
-            index=index,
-            prompt_index=prompt_index,
-            request=request,
-            stream=TextStream.of(tokenizer, params),
-            fields=fields,
-            usage=PromptUsage(len(request.prompt_token_ids), 0),
-            parser=parser,
-        )
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds from its first token to its last."""
-        return 0.0 if self.first_s is None else self.last_s - self.first_s
-
-    def add(self, event: TokenEvent) -> None:
-        if len(self._deltas) == MAX_DELTAS:
-            self._deltas = [joined(self._deltas)]
-        if self.is_prompt_only:
-            event = event._replace(token_ids=(), logprobs=None, finish_reason=event.finish_reason and "length")
-        is_first = not self.num_tokens and not self._deltas
-        self.num_tokens += len(event.token_ids)
-        text = self.stream.push(event.token_ids)
-        if event.usage is not None:
-            self.usage = event.usage
-        if event.embedding is not None:
-            self.embedding = event.embedding
-        if event.finish_reason is not None:
-            text += self.stream.finish()
-        logprobs = None if self.request.sampling.logprobs is None else list(event.logprobs or ())
-        reason, reasoning = event.finish_reason, ""
-        calls: tuple[CallPiece, ...] = ()
-        if self.parser is not None:
-            text, reasoning, calls = self.parser.push(text, is_last=reason is not None)
-            if reason == "stop" and self.parser.num_calls and self.parser.open_call is None:
-                reason = "tool_calls"
-        self.finish_reason = reason
-        num_tokens, of_prompt = len(event.token_ids), event.prompt_logprobs
-        ids = () if of_prompt is None else self.request.prompt_token_ids
-        delta = Delta(self.index, text, logprobs, reason, num_tokens, is_first, reasoning, calls, of_prompt, ids)
-        self._deltas.append(delta)
-
-    def refused(self, error: InvalidRequest) -> InvalidRequest:
-        """Return the engine's refusal in the client's words; one of the calls' grammar names the function."""
-        name = None if self.parser is None or error.field != "tools" else self.parser.open_call
-        if name is not None:
-            return InvalidRequest(error.field, error.value, f"{error.rule} (in the arguments of {name})")
-        return self.fields.worded(error)
-
-    def take(self) -> Iterator[Delta]:
-        """Take what is new, one by one: `num_told` counts what was taken."""
-        deltas, self._deltas = self._deltas, []
-        for delta in deltas:
-            self.num_told += delta.num_tokens
-            yield delta
-
-
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """Join what several steps brought of one choice."""
-    logprobs = None if deltas[0].logprobs is None else [item for delta in deltas for item in delta.logprobs or ()]
-    return Delta(
-        choice=deltas[0].choice,
-        text="".join(delta.text for delta in deltas),
-        logprobs=logprobs,
-        finish_reason=deltas[-1].finish_reason,
-        num_tokens=sum(delta.num_tokens for delta in deltas),
-        is_first=deltas[0].is_first,
-        reasoning="".join(delta.reasoning for delta in deltas),
-        calls=tuple(piece for delta in deltas for piece in delta.calls),
-        of_prompt=deltas[0].of_prompt,
-        prompt_token_ids=deltas[0].prompt_token_ids,
-    )
 
 
 def usage_object(choices: Iterable[Choice]) -> Usage:
@@ -233,53 +101,30 @@ def metrics_object(choices: Sequence[Choice]) -> Metrics | None:
     return found
 
 
-class Answer(ABC):
-    """Words the answers of one API, whole and as a stream of server-sent events."""
-
-    @abstractmethod
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
-        """The body when every choice has finished; `deltas` holds all of each."""
-
-    @abstractmethod
-    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
-        """What deltas are told as; `usage` gives what a chunk of OpenAI's says behind its choices."""
-
-    @abstractmethod
-    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
-        """What ends a whole stream; `has_usage`: the client asks for it."""
-
-    async def keep(self, choices: Sequence[Choice]) -> None:  # noqa: B027  # most APIs keep nothing
-        """Keep what an API keeps of a whole answer, all of which was worded; its end is told after that."""
-
-    def failed(self, error: MnemeError) -> bytes:
-        """What ends a stream that broke; a client must not take that for a whole answer."""
-        return event(json.dumps(error_object(error)))
-
-
-class OpenAiAnswer(Answer):
+class OpenAiAnswer(Answer[W, E]):
     """What OpenAI's two completion APIs have in common."""
 
-    def __init__(
-        self,
-        answer_id: str,
-        kind: str,
-        created: int,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        num_top: int,
-        service_tier: str | None = None,
-        num_prompt_top: int | None = None,
-    ) -> None:
-        """`num_prompt_top`: the likeliest that are told beside each token of the prompt; None: nothing of it is."""
-        self._fields: dict[str, Any] = {"id": answer_id, "object": kind, "created": created, "model": model}
-        if service_tier is not None:
-            self._fields["service_tier"] = service_tier
-        self._head = json.dumps(self._fields, separators=(",", ":"))[:-1] + ',"choices":['
-        self._tokenizer = tokenizer
-        self._num_top, self._num_prompt_top = num_top, num_prompt_top
+    _prefix: ClassVar[str]  # of ids
+    _kind: ClassVar[str]
+    _chunk_kind: ClassVar[str]  # in a stream
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
+    def __init__(
+        self, api: ApiState, request_id: str, body: ChatRequest | CompletionRequest, params: SamplingParams
+    ) -> None:
+        self._fields: dict[str, Any] = {
+            "id": f"{self._prefix}-{request_id}",
+            "object": self._chunk_kind if body.stream else self._kind,
+            "created": int(api.wall_clock()),
+            "model": api.model.id,
+        }
+        if body.used_tier is not None:
+            self._fields["service_tier"] = body.used_tier
+        self._head = _dumped(self._fields)[:-1] + ',"choices":['
+        self._tokenizer = api.tokenizer
+        self._num_top, self._num_prompt_top = params.logprobs or 0, body.prompt_logprobs
+        self._options = body.stream_options or StreamOptions()
+
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> W:
         """See `Answer`."""
         entries = [
             {
@@ -290,15 +135,24 @@ class OpenAiAnswer(Answer):
             }
             for delta in deltas
         ]
-        return {**self._fields, "choices": entries, **_figures(choices)}
+        return cast(W, {**self._fields, "choices": entries, **_figures(choices)})
 
-    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
+    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta]) -> bytes:
         """See `Answer`."""
-        return b"".join(event(chunk) for delta in deltas for chunk in self._chunks(delta, usage()))
+        return b"".join(event(chunk) for delta in deltas for chunk in self._chunks(delta, self._usage(choices)))
 
-    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
-        """See `Answer`; the chunk with usage has no choices."""
+    async def end(self, choices: Sequence[Choice]) -> bytes:
+        """See `Answer`; the chunk with usage, if the client asks for it, has no choices."""
+        has_usage = self._options.include_usage
         return (event(f"{self._head}],{_dumped(_figures(choices))[1:]}") if has_usage else b"") + DONE
+
+    def _usage(self, choices: Sequence[Choice]) -> str:
+        """Return what follows `choices` in a chunk: nothing, null, or the usage so far."""
+        if not self._options.include_usage:
+            return ""
+        if not self._options.continuous_usage_stats:
+            return ',"usage":null'
+        return f',"usage":{json.dumps(usage_object(choices))}'
 
     @abstractmethod
     def _chunks(self, delta: Delta, usage: str) -> Iterator[str]:
@@ -309,7 +163,7 @@ class OpenAiAnswer(Answer):
         """The text of a whole choice."""
 
     def _prompt_logprobs(self, delta: Delta) -> PromptLogprobsShown | None:
-        """Return vLLM's `prompt_logprobs`: for each token of the prompt but the first, tokens by id."""
+        """Return vLLM's `prompt_logprobs`: of each token of the prompt but the first, by id; None: not asked."""
         of_prompt = delta.of_prompt
         if self._num_prompt_top is None or of_prompt is None:
             return None
@@ -340,17 +194,21 @@ class OpenAiAnswer(Answer):
         return f',"logprobs":{logprobs},"finish_reason":{reason}}}]{usage}}}'
 
 
-class ChatAnswer(OpenAiAnswer):
-    """`chat.completion`, or `chat.completion.chunk` in a stream; `has_reasoning`: the client wants it."""
+class ChatAnswer(OpenAiAnswer[ChatCompletion, ChatChunk]):
+    """`chat.completion`, or `chat.completion.chunk` in a stream."""
 
-    def __init__(self, *args: Any, has_reasoning: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._has_reasoning = has_reasoning
+    _prefix, _kind, _chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, object]:
+    def __init__(self, api: ApiState, request_id: str, body: ChatRequest, params: SamplingParams) -> None:
+        super().__init__(api, request_id, body, params)
+        self._has_reasoning = body.include_reasoning is not False
+
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> ChatCompletion:
         """See `Answer`."""
-        told = {} if self._num_prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(deltas[0])}
-        return {**super().whole(choices, deltas), **told}
+        answer = super().whole(choices, deltas)
+        if (told := self._prompt_logprobs(deltas[0])) is not None:
+            answer["prompt_logprobs"] = told
+        return answer
 
     def _chunks(self, delta: Delta, usage: str) -> Iterator[str]:
         """A choice begins with its role alone, as OpenAI's: what follows it are tokens."""
@@ -384,11 +242,21 @@ class ChatAnswer(OpenAiAnswer):
         return {"content": token_logprobs(self._tokenizer, logprobs, self._num_top), "refusal": None}
 
 
-class CompletionAnswer(OpenAiAnswer):
-    """`text_completion`; `echoes` are the prompts' texts, by choice, where they were asked for."""
+class CompletionAnswer(OpenAiAnswer[Completion, CompletionChunk]):
+    """`text_completion`."""
 
-    def __init__(self, *args: Any, echoes: Sequence[str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    _prefix, _kind, _chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self,
+        api: ApiState,
+        request_id: str,
+        body: CompletionRequest,
+        params: SamplingParams,
+        echoes: Sequence[EncodedPrompt],
+    ) -> None:
+        """`echoes`: the prompts, by choice, where they were asked for."""
+        super().__init__(api, request_id, body, params)
         self._echoes = echoes
         self._offsets: dict[int, int] = {}  # by choice: where the next token's text begins
 
@@ -396,12 +264,12 @@ class CompletionAnswer(OpenAiAnswer):
         yield f'{self._head}{{"index":{delta.choice},"text":{_quoted(self._text(delta))}{self._end(delta, usage)}'
 
     def _said(self, delta: Delta) -> dict[str, Any]:
-        told = {} if self._num_prompt_top is None else {"prompt_logprobs": self._prompt_logprobs(delta)}
-        return {"text": self._text(delta), **told}
+        told = self._prompt_logprobs(delta)
+        return {"text": self._text(delta), **({} if told is None else {"prompt_logprobs": told})}
 
     def _text(self, delta: Delta) -> str:
-        echo = self._echoes[delta.choice] if self._echoes and delta.is_first else ""
-        return echo + delta.text
+        echo = self._echoes[delta.choice].text if self._echoes and delta.is_first else ""
+        return f"{echo}{delta.text}"
 
     def _logprobs(self, delta: Delta, logprobs: Sequence[Logprobs]) -> CompletionLogprobs:
         """Tell those of the prompt before others where it is echoed; its first token has none."""
@@ -409,10 +277,9 @@ class CompletionAnswer(OpenAiAnswer):
         tokens, offsets = [], list[int]()
         echo = self._echoes[delta.choice] if self._echoes and delta.is_first and delta.of_prompt is not None else None
         if echo is not None and delta.of_prompt is not None:
-            prompt_ids = delta.prompt_token_ids
-            tokens = [self._tokenizer.token_text(token_id) for token_id in prompt_ids]
-            offsets = self._echo_offsets(echo, prompt_ids, tokens)
-            offset, told = len(echo), [*delta.of_prompt.each(), *told]
+            tokens = [self._tokenizer.token_text(token_id) for token_id in echo.token_ids]
+            offsets = self._echo_offsets(echo.text or "", echo.token_ids, tokens)
+            offset, told = len(echo.text or ""), [*delta.of_prompt.each(), *told]
         fresh = [self._tokenizer.token_text(item.token_id) for item in logprobs]
         *further, self._offsets[delta.choice] = accumulate(map(len, fresh), initial=offset)
         first = [] if echo is None else [None]
@@ -440,7 +307,7 @@ class CompletionAnswer(OpenAiAnswer):
         return best
 
 
-class EmbeddingsAnswer(Answer):
+class EmbeddingsAnswer(Answer[Embeddings, None]):
     """OpenAI's list of embeddings; there is no stream of it."""
 
     def __init__(self, model: str, body: EmbeddingsRequest) -> None:
@@ -471,10 +338,10 @@ class EmbeddingsAnswer(Answer):
         floats: list[float] = vector.astype(np.float32).tolist()
         return floats
 
-    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
+    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta]) -> bytes:
         raise NotImplementedError
 
-    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
+    async def end(self, choices: Sequence[Choice]) -> bytes:
         raise NotImplementedError
 
 
@@ -495,11 +362,6 @@ def token_logprobs(tokenizer: Tokenizer, logprobs: Sequence[Logprobs], num_top: 
         {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*top) for top in item.top[:num_top]]}
         for item in logprobs
     ]
-
-
-def event(payload: str, name: str | None = None) -> bytes:
-    """A server-sent event; Anthropic's have names."""
-    return f"{'' if name is None else f'event: {name}{chr(10)}'}data: {payload}\n\n".encode()
 
 
 def _call_piece(piece: CallPiece) -> str:
