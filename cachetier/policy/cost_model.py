@@ -47,6 +47,7 @@ _STEP_WEIGHT = 0.2  # steps are many
 _FOUND_WEIGHT = 0.1  # of one prompt's chunks, in the share of disks
 _EDGE_WEIGHT = 0.35  # loads are few
 _HALF_LIFE_S = 60.0
+_FORGOTTEN_S = 5 * _HALF_LIFE_S
 _MAX_ERROR = 10.0  # that one measurement adds to a sum of relative errors
 # Coefficients that a fit tries, fewest first: of supports that fit alike, the first is taken. The middle term is what
 # grows with the work (rows, sequences, chunks), so one point alone says something of it.
@@ -56,8 +57,6 @@ _SMALLEST_S = 1e-9
 _CLIP = math.log(16)  # of one measurement to its prediction; beyond that it says no more
 _FAR = math.log(3)  # off; twice in a row, and it is the new truth
 _MAX_SCALE = 1e4
-_MISS_RATIO = 2.0  # at least, of what was given up
-_DISTRUST_S, _NUM_MISSES = 60.0, 2  # after so many works in a row were given up: one may be a hiccup of the machine
 _LARGEST = 1e6  # seconds of one row, sequence, chunk or byte
 
 
@@ -106,14 +105,14 @@ class LearnedCost:
         weight: float,
         half_life_s: float | None = None,
         scale: float = 1.0,
-        is_guess: bool = False,
+        is_calibrated: bool = True,
     ) -> None:
         """`weight` of each new measurement; `half_life_s`: of what was learned, without a new one; None: it stays.
 
-        `is_guess`: nothing was measured yet, and the first measurement replaces the scale.
+        `is_calibrated`: else the coefficients are a guess, and the first measurement replaces the scale, if it is 1.
         """
         self.coefficients = coefficients
-        self._is_guess, self._missed_s, self._num_missed = is_guess, -math.inf, 0
+        self._is_calibrated, self._is_guess = is_calibrated, not is_calibrated and scale == 1.0
         self._left = 0.0  # of the last measurement, that the scale did not follow; log
         self._clock, self._weight, self._half_life_s = clock, weight, half_life_s
         self._log_scale, self._noted_s = math.log(scale), clock()
@@ -133,12 +132,9 @@ class LearnedCost:
 
     @property
     def is_measured(self) -> bool:
-        return not self._is_guess
-
-    @property
-    def is_trusted(self) -> bool:
-        """Return whether the last works were not given up one after the other, or long ago."""
-        return self._num_missed < _NUM_MISSES or self._clock() - self._missed_s >= _DISTRUST_S
+        """False if it is a guess: nothing was measured yet, or so long ago that it is forgotten, and nothing before."""
+        is_forgotten = not self._is_calibrated and self._clock() - self._noted_s > _FORGOTTEN_S
+        return not (self._is_guess or is_forgotten)
 
     def note(self, ratio: float, share: float = 1.0) -> None:
         """Work took `ratio` times what was predicted; `share`: how much of it was of this kind."""
@@ -150,16 +146,7 @@ class LearnedCost:
             step = math.copysign(min(abs(far), abs(self._left)), far)
         self._move(step)
         self._left = far - step
-        self._is_guess, self._missed_s, self._num_missed = False, -math.inf, 0
-
-    def note_missed(self, ratio: float) -> None:
-        """Work was given up after `ratio` times what was predicted: it is at least that slow, and at least twice.
-
-        That is a guess, which the next measurement replaces.
-        """
-        self._move(math.log(min(max(ratio, _MISS_RATIO), _MAX_SCALE)))
-        self._is_guess, self._missed_s, self._left = True, self._clock(), 0.0
-        self._num_missed += 1
+        self._is_guess = False
 
     def _move(self, step: float) -> None:
         bound = math.log(_MAX_SCALE)
@@ -233,7 +220,7 @@ class CostModel:
                 weight=_EDGE_WEIGHT,
                 half_life_s=_HALF_LIFE_S,
                 scale=known.get(edge, 1.0),
-                is_guess=edge not in calibration.edges and edge not in known,
+                is_calibrated=edge in calibration.edges,
             )
         self._accuracy = {kind: _Accuracy() for kind in ("prefill", "decode", "mixed", *COST_EDGES)}
 
@@ -295,20 +282,6 @@ class CostModel:
         """Predict the seconds to bring the bytes of so many chunks over an edge, with nothing else under way."""
         return self._seconds(edge, (1, num_chunks, num_bytes)) if num_chunks > 0 else 0.0
 
-    def calibrated_edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: int = 1) -> float:
-        """Predict an edge's time as at the calibration, whatever was measured since."""
-        return self._costs[edge].calibrated_s((1, num_chunks, num_bytes))
-
-    def edge_scale(self, edge: CostEdge) -> float:
-        """Return what the edge takes, in times of its calibration."""
-        with self._lock:
-            return self._costs[edge].scale
-
-    def is_trusted(self, edge: CostEdge) -> bool:
-        """False for a while after loads over the edge were given up, or until one has come."""
-        with self._lock:
-            return self._costs[edge].is_trusted
-
     def is_measured(self, edge: CostEdge) -> bool:
         """False if what the edge takes is a guess."""
         with self._lock:
@@ -329,24 +302,18 @@ class CostModel:
             for kind, part_s in predicted.items():
                 self._costs[kind].note(seconds / total_s, part_s / total_s)
 
-    def note_edge(
-        self, edge: CostEdge, num_bytes: int, num_chunks: float, seconds: float, *, is_complete: bool = True
-    ) -> None:
+    def note_edge(self, edge: CostEdge, num_bytes: int, num_chunks: float, seconds: float) -> None:
         """So much came over an edge, alone or as part of a load, in so many seconds.
 
-        Not complete: it was given up then. Best told with what had come by then; where that is not known, with all that
-        was asked for: the edge is at least that slow, and at least twice as slow as was thought.
+        Of a load that was given up what had come by then, and the read that was under way: it is at least that slow.
         """
         if num_chunks <= 0 or seconds <= 0:
             return
         with self._lock:
             cost = self._costs[edge]
             predicted_s = cost.seconds((1, num_chunks, num_bytes))
-            if is_complete:
-                self._accuracy[edge].note(predicted_s, seconds)
-                cost.note(seconds / predicted_s)
-            else:
-                cost.note_missed(seconds / predicted_s)
+            self._accuracy[edge].note(predicted_s, seconds)
+            cost.note(seconds / predicted_s)
 
     def note_found(self, edges: Sequence[Edge]) -> None:
         """A tier had chunks of one prompt, each over one of these edges."""

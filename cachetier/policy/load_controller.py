@@ -35,21 +35,17 @@ All of that bounds the regret of prompts of which nobody knows whether they are 
 the time that computing it would take stands in the place of 0.05 C, and the longest head that keeps to it is loaded. On
 a busy machine the first loads make an edge look slow before any step has shown how slow computing is.
 
-A miss tells the cost model, if the edge that was late was slower than predicted (else a queue was long, and the edge is
-not to blame). After two in a row (one may be a hiccup of the machine) nothing more is staked on that edge for a minute,
-or until it has been tried with success: on one chunk at the head, at most every ten seconds, which is given up after
-0.05 C. An edge that has become too slow for a plan, or was never measured, is tried so too, if at its
-calibrated rate that chunk would come in time; where a head is loaded anyway, on one chunk behind it, if that is
-predicted to cost no more than 0.05 C.
+What was read of a load that was given up is measured like any other: two that were slow say that their edge is, and
+that is forgotten with the half-life of a minute. An edge that nobody has measured is tried on one chunk: peers cannot
+be calibrated at start, and where the guess is slower than computing nobody would ever load from one.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -61,8 +57,6 @@ _LOOKUP_SHARE = 0.01  # of what computing takes, that is waited for an answer
 _LATER = 1.3  # than usual an answer comes, or a step would end right before it, and the next one begin without it
 _PATIENT_LOOKUP_S = 60.0  # the same where everything is to be loaded
 _UNBOUNDED_S = 1e6  # likewise, of a load: each of its reads has a limit of its own
-_PROBE_AFTER_S = 10.0  # since an edge was last tried
-_SLOWER = 1.1  # than the calibration
 _LEAST_GAIN = 0.02  # of what computing takes: less is a tie, and nothing is loaded
 _TIE = 1e-9  # relative
 
@@ -91,7 +85,6 @@ class LoadPlan:
     first_s: float = 0.0  # that the first step computes of it beside the load
     # Of what comes from far, in memory before it computes beside others: the rest comes meanwhile.
     buffer_bytes: float = math.inf
-    is_probe: bool = False
 
     def part(self, num_chunks: int) -> LoadPlan:
         """Return the plan of so many of the chunks, all of which are in memory before they are loaded."""
@@ -113,8 +106,6 @@ class LoadPlan:
 
         `waited_s`: before the first was begun; `is_alone`: the request is computed meanwhile.
         """
-        if self.is_probe:
-            return self.deadline_s
         latest_s = self.latest_s if is_alone else self.latest_beside_s
         return max(self.slack_s, waited_s + (num_done + 1) / num_units * (latest_s - waited_s))
 
@@ -138,18 +129,15 @@ class LoadController:
     def __init__(
         self,
         cost_model: CostModel,
-        clock: Callable[[], float] = time.monotonic,
         *,
         num_layers: int = 32,
         loads_all: bool = False,
     ) -> None:
         """`loads_all`: whatever it is predicted to cost, and nothing is given up (`cache.load: always`)."""
         self._costs, self._loads_all = cost_model, loads_all
-        self._clock = clock
         self._num_layers = num_layers
         self._lock = threading.Lock()
-        self._tried_s: dict[Edge, float] = {}
-        self.num_plans: Counter[str] = Counter()  # "load" (all), "split", "compute" (all), "probe"
+        self.num_plans: Counter[str] = Counter()  # "load" (all), "split", "compute" (all)
 
     def plan(
         self,
@@ -169,19 +157,17 @@ class LoadController:
         choices = list(self._choices(num_resident, num_tokens, chunks, is_alone))
         recompute_s = choices[0].ttft_s
         slack_s = max(TOLERANCE * recompute_s, self._costs.prefill_s(num_stored, num_resident))
-        best = choices[-1] if self._loads_all else self._best(choices, chunks, slack_s if num_stored else None)
-        is_probe = best.num_chunks < len(chunks) and self._probes(best, choices, chunks)
-        if is_probe:
-            best = choices[best.num_chunks + 1]
-        self._count(best.num_chunks, len(chunks), is_probe)
-        self._note_tried(chunks[: best.num_chunks])
+        best = choices[-1] if self._loads_all else self._best(choices, slack_s if num_stored else None)
+        behind = chunks[best.num_chunks] if best.num_chunks < len(chunks) else None
+        if behind is not None and behind.num_tokens and not self._costs.is_measured(behind.edge):
+            best = choices[best.num_chunks + 1]  # to know what it costs
+        self._count(best.num_chunks, len(chunks))
         slack_s = _UNBOUNDED_S if self._loads_all else slack_s
         deadline_s = max(slack_s, min(2 * best.load_s, best.load_s + slack_s))
-        is_small = is_probe and best.num_chunks == 1
         step_chunks = self._step_chunks(chunks[: best.num_chunks])
         return LoadPlan(
             num_chunks=best.num_chunks,
-            deadline_s=slack_s if is_small else deadline_s,
+            deadline_s=deadline_s,
             slack_s=slack_s,
             predicted_load_s=best.load_s,
             predicted_recompute_s=recompute_s,
@@ -191,7 +177,6 @@ class LoadController:
             step_chunks=step_chunks,
             first_s=best.first_s,
             buffer_bytes=self._buffer_bytes(best, chunks) if best.num_chunks <= step_chunks else math.inf,
-            is_probe=is_small,
         )
 
     def lookup_wait_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
@@ -223,14 +208,12 @@ class LoadController:
         computing_s = self._costs.prefill_s(num_tokens - num_resident, num_resident)
         return self.lookup_wait_s(num_resident, num_tokens, num_stored) + computing_s
 
-    def _best(self, choices: Sequence[_Choice], chunks: Sequence[Loadable], slack_s: float | None) -> _Choice:
-        """Choose among the heads over edges that are trusted: the soonest, or the longest at most so much later."""
-        trusted = {edge for edge in {chunk.edge for chunk in chunks} if self._costs.is_trusted(edge)}
-        num_trusted = next((i for i, chunk in enumerate(chunks) if chunk.edge not in trusted), len(chunks))
+    def _best(self, choices: Sequence[_Choice], slack_s: float | None) -> _Choice:
+        """Choose the head that is soonest, or the longest that is at most so much later."""
         best = choices[0]
         if slack_s is not None:
-            return [each for each in choices[: num_trusted + 1] if each.ttft_s <= best.ttft_s + slack_s][-1]
-        for choice in choices[: num_trusted + 1]:
+            return [each for each in choices if each.ttft_s <= best.ttft_s + slack_s][-1]
+        for choice in choices:
             if choice.ttft_s < best.ttft_s * (1 - _TIE):
                 best = choice
         return best if best.ttft_s <= choices[0].ttft_s * (1 - _LEAST_GAIN) else choices[0]
@@ -284,31 +267,9 @@ class LoadController:
         size = max((chunk.num_bytes for chunk in chunks), default=0)
         return max(int(self._costs.prefill_s(self._costs.step_rows, 0) / self._costs.edge_s("host", size)), 1)
 
-    def _probes(self, best: _Choice, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> bool:
-        """Return whether to load one chunk more than is best, over an edge that was not tried for long."""
-        slack_s = TOLERANCE * choices[0].ttft_s
-        chunk, more = chunks[best.num_chunks], choices[best.num_chunks + 1]
-        is_trusted = self._costs.is_trusted(chunk.edge)
-        is_known = is_trusted and self._costs.is_measured(chunk.edge)
-        if is_known and self._costs.edge_scale(chunk.edge) < _SLOWER:
-            return False  # as fast as ever: it would not help
-        if best.num_chunks:  # given up, it would take the rest of the load with it
-            is_cheap = is_trusted and more.ttft_s <= min(best.ttft_s + slack_s, choices[0].ttft_s)
-        else:
-            is_cheap = self._costs.calibrated_edge_s(chunk.edge, chunk.num_bytes) <= slack_s
+    def _count(self, num_loaded: int, num_chunks: int) -> None:
         with self._lock:
-            is_due = self._clock() - self._tried_s.get(chunk.edge, -math.inf) >= _PROBE_AFTER_S
-        return is_cheap and is_due
-
-    def _count(self, num_loaded: int, num_chunks: int, is_probe: bool) -> None:
-        kind = "compute" if not num_loaded else "load" if num_loaded == num_chunks else "split"
-        with self._lock:
-            self.num_plans["probe" if is_probe else kind] += 1
-
-    def _note_tried(self, chunks: Sequence[Loadable]) -> None:
-        now_s = self._clock()
-        with self._lock:
-            self._tried_s.update(dict.fromkeys((chunk.edge for chunk in chunks), now_s))
+            self.num_plans["compute" if not num_loaded else "load" if num_loaded == num_chunks else "split"] += 1
 
 
 def overlapped_s(load_s: float, compute_s: float, num_layers: int) -> float:

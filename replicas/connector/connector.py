@@ -56,7 +56,7 @@ class KvConnector:
         self._saves = SavePolicy(store, fingerprint, page_size)
         self.costs, self._clock = costs, clock
         self._controller = LoadController(
-            costs, clock, num_layers=fingerprint.layout.num_layers, loads_all=config.load == "always"
+            costs, num_layers=fingerprint.layout.num_layers, loads_all=config.load == "always"
         )
         self.fetches = Fetches(
             store,

@@ -36,7 +36,6 @@ SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host
 ASK_AGAIN_S = 0.5  # since the last question for a request that waits
 _OVERDUE_CHUNKS = 16  # computed in the time of an answer: it is overdue
 _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
-_SLOWER = 1.1  # than predicted: that is noise
 _CLOSE_S = 1.0  # how long a close waits for what the threads are at
 
 MakeWorkers = Callable[[str, int], Workers]  # name, number of threads
@@ -192,12 +191,10 @@ class Fetch:
         self.is_begun = True  # else it is such a part, and another is read before
         self._hands_over = False  # who wanted this wants that one now
         self.is_given_up = False  # as it took too long
-        self.late_edge: Edge | None = None  # for which it was given up
         self.num_readers = 1  # threads that take at once: what each is at counts for a part of the time
         self._asked_s = clock()
         self._look_until_s, self._num_first_rows, self._rows_within = look_until_s, num_first_rows, rows_within
         self._times: LoadClock | None = None  # once it was found
-        self._at = 0  # the chunk that is being brought, or was last
         self.num_layers, self._layer_bytes = 1, 0  # of a full chunk's layer
         self._num_ahead = 0  # bytes that were brought
         self._num_sound = 0  # sources, before the first of which something could not be brought
@@ -334,7 +331,7 @@ class Fetch:
             return self._num_first_rows > 0 or self._clock() >= self._look_until_s
         if times.left_to_wait_s() > 0:
             return False
-        self.give_up("waiting", self._at)
+        self.give_up("waiting")
         self.close()
         return True
 
@@ -343,11 +340,10 @@ class Fetch:
         if self._times is not None:
             self._times.stop()
 
-    def give_up(self, what: GivenUp, index: int | None = None) -> None:
-        """Give up as it took too long, for this chunk; its edge is told so when it ends."""
+    def give_up(self, what: GivenUp) -> None:
+        """Give up as it took too long."""
         if not self.is_given_up:
             self.is_given_up = True
-            self.late_edge = None if index is None else self.sources[index].edge
             self._on_given_up(what)
 
     def found(self, sources: list[ChunkSource], plan: LoadPlan) -> bool:
@@ -375,7 +371,6 @@ class Fetch:
         times.begin_bringing()
         for layer in range(self.num_layers):
             for index in self._far:
-                self._at = index
                 if index < self._num_sound and not self._bring(index, layer):
                     return
             times.num_brought = layer + 1
@@ -413,7 +408,7 @@ class Fetch:
         with self._condition:
             reads = self.reads.get(edge, Reads())
             num_bytes, num_layers, seconds = reads.num_bytes, reads.num_layers, reads.seconds
-            if reads.since_s is not None and edge == self.late_edge:
+            if reads.since_s is not None and self.is_given_up:
                 num_bytes += self._layer_bytes
                 num_layers, seconds = num_layers + 1, seconds + self._clock() - reads.since_s
         return num_bytes, num_layers / self.num_layers, seconds
@@ -586,8 +581,7 @@ class Fetches:
             waiting = {each.query.request_id for each in self._open}
         for edge in list(fetch.reads):  # a load thread may still read
             num_bytes, num_chunks, seconds = fetch.read_so_far(edge)
-            is_late = edge == fetch.late_edge and seconds > _SLOWER * self._costs.edge_s(edge, num_bytes, num_chunks)
-            self._costs.note_edge(edge, num_bytes, num_chunks, seconds, is_complete=not is_late)
+            self._costs.note_edge(edge, num_bytes, num_chunks, seconds)
         following, request_id = fetch.following, fetch.query.request_id
         if request_id not in waiting:
             self._lookers.run(lambda: self._store.forget([request_id]))

@@ -77,7 +77,7 @@ class ChunkLoad:
                     left_s = max(fetch.left_s(layer, computed_s), 0.0)
                     if not self._condition.wait(left_s) and not _has(pieces, layer):
                         late = next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer)
-                        fetch.give_up("loading", late.given.chunk)
+                        fetch.give_up("loading")
                         self._lose(late)
             events = self._events[layer].copy()
         self._waited_s += time.monotonic() - started_s

@@ -136,7 +136,7 @@ class FakeLoader:
                 self._readers.play()
             is_lost = fetch._is_busy
             if is_lost:
-                fetch.give_up("loading", graft.pieces[0].chunk)
+                fetch.give_up("loading")
             for piece in graft.pieces:
                 told = None if is_lost else self._taken(fetch, piece.chunk)
                 is_lost = told is None
