@@ -35,8 +35,8 @@ from mneme.replicas.card import sampling_defaults, shard_paths
 from mneme.replicas.config import EngineConfig, WarmPrompt
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.device_pages import make_chunk_pages
-from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver
+from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop

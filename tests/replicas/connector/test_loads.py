@@ -1,4 +1,4 @@
-"""Fetches of an engine without their threads: how they end, what they read ahead, how long a step waits for them."""
+"""Loads of an engine without their threads: how they end, what they read ahead, how long a step waits for them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mneme.cachetier.names import Edge
 from mneme.cachetier.policy.load_controller import LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery
 from mneme.primitives import Task
-from mneme.replicas.connector import fetch as fetch_module
-from mneme.replicas.connector.fetch import Fetch, Fetches, LoadClock, ReadBudget
-from mneme.replicas.connector.load import ChunkLoad
+from mneme.replicas.connector.loads import Loads
+from mneme.replicas.connector.step_load import StepLoad
 from mneme.replicas.forest.moves import Graft, GraftPiece
+from mneme.replicas.load import Load, LoadState, ReadBudget
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
 from tests.cachetier.cost_cases import PlayedClock
 from tests.replicas.chunk_stores import FakeStore, SlowRows
@@ -53,50 +53,50 @@ class Costs(SlowRows):
         self.meanwhile()
 
 
-def make_fetches(store: FakeStore, costs: Costs, clock: PlayedClock, make: Any = Inline) -> Fetches:
+def make_loads(store: FakeStore, costs: Costs, clock: PlayedClock, make: Any = Inline) -> Loads:
     """The store has all of `IDS`."""
     store.chunks = {chunk.header.key: chunk for chunk in chain_of(IDS)}
     controller = LoadController(costs, num_layers=NUM_LAYERS)
-    return Fetches(store, controller, costs, read_buffer_bytes=1 << 20, clock=clock, make_workers=make)
+    return Loads(store, controller, costs, read_buffer_bytes=1 << 20, clock=clock, make_workers=make)
 
 
-def begin(fetches: Fetches) -> Fetch:
-    return fetches.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r"), 0)
+def begin(loads: Loads) -> Load:
+    return loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r"), 0)
 
 
-def test_a_read_that_ends_after_its_fetch_does_not_disturb_what_is_told_of_it() -> None:
+def test_a_read_that_ends_after_its_load_does_not_disturb_what_is_told_of_it() -> None:
     """A load thread may still read from memory, of an edge that was not used before."""
     store, costs = FakeStore(edge="disk"), Costs()
-    fetches = make_fetches(store, costs, PlayedClock())
-    fetch = begin(fetches)
+    loads = make_loads(store, costs, PlayedClock())
+    load = begin(loads)
 
     def read_late() -> None:
         store.edge = "host"
-        fetch.take(0, 0)
+        load.take(0, 0)
 
     costs.meanwhile = read_late
-    fetch.close()
+    load.close()
     assert [edge for edge, *_ in costs.told] == ["disk"]
-    assert (fetches.num_open, store.num_open, store.waiting) == (0, 0, set())
+    assert (loads.num_open, store.num_open, store.waiting) == (0, 0, set())
 
 
 def test_what_was_brought_while_an_earlier_request_ran_is_in_time() -> None:
     store, clock = FakeStore(edge="disk"), PlayedClock()
-    fetch = begin(make_fetches(store, Costs(), clock))
+    load = begin(make_loads(store, Costs(), clock))
     clock.now_s += 100.0
-    assert fetch.is_ready(is_alone=False)
-    fetch.begin_load()
-    assert min(fetch.left_s(layer) for layer in range(NUM_LAYERS)) > 0
+    assert load.is_ready(is_alone=False)
+    load.begin(3)
+    assert load.left_s() > 0
 
 
 def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
     """Computing takes longer than loading here: all but the first layer comes meanwhile."""
     store, seen = FakeStore(edge="disk"), list[bool]()
-    fetches = make_fetches(store, Costs(), PlayedClock())
-    store.before_read = lambda _layer: seen.extend(fetch.is_settled for fetch in fetches._open)
-    fetch = fetches.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, [*IDS, 1], CHUNK_TOKENS), 0, is_alone=False)
+    loads = make_loads(store, Costs(), PlayedClock())
+    store.before_read = lambda _layer: seen.extend(load.is_settled for load in loads._open)
+    load = loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, [*IDS, 1], CHUNK_TOKENS), 0, is_alone=False)
     assert seen == [False] * 3 + [True] * 3 * (NUM_LAYERS - 1)
-    fetch.close()
+    load.close()
 
 
 @pytest.mark.parametrize(
@@ -116,34 +116,34 @@ def test_asking_again_costs_nothing_that_was_read(
     clock = PlayedClock()
     workers: dict[str, PlayedWorkers] = {}
     make = lambda name, _: workers.setdefault(name, PlayedWorkers())  # noqa: E731
-    fetches = make_fetches(FakeStore(edge=edge), Costs(), clock, make)
+    loads = make_loads(FakeStore(edge=edge), Costs(), clock, make)
     ids = [*IDS, *range(num_more)]
-    fetch = fetches.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, ids, CHUNK_TOKENS, first=1), CHUNK_TOKENS)
-    assert not fetch.is_outdated(0, len(ids))  # it looks
+    load = loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, ids, CHUNK_TOKENS, first=1), CHUNK_TOKENS)
+    assert not load.is_outdated(0, len(ids))  # it looks
     workers["kv-look"].play()
     workers["kv-read"].play(num_reads)
-    at_once = fetch.is_outdated(CHUNK_TOKENS + num_resident, len(ids))
+    at_once = load.is_outdated(CHUNK_TOKENS + num_resident, len(ids))
     clock.now_s += 1.0
-    assert [at_once, fetch.is_outdated(CHUNK_TOKENS + num_resident, len(ids))] == is_outdated
-    fetches.abandon()
+    assert [at_once, load.is_outdated(CHUNK_TOKENS + num_resident, len(ids))] == is_outdated
+    loads.abandon()
 
 
 def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame() -> None:
     """Both threads are at the chunks of others."""
     store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
     workers: dict[str, PlayedWorkers] = {}
-    fetches = make_fetches(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
-    fetch = begin(fetches)
+    loads = make_loads(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    load = begin(loads)
     workers["kv-look"].play()
     clock.now_s += 100.0  # it is not its turn
-    assert not fetch.is_ready(is_alone=False)
-    assert not fetch.is_outdated(0, 2 * len(fetch.query.token_ids))  # it would wait at the end, and from now on
-    assert fetch.plan is not None
-    clock.now_s += fetch.plan.slack_s * 1.01
-    assert fetch.is_ready(is_alone=False)
+    assert not load.is_ready(is_alone=False)
+    assert not load.is_outdated(0, 2 * len(load.query.token_ids))  # it would wait at the end, and from now on
+    assert load.plan is not None
+    clock.now_s += load.plan.may_wait_s * 1.01
+    assert load.is_ready(is_alone=False)
     workers["kv-read"].play()
     assert costs.told == []
-    assert fetches.num_given_up == {"waiting": 1}
+    assert loads.num_given_up == {"waiting": 1}
 
 
 @pytest.mark.parametrize("slowness", [1.0, 4.0])
@@ -156,33 +156,33 @@ def test_what_came_of_a_load_that_was_given_up_says_how_fast_its_edge_is(slownes
     def read(layer: int) -> None:
         clock.now_s += layer_s * slowness
         if layer == 1:
-            fetch_by_name["fetch"].give_up("waiting")
-            fetch_by_name["fetch"].abandon()
+            load_by_name["load"].give_up("waiting")
+            load_by_name["load"].close()
 
     workers: dict[str, PlayedWorkers] = {}
-    fetches = make_fetches(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    loads = make_loads(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
     store.before_read = read
-    fetch_by_name = {"fetch": begin(fetches)}
+    load_by_name = {"load": begin(loads)}
     for name in ("kv-look", "kv-read"):
         workers[name].play()
     assert costs.told == [("disk", 4 * size, 4 / NUM_LAYERS, pytest.approx(4 * layer_s * slowness))]
 
 
 def test_a_read_that_hangs_when_its_load_is_given_up_counts_with_the_time_it_took() -> None:
-    """From memory; it ends after its fetch."""
+    """From memory; it ends after its load."""
     store, costs, clock = FakeStore(edge="host"), Costs(), PlayedClock()
-    fetch = begin(make_fetches(store, costs, clock))
-    fetch.take(0, 0)
+    load = begin(make_loads(store, costs, clock))
+    load.take(0, 0)
 
     def hang(layer: int) -> None:
         clock.now_s += 100.0
-        fetch.give_up("loading")
-        fetch.close()
+        load.give_up("loading")
+        load.close()
 
     store.before_read = hang
-    fetch.take(0, 1)
+    load.take(0, 1)
     ((edge, num_bytes, _, seconds),) = costs.told
-    assert (edge, num_bytes) == ("host", 2 * fetch.sources[0].header.layer_bytes)
+    assert (edge, num_bytes) == ("host", 2 * load.sources[0].header.layer_bytes)
     assert seconds >= 100.0
 
 
@@ -203,31 +203,30 @@ def test_who_waits_for_the_budget_hears_of_urgency(is_over: bool, is_taken: bool
     assert budget.num_used == (100 if is_taken else 0)
 
 
-def test_an_answer_of_the_store_is_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that saw the clock of nothing, and not that there is nothing, gave up a chunk that is none."""
-    is_timed, may_go_on, seen = threading.Event(), threading.Event(), []
+def test_an_answer_of_the_store_is_seen_whole() -> None:
+    """An engine that saw half of it gave up a chunk that is none."""
+    is_half_seen, may_go_on, seen = threading.Event(), threading.Event(), []
 
-    class SlowClock(LoadClock):
+    class SlowLoad(Load):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
-            if name == "num_brought":  # the last that is set before the answer is told
-                is_timed.set()
+            if name == "plan" and value is not None:
+                is_half_seen.set()
                 assert may_go_on.wait(TIMEOUT_S)
 
-    monkeypatch.setattr(fetch_module, "LoadClock", SlowClock)
     query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
-    fetch = Fetch(query, 0, 5.0, ReadBudget(1 << 20), lambda: 1.0)
-    nothing = LoadPlan(**dict.fromkeys(LoadPlan.__dataclass_fields__, 0))
-    store = threading.Thread(target=fetch.found, args=([], nothing))
-    engine = threading.Thread(target=lambda: seen.append(fetch.is_ready(is_alone=False)))
+    load = SlowLoad(query, 0, ReadBudget(1 << 20), lambda: 1.0, wait_s=0.0, timeout_s=5.0)
+    nothing = LoadPlan(num_chunks=0, may_wait_s=0.0, predicted_ttft_s=1.0, step_chunks=1)
+    store = threading.Thread(target=load.found, args=([], nothing, [range(0)]))
+    engine = threading.Thread(target=lambda: seen.append(load.is_ready(is_alone=False)))
     store.start()
-    assert is_timed.wait(TIMEOUT_S)
+    assert is_half_seen.wait(TIMEOUT_S)
     engine.start()
     engine.join(0.2)
     may_go_on.set()
     store.join(TIMEOUT_S)
     engine.join(TIMEOUT_S)
-    assert (seen, fetch.is_given_up, fetch.is_settled) == ([True], False, True)
+    assert (seen, load.state) == ([True], LoadState.READY)
 
 
 class NoPages:
@@ -238,26 +237,47 @@ class NoPages:
     def issued(self) -> None:
         return None
 
-
-def graft_of(fetch: Fetch, num_chunks: int) -> Graft:
-    pieces = [GraftPiece(index, *fetch.spans[index], [], ()) for index in range(num_chunks)]
-    return Graft(fetch, pieces, is_last=False)
+    def wait(self, event: None) -> None:
+        pass
 
 
-def begin_load(*grafts: Graft) -> None:
+def load_of(clock: PlayedClock, *, edge: Any = "disk", is_read: bool = True) -> tuple[Load, StepLoad]:
+    """A step begins to load what takes half a second to wait for."""
+    store = FakeStore(edge=edge)
+    store.chunks = {chunk.header.key: chunk for chunk in chain_of(IDS)}
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
+    load = Load(query, 0, ReadBudget(1 << 20), clock, wait_s=0.0, timeout_s=5.0)
+    plan = LoadPlan(num_chunks=3, may_wait_s=0.5, predicted_ttft_s=1.0, step_chunks=3)
+    load.found(store.locate(query, 1.0), plan, [range(3)])
+    clock.now_s += 100.0  # others run
+    assert load.left_s() == pytest.approx(0.5)
+    clock.now_s += 0.3
+    load.pause()
+    clock.now_s += 100.0  # it waits for pages
+    if is_read:
+        load.read_ahead()
     pages: Any = NoPages()
-    ChunkLoad(grafts, NUM_LAYERS, pages)
+    pieces = [GraftPiece(index, *load.spans[index], [], ()) for index in range(3)]
+    return load, StepLoad([Graft(load, pieces, is_last=False)], NUM_LAYERS, pages)
 
 
-def test_a_small_load_may_take_as_long_as_a_large_one_beside_it() -> None:
-    fetches = make_fetches(FakeStore(), Costs(), PlayedClock())
-    small, large = begin(fetches), begin(fetches)
-    begin_load(graft_of(small, 1))
-    alone_s = [small.left_s(layer) for layer in range(NUM_LAYERS)]
-    begin_load(graft_of(large, 2), graft_of(small, 1))
-    assert large.plan is not None
-    large_s = large.plan.predicted_load_s * 2 / large.plan.num_chunks  # as much of it as comes with the step
-    assert large_s > 0
-    beside_s = [small.left_s(layer) - alone_s[layer] for layer in range(NUM_LAYERS)]
-    assert beside_s == pytest.approx([large_s * (layer + 1) / NUM_LAYERS for layer in range(NUM_LAYERS)])
-    fetches.abandon()
+@pytest.mark.parametrize(("is_read", "left_s"), [(False, 0.2), (True, 0.5)])
+def test_a_load_costs_the_time_in_which_its_sequence_waits_for_it(is_read: bool, left_s: float) -> None:
+    """What was read ahead is not late any more: a copy is left, and has all the time."""
+    clock = PlayedClock()
+    load, _ = load_of(clock, is_read=is_read)
+    clock.now_s += 100.0  # the step computes
+    assert load.left_s() == pytest.approx(left_s)
+    load.close()
+
+
+def test_a_step_gives_up_what_it_waited_for_too_long_and_goes_on() -> None:
+    clock = PlayedClock()
+    load, step = load_of(clock, is_read=False)
+    assert load.left_s() > 0
+    clock.now_s += 0.2
+    step.wait_layer(0)
+    assert load.state is LoadState.LOST
+    step.wait_layer(1)
+    assert load.spans == []
+    load.close()
