@@ -13,23 +13,30 @@ engine's own host tier always come back from there, so nothing is decided by wha
 
 A step of both is the prefill with the decode's rows on top, without a second constant. What an edge was learned to cost
 goes back to its calibration with a half-life of a minute without a measurement, so that no edge is shunned for good.
-All calls may come from any thread.
+All calls may come from any thread. A model is kept from one start to the next (`CostFile`).
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mneme.cachetier.chunk.syscalls import read_private, write_private
 from mneme.cachetier.names import COST_EDGES, CostEdge, Edge
 from mneme.errors import ConfigError, shown
+
+logger = logging.getLogger(__name__)
 
 Terms = tuple[float, float, float]
 
@@ -58,6 +65,10 @@ _CLIP = math.log(16)  # of one measurement to its prediction; beyond that it say
 _FAR = math.log(3)  # off; twice in a row, and it is the new truth
 _MAX_SCALE = 1e4
 _LARGEST = 1e6  # seconds of one row, sequence, chunk or byte
+_MAX_FILES = 64  # in a folder: of models, and of settings that costs depend on
+_VERSION = 1  # of the file; raised when the numbers of older files mean something else
+_FORMAT = "mneme cost model"
+SHARE_CONSTANTS = ("key_many", "head_many", "piece", "merge")  # of kernels for a GPU
 
 
 class Point(NamedTuple):
@@ -392,6 +403,63 @@ class CostModel:
     def _seconds(self, kind: str, terms: Terms) -> float:
         with self._lock:
             return self._costs[kind].seconds(terms)
+
+
+class CostFile:
+    """Keeps a cost model from one start to the next, for each model on each machine.
+
+    machine     all that costs depend on beside the model, such as processors, devices and threads
+    share_cost  the measured constants of `ShareCost`, by name; None: there are none
+    """
+
+    def __init__(self, folder: Path, fingerprint: bytes, machine: str) -> None:
+        self.share_cost: dict[str, Any] | None = None
+        self._whose = {"format": _FORMAT, "version": _VERSION, "model": fingerprint.hex(), "machine": machine}
+        named = blake2b(fingerprint + machine.encode(), digest_size=12, person=b"mneme costs").hexdigest()
+        self.path = folder / f"costs-{named}.json"
+
+    def read(self, clock: Callable[[], float] = time.monotonic) -> CostModel | None:
+        """Return what was learned before; None, with a warning, for a file that is broken or foreign."""
+        try:
+            found = read_private(self.path)
+            if found is None:
+                return None
+            if not isinstance(found, dict) or any(found.get(key) != value for key, value in self._whose.items()):
+                raise ValueError("it is of another model, machine or version")
+            share_cost = found.get("share_cost")
+            if share_cost is not None:
+                share_cost = {str(name): float(value) for name, value in dict(share_cost).items()}
+                is_sound = all(0 <= value < 1e12 for value in share_cost.values())
+                if share_cost.keys() != set(SHARE_CONSTANTS) or not is_sound:
+                    raise ValueError(f"share_cost: {share_cost}")
+            self.share_cost = share_cost
+            return CostModel.from_mapping(found.get("costs"), clock)
+        except (OSError, ValueError, TypeError, ConfigError) as error:
+            logger.warning("costs are measured anew, %s cannot be used: %s", self.path, error)
+            return None
+
+    def write(self, costs: CostModel) -> None:
+        """Keep it if that is possible, and the newest of the others: what is not kept is measured again."""
+        try:
+            write_private(self.path, {**self._whose, "costs": costs.as_mapping(), "share_cost": self.share_cost})
+        except OSError as error:
+            logger.warning("costs are not kept, %s cannot be written: %s", self.path, error)
+        with suppress(OSError):  # another process removes files, too
+            kept = sorted(self.path.parent.glob("costs-*.json"), key=lambda path: path.stat().st_mtime)
+            for path in kept[:-_MAX_FILES]:
+                path.unlink()
+
+
+def costs_in(content: Any, clock: Callable[[], float] = time.monotonic) -> CostModel | None:
+    """The cost model in a file's JSON, of whatever model and machine; None if it is something else.
+
+    Raises `ConfigError` for one of another version, or broken.
+    """
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        return None
+    if content.get("version") != _VERSION:
+        raise ConfigError(f"cost model: version {content.get('version')!r}; this is version {_VERSION}")
+    return CostModel.from_mapping(content.get("costs"), clock)
 
 
 def calibrated(

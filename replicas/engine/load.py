@@ -23,8 +23,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.pins import PinName
-from mneme.cachetier.policy.calibration import CostFile
-from mneme.cachetier.policy.cost_model import CostModel
+from mneme.cachetier.policy.cost_model import CostFile, CostModel
 from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, Overloaded
