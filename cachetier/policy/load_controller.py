@@ -47,7 +47,6 @@ _LOOKUP_SHARE = 0.01  # of what computing takes, that is waited for an answer
 _PATIENT_LOOKUP_S = 60.0  # the same where everything is to be loaded
 _UNBOUNDED_S = 1e6  # likewise, of a load: each of its reads has a limit of its own
 _LEAST_GAIN = 0.02  # of what computing takes: less is a tie, and nothing is loaded
-_TIE = 1e-9  # relative
 
 
 class Loadable(NamedTuple):
@@ -157,13 +156,11 @@ class LoadController:
 
     def _best(self, choices: Sequence[_Choice], slack_s: float | None) -> _Choice:
         """Choose the head that is soonest, or the longest that is at most so much later."""
-        best = choices[0]
+        none = choices[0]
         if slack_s is not None:
-            return [each for each in choices if each.ttft_s <= best.ttft_s + slack_s][-1]
-        for choice in choices:
-            if choice.ttft_s < best.ttft_s * (1 - _TIE):
-                best = choice
-        return best if best.ttft_s <= choices[0].ttft_s * (1 - _LEAST_GAIN) else choices[0]
+            return [each for each in choices if each.ttft_s <= none.ttft_s + slack_s][-1]
+        best = min(choices, key=lambda each: each.ttft_s)
+        return best if best.ttft_s <= none.ttft_s * (1 - _LEAST_GAIN) else none
 
     def _choices(
         self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable], is_alone: bool
