@@ -22,7 +22,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -210,7 +209,7 @@ def features_of(plan: Plan) -> list[float]:
     return [*few, *many, work.num_pieces * plan.num_kv_heads, merge, distinct, 1.0]
 
 
-def fitted(features: Many[Many[float]], picoseconds: Many[float]) -> tuple[dict[str, float], float]:
+def fitted(features: list[list[float]], picoseconds: list[float]) -> tuple[dict[str, float], float]:
     """Return the constants by name, and the median relative error of the model with them."""
     matrix, times = np.array(features), np.array(picoseconds)
     constants = _non_negative_fit(matrix / times[:, None], np.ones(len(times)))
