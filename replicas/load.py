@@ -23,7 +23,6 @@ from mneme.replicas.report import GivenUp
 from mneme.replicas.request import Source
 
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
-ASK_AGAIN_S = 0.5  # since the last question for a request that waits
 
 Owner = Literal["engine", "thread"]
 
@@ -172,19 +171,12 @@ class Load:
         """Whether nothing of so many tokens is missing but the end that is shorter than a chunk."""
         return self.end >= num_tokens // self.query.chunk_tokens * self.query.chunk_tokens
 
-    def is_outdated(self, num_resident: int, num_tokens: int) -> bool:
-        """Return whether the store may have more of a sequence by now than is coming.
-
-        The engine lost what is before it; or, after a while, not all is coming and nothing of it was read or is about
-        to be: asking again would cost its place among those that are read.
-        """
+    def is_outdated(self, num_resident: int) -> bool:
+        """Return whether the engine has lost what is before what is coming."""
         if self.state in (LoadState.ASKING, LoadState.LOST):
             return False
         spans = self.spans
-        if num_resident < (spans[0][0] if spans else self.num_resident):
-            return True
-        is_read = bool(self.reads) or "thread" in self._owners
-        return not (is_read or self.has_all(num_tokens)) and self._clock() - self._asked_s >= ASK_AGAIN_S
+        return num_resident < (spans[0][0] if spans else self.num_resident)
 
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while the store is asked: to a chunk's end.

@@ -98,18 +98,16 @@ class KvConnector:
         self.counts["lookups"] += 1
 
     def look_again(self, waiting: Iterable[RunningSequence], forest: PrefixForest) -> None:
-        """Ask anew for the first that wait, from time to time, if the answer is outdated (AttentionStore 3.3.1).
+        """Ask anew for the first that wait, from time to time, if what the engine had of them has gone meanwhile.
 
-        What the engine had of them may have gone meanwhile, and what the tier lacked may have come.
+        What was found behind it would be of no use (AttentionStore 3.3.1).
         """
         now_s = self._clock()
         for sequence in islice(waiting, _NUM_LOOKED_AT):
             if now_s - sequence.looked_s < _LOOK_AGAIN_S or sequence.was_admitted or sequence.chain is None:
                 continue
             sequence.looked_s, load, context = now_s, sequence.load, sequence.context
-            if load is not None and not load.is_outdated(
-                sum(forest.resident(sequence.request.salt, context)), len(context)
-            ):
+            if load is not None and not load.is_outdated(sum(forest.resident(sequence.request.salt, context))):
                 continue
             sequence.load = None
             self.look_up(sequence, forest, is_alone=False)

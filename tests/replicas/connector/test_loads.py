@@ -99,32 +99,19 @@ def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
     load.close()
 
 
-@pytest.mark.parametrize(
-    ("edge", "num_reads", "num_resident", "num_more", "is_outdated"),
-    [
-        ("host", 0, 0, 0, [False, False]),
-        ("host", 0, 0, CHUNK_TOKENS, [False, True]),  # a chunk may have come
-        ("disk", 0, 0, CHUNK_TOKENS, [False, False]),  # its place among those who read would be lost
-        ("disk", 1, 0, CHUNK_TOKENS, [False, False]),  # what was read would be read again
-        ("disk", 1, -1, 0, [True, True]),  # it hangs behind what the engine has no more
-    ],
-)
-def test_asking_again_costs_nothing_that_was_read(
-    edge: Any, num_reads: int, num_resident: int, num_more: int, is_outdated: list[bool]
+@pytest.mark.parametrize(("num_found", "num_resident", "is_outdated"), [(2, 0, False), (2, -1, True), (0, -1, True)])
+def test_what_hangs_behind_what_the_engine_has_no_more_is_outdated(
+    num_found: int, num_resident: int, is_outdated: bool
 ) -> None:
-    """The engine had the first chunk; `num_resident`: what came to that, or went. `is_outdated`: at once, and later."""
-    clock = PlayedClock()
+    """The engine had the first chunk; `num_resident`: what went of that."""
     workers: dict[str, PlayedWorkers] = {}
-    make = lambda name, _: workers.setdefault(name, PlayedWorkers())  # noqa: E731
-    loads = make_loads(FakeStore(edge=edge), Costs(), clock, make)
-    ids = [*IDS, *range(num_more)]
+    loads = make_loads(FakeStore(), Costs(), PlayedClock(), lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    ids = IDS[: (1 + num_found) * CHUNK_TOKENS]
     load = loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, ids, CHUNK_TOKENS, first=1), CHUNK_TOKENS)
-    assert not load.is_outdated(0, len(ids))  # it looks
+    assert not load.is_outdated(0)  # it asks
     workers["kv-look"].play()
-    workers["kv-read"].play(num_reads)
-    at_once = load.is_outdated(CHUNK_TOKENS + num_resident, len(ids))
-    clock.now_s += 1.0
-    assert [at_once, load.is_outdated(CHUNK_TOKENS + num_resident, len(ids))] == is_outdated
+    assert len(load.spans) == num_found
+    assert load.is_outdated(CHUNK_TOKENS + num_resident) == is_outdated
     loads.abandon()
 
 
@@ -137,7 +124,6 @@ def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame
     workers["kv-look"].play()
     clock.now_s += 100.0  # it is not its turn
     assert not load.is_ready(is_alone=False)
-    assert not load.is_outdated(0, 2 * len(load.query.token_ids))  # it would wait at the end, and from now on
     assert load.plan is not None
     clock.now_s += load.plan.may_wait_s * 1.01
     assert load.is_ready(is_alone=False)

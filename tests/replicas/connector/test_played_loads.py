@@ -263,23 +263,13 @@ def test_before_others_whose_chunks_come_it_is_not_computed_while_its_own_are_re
     case.check_rest()
 
 
-@pytest.mark.parametrize(
-    ("num_device", "num_tier"),
-    [(24, 3), (0, 0), (16, 3), (0, 2)],
-    ids=["all went", "all came", "what was before the rest went", "a tail came"],
-)
-def test_who_waits_long_asks_again(store: FakeStore, num_device: int, num_tier: int) -> None:
-    """For what has come meanwhile, or for what its engine had and has no more.
-
-    `num_device`, `num_tier`: tokens that the engine has at first, chunks that the tier has.
-    """
+@pytest.mark.parametrize("num_device", [24, 16], ids=["all went", "what was before the rest went"])
+def test_who_waits_asks_again_for_what_its_engine_had_and_has_no_more(store: FakeStore, num_device: int) -> None:
+    """`num_device`: tokens that the engine has at first."""
     case = Played(store, max_running=1)
-    chunks = dict(store.chunks)
-    if num_device:
-        case.submit("first", IDS[: num_device + 1], 1)
-        case.cache.play()
-        run(case.engine)
-    store.chunks = dict(list(chunks.items())[:num_tier])
+    case.submit("first", IDS[: num_device + 1], 1)
+    case.cache.play()
+    run(case.engine)
     case.submit("other", [4] * 10, 20)
     case.cache.play()
     case.engine.step()
@@ -288,9 +278,8 @@ def test_who_waits_long_asks_again(store: FakeStore, num_device: int, num_tier: 
     case.engine.step()
     found = case.engine.scheduler.waiting.head.load
     assert found is not None
-    assert found.spans == [(8 * i, 8 * i + 8) for i in range(num_device // 8, num_tier)]
+    assert found.spans == [(8 * i, 8 * i + 8) for i in range(num_device // 8, 3)]
     case.engine.forest.clear()
-    store.chunks.update(chunks)
     num_lookups = case.cache.cache.counts["lookups"]
     run_some(case.engine, 2)
     assert case.cache.cache.counts["lookups"] == num_lookups  # not in every step
