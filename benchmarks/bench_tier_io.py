@@ -12,7 +12,7 @@ Chunks of 256 tokens in bfloat16, of 32 layers with 8 KV heads of 128 (33.6 MB) 
   the checksum of bytes that stay in the object store; `read+copy` copies them into one buffer too, which the arm that
   both are held against does. Puts: as an engine saves, some chunks under way, or each waited for until it can be found.
 - peer: the same chunks, put by processes on one or two other nodes of a cluster on this machine, read as engines do
-  (`Fetches`): located, then the first layers of all chunks before the second ones. Beside what Ray transfers of the
+  (`Loads`): located, then the first layers of all chunks before the second ones. Beside what Ray transfers of the
   same bytes between two nodes, all of it under way at once, as objects of 4 MB (`raw Ray`) or one a chunk; nobody looks
   at those, and where they are is known before.
 - disk: chunks through `DiskTier`, checksums on, whole or layer by layer, beside one plain file of the same bytes, read

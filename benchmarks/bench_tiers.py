@@ -694,7 +694,7 @@ class _Turns:
 def _fix_buffer(engine: Engine, num_bytes: float) -> None:
     """Let plans have this read buffer in the place of the formula's. No option: nobody else wants another."""
     assert engine.connector is not None
-    controller = engine.connector.fetches._controller
+    controller = engine.connector.loads._controller
     plan = controller.plan
 
     def fixed(*args: Any, **options: Any) -> LoadPlan:

@@ -29,7 +29,7 @@ from attention.timing import interleaved
 from harness import load_average
 
 from mneme.kernels.work import Share
-from mneme.replicas.engine.share_fit import features_of, fitted
+from mneme.replicas.engine.calibration import features_of, fitted
 
 _HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))
 

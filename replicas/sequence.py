@@ -6,7 +6,7 @@ import collections
 import collections.abc
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,11 @@ import numpy.typing as npt
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import EXACT, HISTORY, TRUNCATED, BlendUsage, Declined, DocumentSpan, DocumentUsage
-from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.forest.paths import Path, Rows
 from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.fuse.selectors import FloatArray
-from mneme.replicas.report import GivenUp
+from mneme.replicas.load import Load
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, Source
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.matcher import Mask, Matcher
@@ -110,64 +109,6 @@ class TokenCounts:
         self._counts[index] += 1
 
 
-class FoundChunks(Chunks, Protocol):
-    """Chunks that one sequence may load, as its scheduler sees them (`connector/fetch.py: Fetch`). Nothing blocks."""
-
-    num_resident: int  # tokens of the sequence that have KV by now
-    is_given_up: bool  # as it took too long
-
-    @property
-    def end(self) -> int:
-        """The position behind the last token that was found."""
-
-    @property
-    def step_chunks(self) -> int | None:
-        """Return how many one step loads beside others; None: not known yet."""
-
-    @property
-    def is_looking(self) -> bool:
-        """Return whether it is not known yet what there is."""
-
-    @property
-    def is_settled(self) -> bool:
-        """Return whether all is in memory, or nothing is to come."""
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Return whether a load of it would not wait for what is read."""
-
-    def is_ready(self, *, is_alone: bool) -> bool:
-        """Return whether the sequence, which could run, need not wait for it any longer."""
-
-    def has_all(self, num_tokens: int) -> bool:
-        """Whether nothing of so many tokens is missing but the end that is shorter than a chunk."""
-
-    def is_outdated(self, num_resident: int, num_tokens: int) -> bool:
-        """Return whether it is worth a question what there is by now."""
-
-    @property
-    def is_overdue(self) -> bool:
-        """Return whether it has been looking for so long that its sequence need not wait while others are computed."""
-
-    def num_rows_before(self, num_tokens: int) -> int:
-        """Count the rows behind so many tokens that a step may compute while it is looking."""
-
-    def source_of(self, index: int) -> Source:
-        """Say which tier a chunk comes from."""
-
-    def pause(self) -> None:
-        """Stop the clock until it is asked for again."""
-
-    def hand_over(self) -> FoundChunks | None:
-        """Return what was found behind it, which is read from now on; None: that was all."""
-
-    def give_up(self, what: GivenUp) -> None:
-        """Give up as it took too long."""
-
-    def close(self) -> None:
-        """Load nothing more of it."""
-
-
 @dataclass(slots=True, eq=False)
 class ChunkChain:
     """Names the chunks of one sequence in the cache tier, from its root on."""
@@ -205,7 +146,7 @@ class Sequence:
     declined: Declined = HISTORY  # why it does not
     parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
     leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
-    found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
+    load: Load | None = None  # of what the cache tier has of it
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     looked_s: float = 0.0  # when the cache tier was asked for it, or need not be asked again, last
     was_admitted: bool = False
@@ -287,13 +228,13 @@ class Sequence:
         self.blend, self.event = None, b""
         if self.chain is not None:
             self.chain.restart()
-        self.drop_found()  # KV of what it saw before
+        self.drop_load()  # KV of what it saw before
 
-    def drop_found(self) -> None:
+    def drop_load(self) -> None:
         """Load nothing more of what the cache tier has: it is computed."""
-        if self.found is not None:
-            self.found.close()
-            self.found = None
+        if self.load is not None:
+            self.load.close()
+            self.load = None
 
     @property
     def is_probing(self) -> bool:
@@ -308,7 +249,7 @@ class Sequence:
     @property
     def num_to_come(self) -> int:
         """Tokens that the cache tier has behind the path, and that later steps load."""
-        return 0 if self.found is None or self.path is None else max(self.found.end - self.path.num_tokens, 0)
+        return 0 if self.load is None or self.path is None else max(self.load.end - self.path.num_tokens, 0)
 
     @property
     def num_output(self) -> int:

@@ -29,7 +29,8 @@ from mneme.cachetier.policy.load_controller import LoadController
 from mneme.cachetier.store import ChainQuery
 from mneme.cluster.serve.ray_private import single_node
 from mneme.errors import MnemeError
-from mneme.replicas.connector.fetch import Fetch, Fetches
+from mneme.replicas.connector.loads import Loads
+from mneme.replicas.load import Load
 
 APPLICATION = "bench-tier-io"
 EDGES: dict[str, Edge] = {"host": "host", "peer": "peer_host", "peer 2": "peer_host"}  # by the node of who put a chunk
@@ -165,36 +166,37 @@ class EngineReads:
         terms = (0.0, 1.0, 0.0)  # of a row: a question may take its time
         costs = CostModel(Calibration(prefill=terms, decode=terms, step_rows=1, kv_bytes_per_token=1))
         controller = LoadController(costs, num_layers=shape.num_layers, loads_all=True)
-        self._fetches = Fetches(
+        self._loads = Loads(
             store, controller, costs, read_buffer_bytes=CacheConfig().read_buffer_bytes, clock=time.monotonic
         )
         self._is_found = threading.Event()
-        self._fetches.on_answer = self._is_found.set
-        self._fetch: Fetch | None = None
+        self._loads.on_answer = self._is_found.set
+        self._load: Load | None = None
 
     def read(self, index: int) -> None:
         """As many bytes as a chunk has, in the order of an engine; the first time the chain is located."""
         if index == 0:
             self._is_found.clear()
-            self._fetch = self._fetches.begin(self._query, 0)
+            self._load = self._loads.begin(self._query, 0)
             self._is_found.wait(_TIMEOUT_S)
-            if len(self._fetch.spans) < self._num_chunks:
-                raise MnemeError(f"of {self._num_chunks} chunks {len(self._fetch.spans)} were found")
-        assert self._fetch is not None
+            if len(self._load.spans) < self._num_chunks:
+                raise MnemeError(f"of {self._num_chunks} chunks {len(self._load.spans)} were found")
+            self._load.begin(self._num_chunks)
+        assert self._load is not None
         for place in range(index * self._num_layers, (index + 1) * self._num_layers):
             layer, chunk = divmod(place, self._num_chunks)
-            found = self._fetch.take(chunk, layer)
+            found = self._load.take(chunk, layer)
             if isinstance(found, Miss):
                 raise MnemeError(f"chunk {chunk}, layer {layer}: {found.value}")
 
     def end(self) -> None:
-        if self._fetch is not None:
-            self._fetch.close()
-            self._fetch = None
+        if self._load is not None:
+            self._load.close()
+            self._load = None
 
     def close(self) -> None:
         self.end()
-        self._fetches.close()
+        self._loads.close()
 
 
 def read_arms(tier: ClusterTier, base: list[Arm]) -> list[Arm]:

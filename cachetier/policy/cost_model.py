@@ -13,23 +13,30 @@ engine's own host tier always come back from there, so nothing is decided by wha
 
 A step of both is the prefill with the decode's rows on top, without a second constant. What an edge was learned to cost
 goes back to its calibration with a half-life of a minute without a measurement, so that no edge is shunned for good.
-All calls may come from any thread.
+All calls may come from any thread. A model is kept from one start to the next (`CostFile`).
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mneme.cachetier.chunk.syscalls import read_private, write_private
 from mneme.cachetier.names import COST_EDGES, CostEdge, Edge
 from mneme.errors import ConfigError, shown
+
+logger = logging.getLogger(__name__)
 
 Terms = tuple[float, float, float]
 
@@ -47,6 +54,7 @@ _STEP_WEIGHT = 0.2  # steps are many
 _FOUND_WEIGHT = 0.1  # of one prompt's chunks, in the share of disks
 _EDGE_WEIGHT = 0.35  # loads are few
 _HALF_LIFE_S = 60.0
+_FORGOTTEN_S = 5 * _HALF_LIFE_S
 _MAX_ERROR = 10.0  # that one measurement adds to a sum of relative errors
 # Coefficients that a fit tries, fewest first: of supports that fit alike, the first is taken. The middle term is what
 # grows with the work (rows, sequences, chunks), so one point alone says something of it.
@@ -56,9 +64,11 @@ _SMALLEST_S = 1e-9
 _CLIP = math.log(16)  # of one measurement to its prediction; beyond that it says no more
 _FAR = math.log(3)  # off; twice in a row, and it is the new truth
 _MAX_SCALE = 1e4
-_MISS_RATIO = 2.0  # at least, of what was given up
-_DISTRUST_S, _NUM_MISSES = 60.0, 2  # after so many works in a row were given up: one may be a hiccup of the machine
 _LARGEST = 1e6  # seconds of one row, sequence, chunk or byte
+_MAX_FILES = 64  # in a folder: of models, and of settings that costs depend on
+_VERSION = 1  # of the file; raised when the numbers of older files mean something else
+_FORMAT = "mneme cost model"
+SHARE_CONSTANTS = ("key_many", "head_many", "piece", "merge")  # of kernels for a GPU
 
 
 class Point(NamedTuple):
@@ -106,14 +116,14 @@ class LearnedCost:
         weight: float,
         half_life_s: float | None = None,
         scale: float = 1.0,
-        is_guess: bool = False,
+        is_calibrated: bool = True,
     ) -> None:
         """`weight` of each new measurement; `half_life_s`: of what was learned, without a new one; None: it stays.
 
-        `is_guess`: nothing was measured yet, and the first measurement replaces the scale.
+        `is_calibrated`: else the coefficients are a guess, and the first measurement replaces the scale, if it is 1.
         """
         self.coefficients = coefficients
-        self._is_guess, self._missed_s, self._num_missed = is_guess, -math.inf, 0
+        self._is_calibrated, self._is_guess = is_calibrated, not is_calibrated and scale == 1.0
         self._left = 0.0  # of the last measurement, that the scale did not follow; log
         self._clock, self._weight, self._half_life_s = clock, weight, half_life_s
         self._log_scale, self._noted_s = math.log(scale), clock()
@@ -133,12 +143,9 @@ class LearnedCost:
 
     @property
     def is_measured(self) -> bool:
-        return not self._is_guess
-
-    @property
-    def is_trusted(self) -> bool:
-        """Return whether the last works were not given up one after the other, or long ago."""
-        return self._num_missed < _NUM_MISSES or self._clock() - self._missed_s >= _DISTRUST_S
+        """False if it is a guess: nothing was measured yet, or so long ago that it is forgotten, and nothing before."""
+        is_forgotten = not self._is_calibrated and self._clock() - self._noted_s > _FORGOTTEN_S
+        return not (self._is_guess or is_forgotten)
 
     def note(self, ratio: float, share: float = 1.0) -> None:
         """Work took `ratio` times what was predicted; `share`: how much of it was of this kind."""
@@ -150,16 +157,7 @@ class LearnedCost:
             step = math.copysign(min(abs(far), abs(self._left)), far)
         self._move(step)
         self._left = far - step
-        self._is_guess, self._missed_s, self._num_missed = False, -math.inf, 0
-
-    def note_missed(self, ratio: float) -> None:
-        """Work was given up after `ratio` times what was predicted: it is at least that slow, and at least twice.
-
-        That is a guess, which the next measurement replaces.
-        """
-        self._move(math.log(min(max(ratio, _MISS_RATIO), _MAX_SCALE)))
-        self._is_guess, self._missed_s, self._left = True, self._clock(), 0.0
-        self._num_missed += 1
+        self._is_guess = False
 
     def _move(self, step: float) -> None:
         bound = math.log(_MAX_SCALE)
@@ -233,7 +231,7 @@ class CostModel:
                 weight=_EDGE_WEIGHT,
                 half_life_s=_HALF_LIFE_S,
                 scale=known.get(edge, 1.0),
-                is_guess=edge not in calibration.edges and edge not in known,
+                is_calibrated=edge in calibration.edges,
             )
         self._accuracy = {kind: _Accuracy() for kind in ("prefill", "decode", "mixed", *COST_EDGES)}
 
@@ -295,20 +293,6 @@ class CostModel:
         """Predict the seconds to bring the bytes of so many chunks over an edge, with nothing else under way."""
         return self._seconds(edge, (1, num_chunks, num_bytes)) if num_chunks > 0 else 0.0
 
-    def calibrated_edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: int = 1) -> float:
-        """Predict an edge's time as at the calibration, whatever was measured since."""
-        return self._costs[edge].calibrated_s((1, num_chunks, num_bytes))
-
-    def edge_scale(self, edge: CostEdge) -> float:
-        """Return what the edge takes, in times of its calibration."""
-        with self._lock:
-            return self._costs[edge].scale
-
-    def is_trusted(self, edge: CostEdge) -> bool:
-        """False for a while after loads over the edge were given up, or until one has come."""
-        with self._lock:
-            return self._costs[edge].is_trusted
-
     def is_measured(self, edge: CostEdge) -> bool:
         """False if what the edge takes is a guess."""
         with self._lock:
@@ -329,24 +313,18 @@ class CostModel:
             for kind, part_s in predicted.items():
                 self._costs[kind].note(seconds / total_s, part_s / total_s)
 
-    def note_edge(
-        self, edge: CostEdge, num_bytes: int, num_chunks: float, seconds: float, *, is_complete: bool = True
-    ) -> None:
+    def note_edge(self, edge: CostEdge, num_bytes: int, num_chunks: float, seconds: float) -> None:
         """So much came over an edge, alone or as part of a load, in so many seconds.
 
-        Not complete: it was given up then. Best told with what had come by then; where that is not known, with all that
-        was asked for: the edge is at least that slow, and at least twice as slow as was thought.
+        Of a load that was given up what had come by then, and the read that was under way: it is at least that slow.
         """
         if num_chunks <= 0 or seconds <= 0:
             return
         with self._lock:
             cost = self._costs[edge]
             predicted_s = cost.seconds((1, num_chunks, num_bytes))
-            if is_complete:
-                self._accuracy[edge].note(predicted_s, seconds)
-                cost.note(seconds / predicted_s)
-            else:
-                cost.note_missed(seconds / predicted_s)
+            self._accuracy[edge].note(predicted_s, seconds)
+            cost.note(seconds / predicted_s)
 
     def note_found(self, edges: Sequence[Edge]) -> None:
         """A tier had chunks of one prompt, each over one of these edges."""
@@ -425,6 +403,63 @@ class CostModel:
     def _seconds(self, kind: str, terms: Terms) -> float:
         with self._lock:
             return self._costs[kind].seconds(terms)
+
+
+class CostFile:
+    """Keeps a cost model from one start to the next, for each model on each machine.
+
+    machine     all that costs depend on beside the model, such as processors, devices and threads
+    share_cost  the measured constants of `ShareCost`, by name; None: there are none
+    """
+
+    def __init__(self, folder: Path, fingerprint: bytes, machine: str) -> None:
+        self.share_cost: dict[str, Any] | None = None
+        self._whose = {"format": _FORMAT, "version": _VERSION, "model": fingerprint.hex(), "machine": machine}
+        named = blake2b(fingerprint + machine.encode(), digest_size=12, person=b"mneme costs").hexdigest()
+        self.path = folder / f"costs-{named}.json"
+
+    def read(self, clock: Callable[[], float] = time.monotonic) -> CostModel | None:
+        """Return what was learned before; None, with a warning, for a file that is broken or foreign."""
+        try:
+            found = read_private(self.path)
+            if found is None:
+                return None
+            if not isinstance(found, dict) or any(found.get(key) != value for key, value in self._whose.items()):
+                raise ValueError("it is of another model, machine or version")
+            share_cost = found.get("share_cost")
+            if share_cost is not None:
+                share_cost = {str(name): float(value) for name, value in dict(share_cost).items()}
+                is_sound = all(0 <= value < 1e12 for value in share_cost.values())
+                if share_cost.keys() != set(SHARE_CONSTANTS) or not is_sound:
+                    raise ValueError(f"share_cost: {share_cost}")
+            self.share_cost = share_cost
+            return CostModel.from_mapping(found.get("costs"), clock)
+        except (OSError, ValueError, TypeError, ConfigError) as error:
+            logger.warning("costs are measured anew, %s cannot be used: %s", self.path, error)
+            return None
+
+    def write(self, costs: CostModel) -> None:
+        """Keep it if that is possible, and the newest of the others: what is not kept is measured again."""
+        try:
+            write_private(self.path, {**self._whose, "costs": costs.as_mapping(), "share_cost": self.share_cost})
+        except OSError as error:
+            logger.warning("costs are not kept, %s cannot be written: %s", self.path, error)
+        with suppress(OSError):  # another process removes files, too
+            kept = sorted(self.path.parent.glob("costs-*.json"), key=lambda path: path.stat().st_mtime)
+            for path in kept[:-_MAX_FILES]:
+                path.unlink()
+
+
+def costs_in(content: Any, clock: Callable[[], float] = time.monotonic) -> CostModel | None:
+    """The cost model in a file's JSON, of whatever model and machine; None if it is something else.
+
+    Raises `ConfigError` for one of another version, or broken.
+    """
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        return None
+    if content.get("version") != _VERSION:
+        raise ConfigError(f"cost model: version {content.get('version')!r}; this is version {_VERSION}")
+    return CostModel.from_mapping(content.get("costs"), clock)
 
 
 def calibrated(

@@ -351,7 +351,7 @@ CACHE_ENGINES = (
         "mneme_cache_plans_total",
         "Prompts of which the tier had something, by how much of that was to be loaded.",
         "plans.{plan}",
-        plan=("load", "split", "compute", "probe"),
+        plan=("load", "split", "compute"),
     ),
     family(
         "mneme_cache_given_up_total",

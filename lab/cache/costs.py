@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mneme.cachetier.policy.calibration import costs_in
-from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.cachetier.policy.cost_model import Calibration, CostModel, costs_in
 from mneme.config import parse
 from mneme.errors import ConfigError, shown
 

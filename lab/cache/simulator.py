@@ -27,7 +27,7 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import EvictionPolicy, MinPolicy, make_policy
 from mneme.cachetier.policy.load_controller import Loadable, LoadController
 from mneme.errors import ConfigError, shown
-from mneme.lab.cache.costs import Rates, stands_still
+from mneme.lab.cache.costs import Rates
 from mneme.lab.cache.traces import TraceRequest
 
 SIMULATED_POLICIES: tuple[str, ...] = (*get_args(PolicyName), "min")
@@ -84,7 +84,7 @@ class SimulatedLoads:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._controller = LoadController(costs, stands_still)
+        self._controller = LoadController(costs)
 
     def first_token(self, input_tokens: int, block_tokens: int, found: Sequence[int]) -> FirstToken:
         """`found`: blocks by tier, device first; those nearer to the head are in faster tiers."""

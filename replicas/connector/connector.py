@@ -23,9 +23,9 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import LoadController
 from mneme.cachetier.store import ChainQuery, ChunkStore
-from mneme.replicas.connector.fetch import Fetches, MakeWorkers
-from mneme.replicas.connector.load import ChunkLoader
+from mneme.replicas.connector.loads import Loads, MakeWorkers
 from mneme.replicas.connector.save import ChunkSaver, SaveJob, SavePolicy
+from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page
 from mneme.replicas.sequence import Sequence as RunningSequence
@@ -56,9 +56,9 @@ class KvConnector:
         self._saves = SavePolicy(store, fingerprint, page_size)
         self.costs, self._clock = costs, clock
         self._controller = LoadController(
-            costs, clock, num_layers=fingerprint.layout.num_layers, loads_all=config.load == "always"
+            costs, num_layers=fingerprint.layout.num_layers, loads_all=config.load == "always"
         )
-        self.fetches = Fetches(
+        self.loads = Loads(
             store,
             self._controller,
             costs,
@@ -70,7 +70,7 @@ class KvConnector:
 
     def tell(self, on_answer: Callable[[], None]) -> None:
         """Have this called, on another thread, as soon as the engine may not be blocked any more."""
-        self.fetches.on_answer = on_answer
+        self.loads.on_answer = on_answer
 
     def look_up(self, sequence: RunningSequence, forest: PrefixForest, *, is_alone: bool) -> None:
         """Begin to look up what the engine lacks of a sequence, if that is worth a question.
@@ -94,27 +94,25 @@ class KvConnector:
         if event:  # what is resident is other KV
             num_resident = 0
         query = self._query(sequence, num_resident)
-        sequence.found = self.fetches.begin(query, num_resident, num_history=sequence.num_history, is_alone=is_alone)
+        sequence.load = self.loads.begin(query, num_resident, num_history=sequence.num_history, is_alone=is_alone)
         self.counts["lookups"] += 1
 
     def look_again(self, waiting: Iterable[RunningSequence], forest: PrefixForest) -> None:
-        """Ask anew for the first that wait, from time to time, if the answer is outdated (AttentionStore 3.3.1).
+        """Ask anew for the first that wait, from time to time, if what the engine had of them has gone meanwhile.
 
-        What the engine had of them may have gone meanwhile, and what the tier lacked may have come.
+        What was found behind it would be of no use (AttentionStore 3.3.1).
         """
         now_s = self._clock()
         for sequence in islice(waiting, _NUM_LOOKED_AT):
             if now_s - sequence.looked_s < _LOOK_AGAIN_S or sequence.was_admitted or sequence.chain is None:
                 continue
-            sequence.looked_s, found, context = now_s, sequence.found, sequence.context
-            if found is not None and not found.is_outdated(
-                sum(forest.resident(sequence.request.salt, context)), len(context)
-            ):
+            sequence.looked_s, load, context = now_s, sequence.load, sequence.context
+            if load is not None and not load.is_outdated(sum(forest.resident(sequence.request.salt, context))):
                 continue
-            sequence.found = None
+            sequence.load = None
             self.look_up(sequence, forest, is_alone=False)
-            if found is not None:  # behind: the request waits on
-                found.close()
+            if load is not None:  # behind: the request waits on
+                load.close()
 
     def begin_step(self, batch: Sequence[StepRows]) -> list[SaveJob]:
         """Return the chunks that a step completes for the store."""
@@ -148,7 +146,7 @@ class KvConnector:
 
     def end(self, sequence: RunningSequence, *, is_sound: bool) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""
-        sequence.drop_found()
+        sequence.drop_load()
         if is_sound:
             self.saver.save(self._saves.of_end(sequence))
 
@@ -156,15 +154,15 @@ class KvConnector:
         """Give up what a failed step was to load and to save, and what was found for others."""
         self.loader.end()
         self.saver.abandon()
-        self.fetches.abandon()
+        self.loads.abandon()
 
     def stats(self) -> dict[str, Any]:
         """Return counters, from any thread; `store` is what `ChunkStore.stats` says."""
         return {
             **self.counts,
             "plans": dict(self._controller.num_plans),
-            "given_up": dict(self.fetches.num_given_up),
-            "read_buffer_bytes": self.fetches.budget.num_used,
+            "given_up": dict(self.loads.num_given_up),
+            "read_buffer_bytes": self.loads.budget.num_used,
             "chunks": {"loaded": self.loader.num_loaded, "lost": self.loader.num_lost, **asdict(self.saver.counts)},
             "store": dict(self.store.stats()),
         }
@@ -172,7 +170,7 @@ class KvConnector:
     def close(self) -> None:
         self.loader.close()
         self.saver.close()
-        self.fetches.close()
+        self.loads.close()
         self.store.close()
 
     def _query(self, sequence: RunningSequence, num_resident: int) -> ChainQuery:

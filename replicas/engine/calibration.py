@@ -1,8 +1,16 @@
-"""Measures what steps cost on this device, before there is traffic, with the runner that will serve it.
+"""Measures what things cost on this machine, before there is traffic: a tier's edges, steps, and what sharing costs.
 
-A prompt is computed piece by piece, so that each piece is a point of (rows, context); behind it, and behind short
-prompts, some tokens are decoded. That happens in a forest of its own over the engine's pages, which nobody holds yet;
-afterwards no slot is visible and no counter of the engine has moved.
+*Edges.* Host: runs of bytes as large as a chunk are hashed, as a read of a chunk is, and copied, to the engine's device
+where it has one. Disk: they are read from a scratch file in the tier's folder, which the page cache is asked to forget
+first. Peers keep their defaults until they are read. These are first guesses, which soon give way to loads.
+
+*Steps*, with the runner that will serve. A prompt is computed piece by piece, so that each piece is a point of
+(rows, context); behind it, and behind short prompts, some tokens are decoded. That happens in a forest of its own over
+the engine's pages, which nobody holds yet; afterwards no slot is visible and no counter of the engine has moved.
+
+*Sharing*, on a GPU: the constants of `ShareCost`. A call's time is modelled as the sum over its pieces of what
+`ShareCost` says, and two terms that do not depend on sharing; the constants are the non-negative least-squares solution
+of the relative errors.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ import itertools
 import logging
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,20 +29,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from mneme.cachetier.chunk.header import U8Array
-from mneme.cachetier.policy.calibration import SHARE_CONSTANTS, CostFile, measured_edges
-from mneme.cachetier.policy.cost_model import Calibration, CostModel, calibrated
+from mneme.cachetier.names import CostEdge
+from mneme.cachetier.policy.cost_model import SHARE_CONSTANTS, Calibration, CostFile, CostModel, Point, calibrated
 from mneme.kernels.native.library import cpu_features
 from mneme.kernels.page_table import FREE_SLOT_POSITION, PageTable, QueryRows, full_mask
 from mneme.kernels.plan import Plan
+from mneme.kernels.share_cost import FloatArray
 from mneme.kernels.triton.modules import triton_module
 from mneme.kernels.work import Share
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.device_pages import make_chunk_pages
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
 from mneme.replicas.engine.engine import make_forest
-from mneme.replicas.engine.share_fit import features_of, fitted
 from mneme.replicas.model.draws import SampleRow
 from mneme.replicas.model.graphs import CudaCapture
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -61,6 +71,15 @@ _SHARE_ERROR = 0.25  # in the median: beyond it the times do not follow the mode
 _NUM_REPLAYS = 5
 _GREEDY = SamplingParams(temperature=0, seed=0)
 
+_SHARE_TERMS = ("key_few", "head_few", "key_many", "head_many", "piece", "merge", "cold", "call")
+# Reads of an edge: how many, and the share of all bytes that each has: so that bytes and chunks can be told apart.
+_READS = ((1, 1 / 64), (1, 1 / 8), (8, 1 / 8), (1, 1.0), (8, 1 / 64))
+_CHUNKS = 8  # that all bytes together are
+_MAX_BYTES = 32 << 20  # of them
+_HEADER_BYTES = 4096  # of a chunk, read on their own
+
+Bring = Callable[[U8Array], object]
+Read = Callable[[int, int], object]  # start and end, in bytes
 Step = tuple[list[tuple[int, int]], float]  # (rows, context) of each sequence, seconds
 
 
@@ -167,6 +186,49 @@ def _share_cost_here(runner: Runner) -> dict[str, float] | None:
         return None
 
 
+def features_of(plan: Plan) -> list[float]:
+    """Sum over the pieces of a plan what each constant is multiplied with, in the order of `fitted`'s constants.
+
+    The last two do not depend on sharing: elements that come from memory the first time that they are read, and what a
+    call costs whatever it does.
+    """
+    work, width, group = plan.work, plan.num_kv_heads * plan.head_dim, plan.num_q_heads // plan.num_kv_heads
+    few, many, merge = [0.0, 0.0], [0.0, 0.0], 0.0
+    for piece in range(work.num_pieces):
+        rows = int(work.row_begin[piece + 1] - work.row_begin[piece])
+        runs = slice(work.run_begin[piece], work.run_begin[piece + 1])
+        elements = int((work.page_end[runs] - work.page_begin[runs]).sum()) * plan.page_size * width
+        if rows * group < plan.cost.many_heads:  # a pass for each row
+            few[0] += elements * rows
+            few[1] += elements * rows * group
+        else:
+            many[0] += elements
+            many[1] += elements * rows * group
+        merge += rows * group * width
+    distinct = len({int(page) for table in plan.page_tables for page in table.page_ids}) * plan.page_size * width
+    return [*few, *many, work.num_pieces * plan.num_kv_heads, merge, distinct, 1.0]
+
+
+def fitted(features: list[list[float]], picoseconds: list[float]) -> tuple[dict[str, float], float]:
+    """Return the constants by name, and the median relative error of the model with them."""
+    matrix, times = np.array(features), np.array(picoseconds)
+    constants = _non_negative_fit(matrix / times[:, None], np.ones(len(times)))
+    error = float(np.median(np.abs(matrix @ constants / times - 1)))
+    return dict(zip(_SHARE_TERMS, constants.tolist(), strict=True)), error
+
+
+def _non_negative_fit(matrix: FloatArray, wanted: FloatArray, num_steps: int = 50_000) -> FloatArray:
+    """Least squares under x >= 0, by projected gradient on scaled columns."""
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
+    scaled = matrix / scale
+    step = 1 / np.linalg.norm(scaled, 2) ** 2
+    x = np.zeros(matrix.shape[1])
+    for _ in range(num_steps):
+        x = np.maximum(0.0, x - step * (scaled.T @ (scaled @ x - wanted)))
+    found: FloatArray = x / scale
+    return found
+
+
 def machine_of(runner: Runner, config: EngineConfig) -> str:
     """Digest all that a step's duration depends on beside the model."""
     device = runner.pool.slot_position.device
@@ -196,6 +258,92 @@ def calibrate(
     with runner.no_trace():
         steps = measured_steps(runner, config, (1 - _EDGE_SHARE) * budget_s)
     return calibrated(steps, edges, step_rows=config.max_batch_tokens, kv_bytes_per_token=token_bytes)
+
+
+def measured_edges(
+    chunk_bytes: int,
+    disk_folder: Path | None = None,
+    *,
+    bring: Bring | None = None,
+    budget_s: float = 1.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[CostEdge, list[Point]]:
+    """Points with the terms (1, chunks, bytes); an edge that cannot be measured is not there.
+
+    `bring`: takes what was read to the device; None: it is copied within this memory. `budget_s`: nothing is begun
+    after it.
+    """
+    until_s = clock() + budget_s
+    content = np.random.default_rng(0).bytes(min(_CHUNKS * chunk_bytes, _MAX_BYTES))
+    buffer = memoryview(bytearray(content))
+
+    def read_host(start: int, end: int) -> None:
+        if bring is None:
+            buffer[start:end] = content[start:end]
+        else:
+            bring(np.frombuffer(content, np.uint8)[start:end])
+        xxhash.xxh3_128_digest(buffer[start:end])
+
+    read_host(0, len(content))
+    edges: dict[CostEdge, list[Point]] = {"host": _measure(read_host, len(content), until_s, clock)}
+    if disk_folder is not None and clock() < until_s:
+        try:
+            edges["disk"] = _measured_disk(content, buffer, disk_folder, until_s, clock)
+        except OSError as error:
+            logger.warning("the disk's speed is a guess, %s cannot be written and read: %s", disk_folder, error)
+    return {edge: points for edge, points in edges.items() if points}
+
+
+def _measured_disk(
+    content: bytes, buffer: memoryview, folder: Path, until_s: float, clock: Callable[[], float]
+) -> list[Point]:
+    """The file has no name, so nothing is left of it whatever happens."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        fd, view = file.fileno(), memoryview(content)
+        step = max(len(content) // _CHUNKS, 1)
+        for start in range(0, len(content), step):
+            _write(fd, view[start : start + step])
+            if clock() > until_s:  # too slow even to be asked
+                return []
+        os.fsync(fd)
+
+        def forget() -> None:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def read(start: int, end: int) -> None:
+            os.preadv(fd, [buffer[start : min(start + _HEADER_BYTES, end)]], start)
+            at = start
+            while at < end:
+                count = os.preadv(fd, [buffer[at:end]], at)
+                if not count:
+                    raise OSError("the file is shorter than what was written")
+                at += count
+            xxhash.xxh3_128_digest(buffer[start:end])
+
+        return _measure(read, len(content), until_s, clock, before=forget)
+
+
+def _write(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _measure(
+    read: Read, num_bytes: int, until_s: float, clock: Callable[[], float], before: Callable[[], object] | None = None
+) -> list[Point]:
+    points: list[Point] = []
+    for count, share in _READS:
+        if points and clock() > until_s:
+            break
+        if before is not None:
+            before()
+        size = max(int(share * num_bytes), 1)
+        started_s = clock()
+        for index in range(count):
+            read(index * size, (index + 1) * size)
+        points.append(Point((1, count, count * size), max(clock() - started_s, 1e-9)))
+    return points
 
 
 def bringing(pages: ChunkPages, chunk_tokens: int, token_bytes: int, page_size: int) -> Callable[[U8Array], None]:

@@ -23,8 +23,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.pins import PinName
-from mneme.cachetier.policy.calibration import CostFile
-from mneme.cachetier.policy.cost_model import CostModel
+from mneme.cachetier.policy.cost_model import CostFile, CostModel
 from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, Overloaded
@@ -35,8 +34,8 @@ from mneme.replicas.card import sampling_defaults, shard_paths
 from mneme.replicas.config import EngineConfig, WarmPrompt
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.device_pages import make_chunk_pages
-from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver
+from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop

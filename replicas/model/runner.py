@@ -35,8 +35,8 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import Lineages, ranges
 from mneme.kernels.upload import upload
 from mneme.kernels.work import Share
-from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
+from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.pages import NOWHERE
 from mneme.replicas.forest.paths import Path, slots_of

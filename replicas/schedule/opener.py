@@ -43,7 +43,7 @@ class PathOpener:
             known = () if request.reads_prompt else sequence.context
             path, sequence.root = self._forest.open_path(request.kv_salt, known), None
         path.extend(sequence.context, len(sequence.context))
-        if sequence.is_over and not (sequence.event and sequence.found is not None):
+        if sequence.is_over and not (sequence.event and sequence.load is not None):
             return self.shorten(sequence, path, sequence.num_history)
         if sequence.blend is not None:
             path = sequence.blend.open(path, sequence.context, self._forest)

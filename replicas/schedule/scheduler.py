@@ -34,10 +34,11 @@ from mneme.replicas.forest.moves import Graft
 from mneme.replicas.forest.pages import Page
 from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import OutOfPages
+from mneme.replicas.load import Load
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget, seconds_beside
-from mneme.replicas.sequence import FoundChunks, Sequence, StepRows
+from mneme.replicas.sequence import Sequence, StepRows
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
@@ -130,7 +131,7 @@ class Scheduler:
             if parent.leader is not None:
                 continue
             assert parent.blend is not None
-            children = [s for s in self.running if s.parent is parent and s.found is None and not self._num_pending(s)]
+            children = [s for s in self.running if s.parent is parent and s.load is None and not self._num_pending(s)]
             if len(children) == parent.blend.num_missing:
                 loaded: Counter[str] = Counter()
                 for child in children:
@@ -288,8 +289,8 @@ class Scheduler:
 
     def _admit(self, batch: list[StepRows], budget: StepBudget) -> None:
         chosen = self.waiting.chosen
-        if chosen is not None and chosen.found is not None:
-            chosen.found.pause()  # its chunks cost nothing while they are not what it waits for
+        if chosen is not None and chosen.load is not None:
+            chosen.load.pause()  # its chunks cost nothing while they are not what it waits for
         while self.waiting and budget.has_room and len(self.running) < self._max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):
@@ -327,39 +328,39 @@ class Scheduler:
 
         Beside others that already have tokens to give, a step loads no more than in the time that a full step computes,
         of all sequences together, the oldest first: a long history comes in parts, and its sequence has rows from the
-        last of them on. `found` stays if more is to come.
+        last of them on. `load` stays if more is to come.
         """
-        found, path = sequence.found, sequence.path
-        if found is None or found.is_looking:
+        load, path = sequence.load, sequence.path
+        if load is None or load.is_asking:
             return
         assert path is not None
         # Pages of their own may be one more than counted.
         has_room = self._forest.has_room(self._num_missing_pages(sequence) + 1)
-        limit = self._load_limit(found)
+        limit = self._load_limit(load)
         if has_room and limit == 0 and sequence.num_to_come:
             return  # others load in this step
         graft = None
         if has_room and sequence.event:
-            graft = self._restore(sequence, path, found, limit)
+            graft = self._restore(sequence, path, load, limit)
         elif has_room and sequence.root is None:
-            graft = path.graft(sequence.context, found, limit)
+            graft = path.graft(sequence.context, load, limit)
         for piece in () if graft is None else graft.pieces:
-            sequence.note_origin(piece.start, piece.end, found.source_of(piece.chunk))
+            sequence.note_origin(piece.start, piece.end, load.source_of(piece.chunk))
         if graft is None:
-            sequence.drop_found()
+            sequence.drop_load()
             return
         self._budget.num_loaded += len(graft.pieces)
         if graft.is_last:
-            sequence.found = found.hand_over()
+            sequence.load = None
 
-    def _restore(self, sequence: Sequence, path: Path, found: FoundChunks, limit: int | None) -> Graft | None:
+    def _restore(self, sequence: Sequence, path: Path, load: Load, limit: int | None) -> Graft | None:
         """Let a truncated or blended session go on from its stored KV, if that is more than was computed meanwhile.
 
         Where not all is there that it had, it is another event: what is computed behind is not what was.
         """
-        event = sequence.event if found.has_all(sequence.num_history - 1) else b""
-        is_more = path.root.is_own or found.end > path.num_tokens
-        restored = self._forest.restore(path, sequence.context, found, event, limit) if is_more else None
+        event = sequence.event if load.has_all(sequence.num_history - 1) else b""
+        is_more = path.root.is_own or load.end > path.num_tokens
+        restored = self._forest.restore(path, sequence.context, load, event, limit) if is_more else None
         if restored is None:
             return None
         sequence.path, graft = restored
@@ -368,30 +369,25 @@ class Scheduler:
 
     def _comes_whole(self, sequence: Sequence) -> bool:
         """Return whether one that does not run yet would wait neither for its chunks nor for a step to load them."""
-        found = sequence.found
-        if found is None or not found.is_settled:
-            return found is None
-        limit = self._load_limit(found)
-        return limit is None or len(found.spans) <= limit
+        load = sequence.load
+        if load is None or not load.is_settled:
+            return load is None
+        limit = self._load_limit(load)
+        return limit is None or len(load.spans) <= limit
 
-    def _load_limit(self, found: FoundChunks) -> int | None:
-        """Return how many chunks the step may still load; None: all.
-
-        What is still read comes at once: all chunks are read layer by layer, and what is not there yet is predicted to
-        come in time.
-        """
-        if found.step_chunks is None or not self._has_streams:
+    def _load_limit(self, load: Load) -> int | None:
+        """Return how many chunks the step may still load of it; None: all."""
+        if load.plan is None or not self._has_streams:
             return None
-        limit = max(found.step_chunks - self._budget.num_loaded, 0)
-        return limit if found.is_in_memory or limit == 0 else None
+        return load.num_at_once(max(load.plan.step_chunks - self._budget.num_loaded, 0))
 
     def _loading(self) -> list[Sequence]:
         """Return who runs and has no rows before more of its chunks is loaded."""
-        answered = [s for s in self.running if s.found is not None and not s.found.is_looking]
+        answered = [s for s in self.running if s.load is not None and not s.load.is_asking]
         for sequence in answered:
             if not sequence.num_to_come:  # it computed, or follows, as much meanwhile
-                sequence.drop_found()
-        return [s for s in answered if s.found is not None]
+                sequence.drop_load()
+        return [s for s in answered if s.load is not None]
 
     def _graft_more(self, sequence: Sequence, batch: list[StepRows]) -> None:
         """Graft the next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more.
@@ -399,7 +395,7 @@ class Scheduler:
         Those that were found after its first rows may be on their way: it is waited for them only beside others.
         """
         assert sequence.path is not None
-        if sequence.found is not None and not sequence.found.is_ready(is_alone=not batch):
+        if sequence.load is not None and not sequence.load.is_ready(is_alone=not batch):
             return
         sequence.path.extend(sequence.context, len(sequence.context))
         self._graft(sequence)
@@ -409,7 +405,7 @@ class Scheduler:
     def _begin(self, sequence: Sequence, batch: list[StepRows], *, has_others: bool) -> None:
         """Give it its first rows, if all that is loaded of it comes with this step."""
         budget = self._budget
-        if sequence.found is not None and not sequence.found.is_looking:
+        if sequence.load is not None and not sequence.load.is_asking:
             assert sequence.path is not None
             budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
         elif budget.num_left > 0 and not sequence.is_over:
@@ -424,7 +420,7 @@ class Scheduler:
         """Give the rows that are left to prompts that were cut, the oldest first."""
         for index, part in enumerate(batch):
             path, ids = part.sequence.path, part.sequence.context
-            if part.end == len(ids) or part.sequence.found is not None or part.sequence.is_comparing:
+            if part.end == len(ids) or part.sequence.load is not None or part.sequence.is_comparing:
                 continue
             assert path is not None
             num_rows = budget.num_rows(part.end)
@@ -452,10 +448,10 @@ class Scheduler:
 
         Not before others whose chunks come too: they are read at the same time, so its step would wait longer.
         """
-        if sequence.found is None:
+        if sequence.load is None:
             return True
         others = islice(self.waiting, 1, 1 + _NUM_OVERTAKING)
-        return sequence.found.is_ready(is_alone=not self.running and all(each.found is None for each in others))
+        return sequence.load.is_ready(is_alone=not self.running and all(each.load is None for each in others))
 
     def _take_or_suspend(self, sequence: Sequence, budget: int, batch: Iterable[StepRows]) -> StepRows | None:
         """Take the sequence's rows; suspends later arrivals while pages are short, at last the sequence itself."""
@@ -476,7 +472,7 @@ class Scheduler:
     def _take_next(self, sequence: Sequence) -> StepRows | None:
         """Take a decode's row where that is the next slot of its own page; None: `_take_rows` looks at all else."""
         path = sequence.path
-        if path is None or sequence.found is not None or sequence.blend is not None or not sequence.num_output:
+        if path is None or sequence.load is not None or sequence.blend is not None or not sequence.num_output:
             return None
         run = path.write_next(sequence.context)
         return None if run is None else StepRows(sequence, [(path.num_tokens - 1, path.num_tokens)], [run], [0])
@@ -500,22 +496,22 @@ class Scheduler:
             if budget == 0:
                 self._budget.cut(sequence, path.num_tokens, self._num_missing_pages(sequence))
                 return None
-        found = sequence.found
-        if found is not None:  # more of it may be said to be in a tier before these are computed
-            waits = path.num_tokens < len(ids) and not found.is_overdue  # not where only its logits are missing
+        load = sequence.load
+        if load is not None:  # more of it may be said to be in a tier before these are computed
+            waits = path.num_tokens < len(ids) and not load.is_overdue  # not where only its logits are missing
             if self._budget.num_taken and waits:  # its pages are promised all the same
                 self._budget.cut(sequence, path.num_tokens, self._num_missing_pages(sequence))
                 return None
-            budget = min(budget, found.num_rows_before(path.num_tokens))
+            budget = min(budget, load.num_rows_before(path.num_tokens))
         rows = path.take_rows(ids, budget)
         sequence.note_rows(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
-        if found is not None:
+        if load is not None:
             if not sequence.event:  # what it computes is a part of what is found
-                found.num_resident = path.num_tokens
+                load.num_resident = path.num_tokens
             if part.samples:  # it has all its rows: too late
-                found.give_up("lookup")
-                sequence.drop_found()
+                load.give_up("lookup")
+                sequence.drop_load()
         return part
 
     def _take_compared(self, sequence: Sequence, budget: int) -> StepRows:
@@ -538,7 +534,7 @@ class Scheduler:
             self._forest.release(sequence.path)
             sequence.path = None
             sequence.num_put_back += 1
-            sequence.drop_found()
+            sequence.drop_load()
             if sequence.chain is not None:
                 sequence.chain.num_saved = 0
             num_children = sum(child.parent is sequence for child in sequences)
@@ -562,7 +558,7 @@ class Scheduler:
 
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)
-        sequence.drop_found()
+        sequence.drop_load()
         self.num_suspensions += 1
         self.waiting.put_back(sequence)
 

@@ -52,7 +52,7 @@ LEVELS = {
     "replicas": (
         "documents forest report truncation",
         "config request vllm_options",
-        "card queries",
+        "card load queries",
         "fuse text",
         "choices sequence",
         "connector",

@@ -156,9 +156,9 @@ def check_engine(engine: Engine) -> None:
     assert connector is not None
     assert connector.saver.num_bytes == 0
     deadline_s = time.monotonic() + 60.0  # a question that nobody answers ends by its own limit, behind the request
-    while connector.fetches.num_open and time.monotonic() < deadline_s:
+    while connector.loads.num_open and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert (connector.fetches.num_open, connector.fetches.budget.num_used) == (0, 0)
+    assert (connector.loads.num_open, connector.loads.budget.num_used) == (0, 0)
 
 
 def check_folder(folder: Path, capacity_bytes: int = CAPACITY_BYTES) -> None:

@@ -20,11 +20,11 @@ from mneme.cachetier.config import CacheConfig, LoadPolicy
 from mneme.cachetier.names import Miss
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
-from mneme.replicas.connector.fetch import Fetch, ReadBudget
 from mneme.replicas.connector.save import SaveCounts, SaveJob
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Graft
 from mneme.replicas.forest.pages import Page
+from mneme.replicas.load import Load, ReadBudget
 from mneme.replicas.request import SessionKey, TokenEvent
 from tests.replicas.chunk_stores import FakeStore, SlowRows
 from tests.replicas.fake_runner import WRONG, Content, FakeRunner, Slot, Slots
@@ -89,11 +89,11 @@ class PlayedCache:
             clock=lambda: self.now_s,
             make_workers=self._make_workers,
         )
-        self.cache.fetches.budget = PlayedBudget(read_buffer_bytes)
+        self.cache.loads.budget = PlayedBudget(read_buffer_bytes)
 
     @property
     def num_open(self) -> int:
-        return self.cache.fetches.num_open
+        return self.cache.loads.num_open
 
     def play(self, num_looks: int | None = None, num_reads: int | None = None) -> None:
         """The store answers, and chunks are read; for as many tasks as wait, or until nothing waits."""
@@ -122,28 +122,29 @@ class FakeLoader:
         self.is_late: Callable[[], bool] = lambda: False  # whether a load that is under way is given up
         self._readers = readers
         self._lost: list[Page] | None = None
-        self._fetches: list[Fetch] = []
+        self._ending: list[Load] = []
 
     def begin(self, grafts: Sequence[Graft], slots: Slots) -> set[Slot]:
         """Returns the slots whose KV did not come."""
         self._lost, doubtful = [], set[Slot]()
         for graft in grafts:
-            fetch = graft.chunks
-            assert isinstance(fetch, Fetch)
-            self._fetches += [fetch] if graft.is_last else []
-            fetch.begin_load()
-            if fetch._is_busy and not self.is_late():
+            load = graft.chunks
+            assert isinstance(load, Load)
+            self._ending += [load] if graft.is_last else []
+            end = graft.pieces[-1].chunk + 1
+            load.begin(end)
+            if load._num_read < end and not self.is_late():
                 self._readers.play()
-            is_lost = fetch._is_busy
+            is_lost = load._num_read < end
             if is_lost:
-                fetch.give_up("loading", graft.pieces[0].chunk)
+                load.give_up("loading")
             for piece in graft.pieces:
-                told = None if is_lost else self._taken(fetch, piece.chunk)
+                told = None if is_lost else self._taken(load, piece.chunk)
                 is_lost = told is None
                 places = [(page, offset + i) for page, offset, count in piece.runs for i in range(count)]
                 counts = [count for *_, count in piece.runs]
                 rotated = [p.start + i for p, count in zip(piece.pages, counts, strict=True) for i in range(count)]
-                first = piece.start - fetch.start_of(piece.chunk)
+                first = piece.start - load.start_of(piece.chunk)
                 for number, (slot, position) in enumerate(zip(places, rotated, strict=True), first):
                     slots[slot] = (position, WRONG, 0) if told is None else told[number]
                     assert slots[slot][0] == position
@@ -153,19 +154,19 @@ class FakeLoader:
 
     def end(self) -> list[Page] | None:
         lost, self._lost = self._lost, None
-        fetches, self._fetches = self._fetches, []
-        for fetch in fetches:
-            fetch.close()
+        ending, self._ending = self._ending, []
+        for load in ending:
+            load.close()
         self.num_lost += len(lost or ())
-        self.num_loaded += len(fetches)
+        self.num_loaded += len(ending)
         return lost
 
     def close(self) -> None:
         self.end()
 
-    def _taken(self, fetch: Fetch, index: int) -> list[Content] | None:
+    def _taken(self, load: Load, index: int) -> list[Content] | None:
         """What each slot held; None if a layer does not come."""
-        layers = [fetch.take(index, layer) for layer in range(LAYOUT.num_layers)]
+        layers = [load.take(index, layer) for layer in range(LAYOUT.num_layers)]
         if any(isinstance(layer, Miss) for layer in layers):
             return None
         told = [_decoded(layer) for layer in layers if not isinstance(layer, Miss)]

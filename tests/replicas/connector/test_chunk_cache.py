@@ -195,14 +195,14 @@ def test_a_long_history_is_loaded_in_parts_beside_a_stream(
     submit(engine, "again", told, NUM_NEW)
     num_lengths, events = set(), []
     head = engine.scheduler.waiting.head
-    while head.found is not None and not head.found.is_ready(is_alone=False):  # else the stream may end first
+    while head.load is not None and not head.load.is_ready(is_alone=False):  # else the stream may end first
         time.sleep(BLOCKED_S)
     while len(engine.scheduler.running) < 2:
         engine.step()
     monkeypatch.setattr(type(engine.scheduler), "_has_streams", property(lambda self: True))
     if is_aborted:
         engine.abort("stream")
-    while (again := engine.scheduler.running[-1]).found is not None:
+    while (again := engine.scheduler.running[-1]).load is not None:
         assert again.path is not None
         num_lengths.add(again.path.num_tokens)
         events += engine.step()

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.names import Miss
 from mneme.cachetier.pages.streams import CudaStreams
-from mneme.replicas.connector import load as chunk_load
+from mneme.replicas.connector import step_load
 from mneme.replicas.connector.device_pages import CpuChunkPages, DeviceBatch, DeviceChunkPages, make_chunk_pages
-from mneme.replicas.connector.load import ChunkLoad
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
+from mneme.replicas.connector.step_load import StepLoad
 from mneme.replicas.engine import load
 from mneme.replicas.engine.calibration import bringing
 from mneme.replicas.forest.moves import Graft, GraftPiece
@@ -171,7 +171,7 @@ def test_a_load_is_not_overwritten_by_what_the_engine_had_issued(
     assert (pool.page(3) == 5).all()
 
 
-class PlayedFetch:
+class PlayedLoad:
     """Gives the bytes of chunks at once, but for layers that never come."""
 
     plan = None
@@ -185,19 +185,19 @@ class PlayedFetch:
     def start_of(self, index: int) -> int:
         return 8 * index
 
-    def left_s(self, layer: int, computed_s: float) -> float:
+    def left_s(self) -> float:
         return 60.0
+
+    def pause(self) -> None: ...
 
     def take(self, index: int, layer: int) -> np.ndarray | Miss:
         self.before_take(layer)
         is_missing = (index, layer) == self._missing
         return Miss.ABSENT if is_missing else layer_of(self._chunks[index], self._pool, 10 * index + layer)
 
-    def begin_load(self, beside_s: float) -> None: ...
+    def begin(self, end: int) -> None: ...
 
     def note_copy(self, index: int, seconds: float) -> None: ...
-
-    def abandon(self) -> None: ...
 
     def lose_from(self, index: int) -> None: ...
 
@@ -205,8 +205,8 @@ class PlayedFetch:
 
 
 class Loading(NamedTuple):
-    load: ChunkLoad
-    fetch: PlayedFetch
+    load: StepLoad
+    chunk_source: PlayedLoad
     streams: PlayedStreams
     pool: Pool
     expected: Pool  # when all has come
@@ -220,18 +220,18 @@ def begin(
     issue: Callable[[PlayedStreams, Pool], None] = lambda streams, pool: None,
 ) -> Loading:
     """Three chunks of eight tokens, on pages of four; a slot holds one or two. `issue`: by the engine, before."""
-    monkeypatch.setattr(chunk_load, "Fetch", PlayedFetch)
+    monkeypatch.setattr(step_load, "Load", PlayedLoad)
     streams, pool = PlayedStreams(), make_pool(NUM_PAGES)
     pages = [(7, 2), (0, 9), (4, 5)]
     chunks = [ChunkTokens(8, np.array([(a, 0, 4, 0), (b, 0, 4, 4)], np.int64)) for a, b in pages]
     expected = Pool(pool.k_pages.clone(), pool.v_pages.clone())
     scatter_all(CpuChunkPages(expected), chunks, expected)
-    fetch: Any = PlayedFetch(chunks, pool, missing)
+    chunk_source: Any = PlayedLoad(chunks, pool, missing)
     pieces = [GraftPiece(i, 8 * i, 8 * i + 8, [(a, 0, 4), (b, 0, 4)], ()) for i, (a, b) in enumerate(pages)]
     device = DeviceChunkPages(pool, streams, 8 * TOKEN_BYTES, slot_bytes=slot_tokens * TOKEN_BYTES)
     issue(streams, pool)
-    load = ChunkLoad([Graft(fetch, pieces)], NUM_LAYERS, device)
-    return Loading(load, fetch, streams, pool, expected)
+    load = StepLoad([Graft(chunk_source, pieces)], NUM_LAYERS, device)
+    return Loading(load, chunk_source, streams, pool, expected)
 
 
 def has(loading: Loading, layer: int) -> bool:
@@ -336,7 +336,7 @@ def test_nothing_is_written_once_a_load_was_cancelled(monkeypatch: pytest.Monkey
     """The step ended while the thread was at its second layer."""
     loading = begin(monkeypatch)
     before = loading.pool.k_pages.clone()
-    loading.fetch.before_take = lambda layer: layer == 1 and loading.load.finish()
+    loading.chunk_source.before_take = lambda layer: layer == 1 and loading.load.finish()
     loading.load.run()
     assert loading.load.num_lost == 3
     loading.streams.finish()

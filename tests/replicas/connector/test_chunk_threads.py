@@ -84,7 +84,7 @@ def check_closed(engine: Engine, store: FakeStore, *, hung: bool = False) -> Non
     assert connector is not None
     assert store.num_open == 0
     assert hung or not store.waiting
-    assert (connector.fetches.num_open, connector.fetches.budget.num_used) == (0, 0)
+    assert (connector.loads.num_open, connector.loads.budget.num_used) == (0, 0)
     assert connector.saver.num_bytes == 0
 
 
@@ -134,7 +134,7 @@ def test_a_request_that_is_aborted_while_the_store_is_asked_waits_there_no_longe
     gate.open()
     until_s = time.monotonic() + WAIT_S
     assert engine.connector is not None
-    while engine.connector.fetches.num_open and time.monotonic() < until_s:  # a close would not wait for that
+    while engine.connector.loads.num_open and time.monotonic() < until_s:  # a close would not wait for that
         time.sleep(0.001)
     engine.close()
     check_closed(engine, filled)

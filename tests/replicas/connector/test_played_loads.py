@@ -128,7 +128,7 @@ def test_one_of_the_prompts_that_wait_for_answers_has_rows_until_these_are_overd
     case = Played(store)
     for name in "abc":
         case.submit(name, IDS[:30] if name == "a" else IDS[ord(name) - ord("a") :][:30])
-    case.cache.now_s += LONG_S if is_overdue else 2 * CHUNK_TOKENS  # a row takes a second
+    case.cache.now_s += LONG_S if is_overdue else 2 * CHUNK_TOKENS  # a row takes a second; a prompt may be asked for 30
     assert case.engine.step() == []
     assert case.runner.num_rows == (3 if is_overdue else 1) * CHUNK_TOKENS
     case.cache.play()
@@ -151,30 +151,19 @@ def test_a_prompt_that_another_computes_whole_waits_for_no_answer(store: FakeSto
     case.check_rest()
 
 
-def test_the_longer_an_answer_takes_the_more_rows_a_step_computes_before_it(store: FakeStore) -> None:
-    case = Played(store)
-    case.submit("a", IDS[:30])
-    case.cache.now_s += 3  # a row takes a second
-    assert case.engine.step() == []
-    assert case.runner.num_rows == 3
-    case.cache.play()
-    assert tokens_of(run(case.engine), "a") == continuation(IDS[:30], 3, 5)
-    case.check_rest()
-
-
 def test_rows_begin_before_a_slow_answer_and_what_is_found_then_is_loaded_behind_them(store: FakeStore) -> None:
-    """Answers take as long as five rows, one of which a step more would cost."""
+    """Answers take as long as five rows, one of which a step more would cost: nobody waits for them."""
     case = Played(store)
     case.cache.cache.costs.note_lookup(5.5)
     case.submit("a", IDS[:30])
     assert not case.engine.is_blocked
     assert case.engine.step() == []
-    assert case.runner.num_rows == 6  # a little more than as many as an answer takes
+    assert case.runner.num_rows == CHUNK_TOKENS
     case.cache.play()
     events = run(case.engine)
     assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
     usage = next(event.usage for event in events if event.usage is not None)
-    assert (usage.host_tokens, usage.cached_tokens) == (18, 18)
+    assert (usage.host_tokens, usage.cached_tokens) == (16, 16)
     assert case.cache.cache.stats()["given_up"] == {}
     case.check_rest()
 
@@ -274,34 +263,23 @@ def test_before_others_whose_chunks_come_it_is_not_computed_while_its_own_are_re
     case.check_rest()
 
 
-@pytest.mark.parametrize(
-    ("num_device", "num_tier"),
-    [(24, 3), (0, 0), (16, 3), (0, 2)],
-    ids=["all went", "all came", "what was before the rest went", "a tail came"],
-)
-def test_who_waits_long_asks_again(store: FakeStore, num_device: int, num_tier: int) -> None:
-    """For what has come meanwhile, or for what its engine had and has no more.
-
-    `num_device`, `num_tier`: tokens that the engine has at first, chunks that the tier has.
-    """
+@pytest.mark.parametrize("num_device", [24, 16], ids=["all went", "what was before the rest went"])
+def test_who_waits_asks_again_for_what_its_engine_had_and_has_no_more(store: FakeStore, num_device: int) -> None:
+    """`num_device`: tokens that the engine has at first."""
     case = Played(store, max_running=1)
-    chunks = dict(store.chunks)
-    if num_device:
-        case.submit("first", IDS[: num_device + 1], 1)
-        case.cache.play()
-        run(case.engine)
-    store.chunks = dict(list(chunks.items())[:num_tier])
+    case.submit("first", IDS[: num_device + 1], 1)
+    case.cache.play()
+    run(case.engine)
     case.submit("other", [4] * 10, 20)
     case.cache.play()
     case.engine.step()
     case.submit("a", IDS[:30])
     case.cache.play()
     case.engine.step()
-    found = case.engine.scheduler.waiting.head.found
+    found = case.engine.scheduler.waiting.head.load
     assert found is not None
-    assert found.spans == [(8 * i, 8 * i + 8) for i in range(num_device // 8, num_tier)]
+    assert found.spans == [(8 * i, 8 * i + 8) for i in range(num_device // 8, 3)]
     case.engine.forest.clear()
-    store.chunks.update(chunks)
     num_lookups = case.cache.cache.counts["lookups"]
     run_some(case.engine, 2)
     assert case.cache.cache.counts["lookups"] == num_lookups  # not in every step
@@ -350,14 +328,14 @@ def test_who_comes_beside_others_is_not_planned_as_if_alone(store: FakeStore) ->
     case.submit("a", IDS[:30])
     case.submit("b", [4] * 30)
     case.submit("c", IDS[1:30])
-    found = [sequence.found for sequence in case.engine.scheduler.waiting]
-    assert [fetch is not None and fetch.is_alone for fetch in found] == [True, False, False]
+    loads = [sequence.load for sequence in case.engine.scheduler.waiting]
+    assert [load is not None and load.is_alone for load in loads] == [True, False, False]
     case.cache.play()
     run(case.engine)
     case.submit("d", IDS[2:30])
     (last,) = case.engine.scheduler.waiting
-    assert last.found is not None
-    assert last.found.is_alone
+    assert last.load is not None
+    assert last.load.is_alone
     case.cache.play()
     run(case.engine)
     case.check_rest()
@@ -658,8 +636,8 @@ def test_what_the_read_buffer_has_no_room_for_is_loaded_at_once() -> None:
     """It is read layer by layer, of all chunks: those of a later part would be read with the first. One in a step."""
     many = Many([history(i) for i in range(3)], edge="disk")
     for sequence in many.case.engine.scheduler.waiting:
-        assert sequence.found is not None
-        sequence.found._is_there = True  # as far as it can be
+        assert sequence.load is not None
+        sequence.load._set_ready(range(3))  # as far as it can be
     many.finish()
     assert many.num_loaded[0] == 3
     assert many.num_loaded[1:] == [1] * 6  # there was room when the first was taken
@@ -679,7 +657,7 @@ def test_of_a_history_larger_than_the_read_buffer_no_stream_waits_for_a_part(sto
     num_loaded, events = count_loads(case), list[TokenEvent]()
     while case.engine.has_work:
         case.cache.play()
-        assert case.cache.cache.fetches.budget.num_used <= num_bytes
+        assert case.cache.cache.loads.budget.num_used <= num_bytes
         events += case.engine.step()
         if how == "abort" and len(num_loaded) == 2:
             case.engine.abort("a")

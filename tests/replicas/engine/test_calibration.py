@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.policy.calibration import CostFile
-from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.cachetier.policy.cost_model import Calibration, CostFile, CostModel, fit
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
 from mneme.kernels.share_cost import TRITON
@@ -25,7 +24,9 @@ from mneme.replicas.engine import calibration as module
 from mneme.replicas.engine.calibration import (
     Step,
     calibrate,
+    features_of,
     machine_of,
+    measured_edges,
     measured_share_cost,
     measured_steps,
     remembered_costs,
@@ -33,7 +34,6 @@ from mneme.replicas.engine.calibration import (
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.reporter import Reporter
-from mneme.replicas.engine.share_fit import features_of
 from mneme.replicas.engine.stats import engine_stats
 from tests.kernels.cases import needs_native
 from tests.replicas.tiered_engine import answers, draw, run, submit
@@ -288,3 +288,25 @@ def test_a_gpu_measures_its_own_constants(tmp_path: Path, monkeypatch: pytest.Mo
     kept = json.loads(file.read_text())["share_cost"]
     assert kept is not None
     assert engine.runner.share_cost == replace(TRITON, **kept)
+
+
+def test_edges_are_measured_and_leave_nothing(tmp_path: Path) -> None:
+    edges = measured_edges(1 << 16, tmp_path, budget_s=30)
+    assert set(edges) == {"host", "disk"}
+    for points in edges.values():
+        assert sum(fit(points)) > 0
+        assert {point.terms[1] for point in points} == {1, 8}
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_edge_that_cannot_be_measured_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert set(measured_edges(1000, None)) == {"host"}
+    assert set(measured_edges(1000, tmp_path / "no-such")) == {"host"}
+    assert "a guess" in caplog.text
+
+
+def test_time_for_edges_is_bounded(tmp_path: Path) -> None:
+    ticks = iter(range(1000))
+    edges = measured_edges(1000, tmp_path, budget_s=5, clock=lambda: float(next(ticks)))
+    assert set(edges) == {"host"}
+    assert next(ticks) < 20

@@ -1,7 +1,7 @@
 """KV of chunks into the pages that a step took for it, layer by layer, while the step computes (AttentionStore 3.2.1).
 
-A thread takes each chunk's layer from its `Fetch`, checked, and copies it into the pool, on CUDA with a few others that
-take beside it; the forward pass waits for a layer right before it needs it, and no longer than the fetch may take. What
+A thread takes each chunk's layer from its `Load`, checked, and copies it into the pool, on CUDA with a few others that
+take beside it; the forward pass waits for a layer right before it needs it, and no longer than the load may take. What
 fails, or comes too late, is *lost*: the pass goes on with whatever lies there, and when it is over the engine takes
 back all that depends on it (`Scheduler.retract`). So a fault of the cache tier ends no request, and nobody gets a token
 that was computed from wrong bytes.
@@ -22,10 +22,10 @@ import numpy as np
 
 from mneme.cachetier.names import Miss
 from mneme.primitives import Workers
-from mneme.replicas.connector.fetch import Fetch
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.moves import Graft, GraftPiece
 from mneme.replicas.forest.pages import Page
+from mneme.replicas.load import Load
 
 if TYPE_CHECKING:
     from mneme.cachetier.pages.streams import Event
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 class _Piece:
     """Tracks one chunk on its way."""
 
-    fetch: Fetch
+    load: Load
     given: GraftPiece
     tokens: ChunkTokens
     num_done: int = 0  # layers in the pool
     is_lost: bool = False
 
 
-class ChunkLoad:
+class StepLoad:
     """Loads the chunks of one step; raises nothing for what does not come."""
 
     def __init__(
@@ -52,7 +52,7 @@ class ChunkLoad:
     ) -> None:
         """`take_all` is `map`, with the calls beside each other where pages have several readers."""
         self._pieces = [[_piece(graft, given) for given in graft.pieces] for graft in grafts]
-        self._ending = [pieces[0].fetch for graft, pieces in zip(grafts, self._pieces, strict=True) if graft.is_last]
+        self._ending = [pieces[0].load for graft, pieces in zip(grafts, self._pieces, strict=True) if graft.is_last]
         self._all = [piece for pieces in self._pieces for piece in pieces]
         self._num_layers, self._pages, self._take_all = num_layers, pages, take_all
         self._events: list[list[Event]] = [[] for _ in range(num_layers)]  # of each layer's batches
@@ -60,27 +60,24 @@ class ChunkLoad:
         self._is_over = False
         self._after = pages.issued()
         self.num_lost = 0
-        self._began_s, self._waited_s = time.monotonic(), 0.0
-        step_s = sum(map(_predicted_s, self._pieces))
-        for pieces in self._pieces:
-            pieces[0].fetch.num_readers = max(min(pages.num_readers, len(self._all)), 1)
-            pieces[0].fetch.begin_load(step_s - _predicted_s(pieces))
+        for of_load in self._pieces:
+            of_load[0].load.num_readers = max(min(pages.num_readers, len(self._all)), 1)
+            of_load[0].load.begin(of_load[-1].given.chunk + 1)
 
     def wait_layer(self, layer: int) -> None:
-        """Return when this layer's pages may be read, but for what is lost."""
-        started_s = time.monotonic()
-        computed_s = started_s - self._began_s - self._waited_s
+        """Return when this layer's pages may be read, but for what is lost.
+
+        The time is that of the load that it waits for: those behind it are copied after it.
+        """
         with self._condition:
             for pieces in self._pieces:
-                fetch = pieces[0].fetch
+                load = pieces[0].load
                 while not _has(pieces, layer):
-                    left_s = max(fetch.left_s(layer, computed_s), 0.0)
-                    if not self._condition.wait(left_s) and not _has(pieces, layer):
-                        late = next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer)
-                        fetch.give_up("loading", late.given.chunk)
-                        self._lose(late)
+                    if not self._condition.wait(max(load.left_s(), 0.0)) and not _has(pieces, layer):
+                        load.give_up("loading")
+                        self._lose(next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer))
+                load.pause()
             events = self._events[layer].copy()
-        self._waited_s += time.monotonic() - started_s
         for event in events:
             self._pages.wait(event)
 
@@ -97,8 +94,8 @@ class ChunkLoad:
             lost = [piece for piece in self._all if piece.is_lost]
             last = next((events[-1] for events in reversed(self._events) if events), None)
         self._pages.wait(last)  # copies are in order
-        for fetch in self._ending:
-            fetch.close()
+        for load in self._ending:
+            load.close()
         self.num_lost = len(lost)
         return [page for piece in lost for page in piece.given.pages]
 
@@ -129,7 +126,7 @@ class ChunkLoad:
             for piece in pieces:
                 if not piece.is_lost:
                     piece.num_done = layer + 1
-                    piece.fetch.note_copy(piece.given.chunk, seconds / len(pieces))
+                    piece.load.note_copy(piece.given.chunk, seconds / len(pieces))
             self._condition.notify_all()
 
     def _take(self, batch: PageBatch, layer: int, number: int) -> None:
@@ -137,15 +134,15 @@ class ChunkLoad:
 
         The next batch may have the memory that this one gave when all of these calls have returned.
         """
-        piece, fetch = self._all[number], self._all[number].fetch
+        piece, load = self._all[number], self._all[number].load
         if piece.is_lost:
             return
         try:
-            taken = fetch.take(piece.given.chunk, layer)
+            taken = load.take(piece.given.chunk, layer)
             started_s = time.monotonic()
             if not isinstance(taken, Miss):
                 batch.put(number, taken)
-                fetch.note_copy(piece.given.chunk, (time.monotonic() - started_s) / fetch.num_readers)
+                load.note_copy(piece.given.chunk, (time.monotonic() - started_s) / load.num_readers)
                 return
         except Exception:  # the edge of a thread
             logger.exception("a chunk's layer could not be read")
@@ -158,10 +155,7 @@ class ChunkLoad:
         pieces = next(pieces for pieces in self._pieces if first in pieces)
         for piece in pieces[pieces.index(first) :]:
             piece.is_lost = True
-        if first is pieces[0]:
-            first.fetch.abandon()
-        else:
-            first.fetch.lose_from(first.given.chunk)  # the thread may wait for it, and others behind it
+        first.load.lose_from(first.given.chunk)  # the thread may wait for it, and others behind it
         self._condition.notify_all()
 
 
@@ -172,14 +166,14 @@ class ChunkLoader:
         self.num_loaded = 0  # chunks
         self.num_lost = 0  # chunks that were to be loaded and did not come
         self._num_layers, self._pages = num_layers, pages
-        self._load: ChunkLoad | None = None  # of the step that has begun
+        self._load: StepLoad | None = None  # of the step that has begun
         self._readers = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes") if pages.num_readers > 1 else None
         self._take_all: Callable[..., object] = map if self._readers is None else self._readers.map
         self._thread = Workers("kv-chunk-loads", 1)
 
-    def begin(self, grafts: Sequence[Graft]) -> ChunkLoad:
+    def begin(self, grafts: Sequence[Graft]) -> StepLoad:
         """Begin the one load of chunks of the next step."""
-        self._load = load = ChunkLoad(grafts, self._num_layers, self._pages, self._take_all)
+        self._load = load = StepLoad(grafts, self._num_layers, self._pages, self._take_all)
         self._thread.run(partial(_run, load))
         self.num_loaded += sum(len(graft.pieces) for graft in grafts)
         return load
@@ -204,7 +198,7 @@ class ChunkLoader:
         self._thread.close(0.0)
 
 
-def _run(load: ChunkLoad) -> None:
+def _run(load: StepLoad) -> None:
     try:
         load.run()
     except Exception:  # the edge of a thread: what was not copied is lost
@@ -216,19 +210,13 @@ def _has(pieces: Sequence[_Piece], layer: int) -> bool:
     return all(piece.is_lost or piece.num_done > layer for piece in pieces)
 
 
-def _predicted_s(pieces: Sequence[_Piece]) -> float:
-    """Predict what one sequence's part of a load takes."""
-    plan = pieces[0].fetch.plan
-    return 0.0 if plan is None else plan.predicted_load_s * len(pieces) / plan.num_chunks
-
-
 def _piece(graft: Graft, given: GraftPiece) -> _Piece:
-    fetch = graft.chunks
-    assert isinstance(fetch, Fetch)
-    start = fetch.start_of(given.chunk)
+    load = graft.chunks
+    assert isinstance(load, Load)
+    start = load.start_of(given.chunk)
     position, runs = given.start, []
     for page_id, offset, count in given.runs:
         runs.append((page_id, offset, count, position - start))
         position += count
-    num_tokens = fetch.sources[given.chunk].header.num_tokens
-    return _Piece(fetch, given, ChunkTokens(num_tokens, np.array(runs, np.int64).reshape(-1, 4)))
+    num_tokens = load.sources[given.chunk].header.num_tokens
+    return _Piece(load, given, ChunkTokens(num_tokens, np.array(runs, np.int64).reshape(-1, 4)))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.policy.calibration import CostFile, measured_edges
-from mneme.cachetier.policy.cost_model import fit
+from mneme.cachetier.policy.cost_model import CostFile
 from mneme.errors import ConfigError
 from mneme.lab.cache.costs import load_costs
 from tests.cachetier.cost_cases import make_costs
@@ -131,25 +130,3 @@ def test_a_simulation_takes_its_costs_from_it(file: CostFile) -> None:
         file.path.write_text(written(file, **changes))
         with pytest.raises(ConfigError, match="cost model"):
             load_costs(file.path)
-
-
-def test_edges_are_measured_and_leave_nothing(tmp_path: Path) -> None:
-    edges = measured_edges(1 << 16, tmp_path, budget_s=30)
-    assert set(edges) == {"host", "disk"}
-    for points in edges.values():
-        assert sum(fit(points)) > 0
-        assert {point.terms[1] for point in points} == {1, 8}
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_edge_that_cannot_be_measured_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert set(measured_edges(1000, None)) == {"host"}
-    assert set(measured_edges(1000, tmp_path / "no-such")) == {"host"}
-    assert "a guess" in caplog.text
-
-
-def test_time_for_edges_is_bounded(tmp_path: Path) -> None:
-    ticks = iter(range(1000))
-    edges = measured_edges(1000, tmp_path, budget_s=5, clock=lambda: float(next(ticks)))
-    assert set(edges) == {"host"}
-    assert next(ticks) < 20

@@ -1,0 +1,269 @@
+"""Loads of an engine without their threads: how they end, what they read ahead, how long a step waits for them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from mneme.cachetier.names import Edge
+from mneme.cachetier.policy.load_controller import LoadController, LoadPlan
+from mneme.cachetier.store import ChainQuery
+from mneme.primitives import Task
+from mneme.replicas.connector.loads import Loads
+from mneme.replicas.connector.step_load import StepLoad
+from mneme.replicas.forest.moves import Graft, GraftPiece
+from mneme.replicas.load import Load, LoadState, ReadBudget
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
+from tests.cachetier.cost_cases import PlayedClock
+from tests.replicas.chunk_stores import FakeStore, SlowRows
+from tests.replicas.connector.played_chunks import PlayedWorkers
+
+IDS = list(range(3 * CHUNK_TOKENS))
+NUM_LAYERS = FINGERPRINT.layout.num_layers
+TIMEOUT_S = 30.0
+
+
+class Inline:
+    """`Workers` without threads."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        pass
+
+    def run(self, task: Task) -> None:
+        task()
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+class Costs(SlowRows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[Edge, int, float, float]] = []
+        self.meanwhile: Any = lambda: None
+
+    def note_lookup(self, seconds: float) -> None:
+        pass
+
+    def note_edge(self, edge: Any, num_bytes: int, num_chunks: float, seconds: float) -> None:
+        self.told.append((edge, num_bytes, num_chunks, seconds))
+        self.meanwhile()
+
+
+def make_loads(store: FakeStore, costs: Costs, clock: PlayedClock, make: Any = Inline) -> Loads:
+    """The store has all of `IDS`."""
+    store.chunks = {chunk.header.key: chunk for chunk in chain_of(IDS)}
+    controller = LoadController(costs, num_layers=NUM_LAYERS)
+    return Loads(store, controller, costs, read_buffer_bytes=1 << 20, clock=clock, make_workers=make)
+
+
+def begin(loads: Loads) -> Load:
+    return loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r"), 0)
+
+
+def test_a_read_that_ends_after_its_load_does_not_disturb_what_is_told_of_it() -> None:
+    """A load thread may still read from memory, of an edge that was not used before."""
+    store, costs = FakeStore(edge="disk"), Costs()
+    loads = make_loads(store, costs, PlayedClock())
+    load = begin(loads)
+
+    def read_late() -> None:
+        store.edge = "host"
+        load.take(0, 0)
+
+    costs.meanwhile = read_late
+    load.close()
+    assert [edge for edge, *_ in costs.told] == ["disk"]
+    assert (loads.num_open, store.num_open, store.waiting) == (0, 0, set())
+
+
+def test_what_was_brought_while_an_earlier_request_ran_is_in_time() -> None:
+    store, clock = FakeStore(edge="disk"), PlayedClock()
+    load = begin(make_loads(store, Costs(), clock))
+    clock.now_s += 100.0
+    assert load.is_ready(is_alone=False)
+    load.begin(3)
+    assert load.left_s() > 0
+
+
+def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
+    """Computing takes longer than loading here: all but the first layer comes meanwhile."""
+    store, seen = FakeStore(edge="disk"), list[bool]()
+    loads = make_loads(store, Costs(), PlayedClock())
+    store.before_read = lambda _layer: seen.extend(load.is_settled for load in loads._open)
+    load = loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, [*IDS, 1], CHUNK_TOKENS), 0, is_alone=False)
+    assert seen == [False] * 3 + [True] * 3 * (NUM_LAYERS - 1)
+    load.close()
+
+
+@pytest.mark.parametrize(("num_found", "num_resident", "is_outdated"), [(2, 0, False), (2, -1, True), (0, -1, True)])
+def test_what_hangs_behind_what_the_engine_has_no_more_is_outdated(
+    num_found: int, num_resident: int, is_outdated: bool
+) -> None:
+    """The engine had the first chunk; `num_resident`: what went of that."""
+    workers: dict[str, PlayedWorkers] = {}
+    loads = make_loads(FakeStore(), Costs(), PlayedClock(), lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    ids = IDS[: (1 + num_found) * CHUNK_TOKENS]
+    load = loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, ids, CHUNK_TOKENS, first=1), CHUNK_TOKENS)
+    assert not load.is_outdated(0)  # it asks
+    workers["kv-look"].play()
+    assert len(load.spans) == num_found
+    assert load.is_outdated(CHUNK_TOKENS + num_resident) == is_outdated
+    loads.abandon()
+
+
+def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame() -> None:
+    """Both threads are at the chunks of others."""
+    store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
+    workers: dict[str, PlayedWorkers] = {}
+    loads = make_loads(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    load = begin(loads)
+    workers["kv-look"].play()
+    clock.now_s += 100.0  # it is not its turn
+    assert not load.is_ready(is_alone=False)
+    assert load.plan is not None
+    clock.now_s += load.plan.may_wait_s * 1.01
+    assert load.is_ready(is_alone=False)
+    workers["kv-read"].play()
+    assert costs.told == []
+    assert loads.num_given_up == {"waiting": 1}
+
+
+@pytest.mark.parametrize("slowness", [1.0, 4.0])
+def test_what_came_of_a_load_that_was_given_up_says_how_fast_its_edge_is(slowness: float) -> None:
+    """The first layer of each of three chunks had come, and one more."""
+    store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
+    size = chain_of(IDS)[0].header.layer_bytes
+    layer_s = costs.edge_s("disk", 2 * size, 2 / NUM_LAYERS) - costs.edge_s("disk", size, 1 / NUM_LAYERS)
+
+    def read(layer: int) -> None:
+        clock.now_s += layer_s * slowness
+        if layer == 1:
+            load_by_name["load"].give_up("waiting")
+            load_by_name["load"].close()
+
+    workers: dict[str, PlayedWorkers] = {}
+    loads = make_loads(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    store.before_read = read
+    load_by_name = {"load": begin(loads)}
+    for name in ("kv-look", "kv-read"):
+        workers[name].play()
+    assert costs.told == [("disk", 4 * size, 4 / NUM_LAYERS, pytest.approx(4 * layer_s * slowness))]
+
+
+def test_a_read_that_hangs_when_its_load_is_given_up_counts_with_the_time_it_took() -> None:
+    """From memory; it ends after its load."""
+    store, costs, clock = FakeStore(edge="host"), Costs(), PlayedClock()
+    load = begin(make_loads(store, costs, clock))
+    load.take(0, 0)
+
+    def hang(layer: int) -> None:
+        clock.now_s += 100.0
+        load.give_up("loading")
+        load.close()
+
+    store.before_read = hang
+    load.take(0, 1)
+    ((edge, num_bytes, _, seconds),) = costs.told
+    assert (edge, num_bytes) == ("host", 2 * load.sources[0].header.layer_bytes)
+    assert seconds >= 100.0
+
+
+@pytest.mark.parametrize(("is_over", "is_taken"), [(False, True), (True, False)])
+def test_who_waits_for_the_budget_hears_of_urgency(is_over: bool, is_taken: bool) -> None:
+    budget, asked, urgent = ReadBudget(0), threading.Event(), threading.Event()
+
+    def is_urgent() -> bool:
+        asked.set()
+        return urgent.is_set()
+
+    with ThreadPoolExecutor(1) as threads:
+        taken = threads.submit(budget.take, 100, is_urgent, lambda: is_over and urgent.is_set())
+        assert asked.wait(TIMEOUT_S)
+        urgent.set()
+        budget.wake()
+        assert taken.result(TIMEOUT_S) is is_taken
+    assert budget.num_used == (100 if is_taken else 0)
+
+
+def test_an_answer_of_the_store_is_seen_whole() -> None:
+    """An engine that saw half of it gave up a chunk that is none."""
+    is_half_seen, may_go_on, seen = threading.Event(), threading.Event(), []
+
+    class SlowLoad(Load):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "plan" and value is not None:
+                is_half_seen.set()
+                assert may_go_on.wait(TIMEOUT_S)
+
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
+    load = SlowLoad(query, 0, ReadBudget(1 << 20), lambda: 1.0, wait_s=0.0, timeout_s=5.0)
+    nothing = LoadPlan(num_chunks=0, may_wait_s=0.0, predicted_ttft_s=1.0, step_chunks=1)
+    store = threading.Thread(target=load.found, args=([], nothing, [range(0)]))
+    engine = threading.Thread(target=lambda: seen.append(load.is_ready(is_alone=False)))
+    store.start()
+    assert is_half_seen.wait(TIMEOUT_S)
+    engine.start()
+    engine.join(0.2)
+    may_go_on.set()
+    store.join(TIMEOUT_S)
+    engine.join(TIMEOUT_S)
+    assert (seen, load.state) == ([True], LoadState.READY)
+
+
+class NoPages:
+    """Nothing is copied."""
+
+    num_readers = 1
+
+    def issued(self) -> None:
+        return None
+
+    def wait(self, event: None) -> None:
+        pass
+
+
+def load_of(clock: PlayedClock, *, edge: Any = "disk", is_read: bool = True) -> tuple[Load, StepLoad]:
+    """A step begins to load what takes half a second to wait for."""
+    store = FakeStore(edge=edge)
+    store.chunks = {chunk.header.key: chunk for chunk in chain_of(IDS)}
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
+    load = Load(query, 0, ReadBudget(1 << 20), clock, wait_s=0.0, timeout_s=5.0)
+    plan = LoadPlan(num_chunks=3, may_wait_s=0.5, predicted_ttft_s=1.0, step_chunks=3)
+    load.found(store.locate(query, 1.0), plan, [range(3)])
+    clock.now_s += 100.0  # others run
+    assert load.left_s() == pytest.approx(0.5)
+    clock.now_s += 0.3
+    load.pause()
+    clock.now_s += 100.0  # it waits for pages
+    if is_read:
+        load.read_ahead()
+    pages: Any = NoPages()
+    pieces = [GraftPiece(index, *load.spans[index], [], ()) for index in range(3)]
+    return load, StepLoad([Graft(load, pieces, is_last=False)], NUM_LAYERS, pages)
+
+
+@pytest.mark.parametrize(("is_read", "left_s"), [(False, 0.2), (True, 0.5)])
+def test_a_load_costs_the_time_in_which_its_sequence_waits_for_it(is_read: bool, left_s: float) -> None:
+    """What was read ahead is not late any more: a copy is left, and has all the time."""
+    clock = PlayedClock()
+    load, _ = load_of(clock, is_read=is_read)
+    clock.now_s += 100.0  # the step computes
+    assert load.left_s() == pytest.approx(left_s)
+    load.close()
+
+
+def test_a_step_gives_up_what_it_waited_for_too_long_and_goes_on() -> None:
+    clock = PlayedClock()
+    load, step = load_of(clock, is_read=False)
+    assert load.left_s() > 0
+    clock.now_s += 0.2
+    step.wait_layer(0)
+    assert load.state is LoadState.LOST
+    step.wait_layer(1)
+    assert load.spans == []
+    load.close()
