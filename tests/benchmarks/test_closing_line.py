@@ -98,17 +98,6 @@ def test_bench_ttft(tmp_path: Path) -> None:
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_cache_policies_promises_of_a_made_trace_that_little_is_lost_to_lru(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_cache_policies.py", "--quick", "--out", str(tmp_path)])
-    assert [(check["name"], check["ok"]) for check in found["checks"]] == [("default_over_lru_where_least", True)]
-    assert {"whole_over_lru_at_3000", "second_half_least_gain_on_lru"} <= set(found["not_measured"])
-    rows = [row for row in found["results"] if row["part"] == "whole"]
-    assert {row["policy"] for row in rows} == {"lru", "returning", "min"}
-    assert all(row["hit ratio"] <= found["no_bound"] + 1e-4 and row["of min"] <= 1 for row in rows)
-    assert json.loads((tmp_path / "cache_policies.json").read_text()) == found
-    assert (tmp_path / "cache_policies.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_sessions.py", "--quick", "--budget-s", "0.001", "--out", str(tmp_path)])
     part = found["results"]["lmsys"]
