@@ -49,8 +49,8 @@ sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from bench_beside_vllm import cpu_of  # noqa: E402
 from bench_real_model import NEAR, reference, texts  # noqa: E402
+from bench_serving import cpu_of  # noqa: E402
 from harness import PartResult, Run, at_most, median_ratio, options_of, take_turns  # noqa: E402
 from peers.beside import llama_server, vllm_server  # noqa: E402
 

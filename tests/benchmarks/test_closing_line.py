@@ -82,9 +82,8 @@ def test_bench_system_prompt_counts_running_sequences(tmp_path: Path) -> None:
     assert {check["name"]: check["ok"] for check in found["checks"]} == {
         f"running_growth_r_{r}": True for r in (0.5, 0.75, 0.9)
     }
-    assert all(row["suspended"] == 0 < row["apart"] for row in found["results"]["capacity"]["rows"])
+    assert all(0 < row["apart"] < row["running"] for row in found["results"]["capacity"])
     assert json.loads((tmp_path / "system_prompt.json").read_text()) == found
-    assert (tmp_path / "capacity.png").exists()
 
 
 def test_bench_ttft(tmp_path: Path) -> None:
@@ -96,17 +95,6 @@ def test_bench_ttft(tmp_path: Path) -> None:
     assert found["not_measured"] == ["device_ttft_lower_at_4096", "host_ttft_lower_at_4096"]
     assert json.loads((tmp_path / "ttft.json").read_text()) == found
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_sessions.py", "--quick", "--budget-s", "0.001", "--out", str(tmp_path)])
-    part = found["results"]["lmsys"]
-    assert not part["is_complete"]
-    assert part["bound_s_per_token"] == pytest.approx(4 * part["unloaded"]["p90_s"], rel=1e-3)
-    assert found["checks"] == []
-    promised = ("two_tier_over_stateless", "two_tier_found")
-    assert set(found["not_measured"]) == {f"{name}_{each}" for name in ("lmsys", "sharegpt") for each in promised}
-    assert (tmp_path / "lmsys.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_truncation(tmp_path: Path) -> None:
