@@ -10,9 +10,7 @@
 | documents | documents at other positions in every sequence; virtual queries, sequence-first, SDPA      |
 | rotation  | random deltas against deltas of zero                                                       |
 | regret    | `auto` against the better of `always` and `never`                                          |
-| plan_time | host time of a step's plan                                                                 |
 | pensieve  | Pensieve Fig. 10: several rows over scattered pages, copy-out, rounds, contiguous          |
-| chunk     | ChunkAttention Fig. 3-5: token rates, latency of the first token, memory operations        |
 
 What bounds it: decode over private KV reads every key and value once (the copy bandwidth); a shared segment is read
 once per batch, and from some batch size on its products bound it (the matrix rate). Both ceilings are measured in the

@@ -42,8 +42,7 @@ from cache_engines import RestartableStore, cache_config, make_model, pages_for,
 from engines import DTYPE, MAIN_MODEL, PAGE_SIZE, make_decoder, request
 from harness import Check, PartResult, Run, at_least, at_most, median_ratio, options_of, take_turns
 from peers.beside import Peer
-from plots import bars, caption_of, lines, save
-from plots import rows as across
+from plots import caption_of, lines, save
 from workloads import VOCAB_SIZE
 
 from mneme.cachetier.policy.cost_model import CostModel
@@ -499,7 +498,7 @@ def main() -> None:
         arms = {arm: arms[arm] for arm in (FULL, f"hkvd {args.ratio:g}")}
 
     def ttft() -> Part:
-        peer = None if args.peer is None else Peer("vllm_cpu", args.peer, "D")
+        peer = None if args.peer is None else Peer(args.peer, "D")
         parts = [measure_ttft(MAIN_MODEL, run, num_rounds, peer)]
         if peer is not None:
             peer.stop()
@@ -532,56 +531,17 @@ def main() -> None:
     run.end(results, draw)
 
 
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    """Quality by ratio (CacheBlend's Fig. 16), time to the first token (12, 14), by tier (17), and decoding."""
-    results, caption = closing["results"], caption_of(closing)
-    if rows := results.get("quality"):
-        draw_quality(folder, rows, f"mneme-tiny, cross-chunk task, {rows[0]['cases']} cases, {caption}")
-    about = f"6 documents of 512 tokens, a question of 64, random weights, {caption}"
-    if rows := results.get("ttft"):
-        models = dict.fromkeys(row["model"] for row in rows)
-
-        def times(model: str) -> Callable[[Any], None]:
-            ms = {named(row["arm"]): row["ttft ms"] for row in rows if row["model"] == model}
-            return lambda axes: across(axes, list(ms), {"": ms}, f"ms, {model}")
-
-        save(folder / "blend_ttft.png", "Time to the first token, documents on the device (lower is better)", about,
-             *map(times, models))  # fmt: skip
-    if rows := results.get("order"):
-        aligned = [row for row in rows if row["arm"].endswith("aligned")]
-        reordered = [(int(row["arm"].split()[0]), row["ttft ms"]) for row in aligned]
-        flat = {named(row["arm"]): [(0, row["ttft ms"]), (NUM_DOCUMENTS, row["ttft ms"])] for row in rows
-                if row not in aligned}  # fmt: skip
-        save(folder / "blend_order.png", "Time to the first token beside exact reordering (lower is better)", about,
-             lambda axes: lines(axes, {"exact reordering": reordered, **flat}, "documents that are an exact prefix",
-                                "ms", dashed=list(flat)))  # fmt: skip
-    if rows := results.get("tiers"):
-        arms, places = (list(dict.fromkeys(row[key] for row in rows)) for key in ("arm", "documents on"))
-        series = {place: [row["ttft ms"] for row in rows if row["documents on"] == place] for place in places}
-        save(folder / "blend_tiers.png", "Time to the first token by where documents are (lower is better)", about,
-             lambda axes: bars(axes, arms, series, "", "ms"))  # fmt: skip
-    if rows := results.get("decode"):
-        save(folder / "blend_decode.png", "A decode step of 32 requests over the same 20 documents (lower is better)",
-             f"documents of 256 tokens, orders of their own, random weights, {caption}",
-             *(decode_panel(rows, key) for key in ("step ms", "KV MB")))  # fmt: skip
-
-
-def decode_panel(rows: Sequence[dict[str, Any]], key: str) -> Callable[[Any], None]:
-    found = {named(row["arm"]): row[key] for row in rows}
-    return lambda axes: across(axes, list(found), {"": found}, key)
-
-
-def named(arm: str) -> str:
-    """An arm as plots call it: what reuses documents in place is ours."""
-    return arm if arm in (FULL, PREFIX, REORDER, VLLM, "private copies") else f"mneme, {arm}"
-
-
 def in_colour(arm: str) -> str:
     """An arm as plots of many lines call it: the default selector alone is green, as shades would not do for all."""
     return f"mneme, {arm}" if arm.startswith("hkvd") else arm
 
 
-def draw_quality(folder: Path, rows: Sequence[dict[str, Any]], caption: str) -> None:
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    """Quality by ratio (CacheBlend's Fig. 16)."""
+    rows = closing["results"].get("quality")
+    if not rows:
+        return
+
     def panel(number: int) -> Callable[[Any], None]:
         series: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
@@ -593,6 +553,7 @@ def draw_quality(folder: Path, rows: Sequence[dict[str, Any]], caption: str) -> 
         return lambda axes: lines(axes, series, label, "exact match", dashed=["full recompute"])
 
     title = "Right answers by the share of document tokens that is computed anew (higher is better)"
+    caption = f"mneme-tiny, cross-chunk task, {rows[0]['cases']} cases, {caption_of(closing)}"
     save(folder / "blend_quality.png", title, caption, *(panel(number) for number in LAYOUTS), share_y=True)
 
 

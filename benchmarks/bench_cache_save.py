@@ -49,7 +49,6 @@ from cache_engines import (
 )
 from engines import DTYPE, request
 from harness import Check, PartResult, Run, at_most, median_ratio, options_of, rounded, take_turns
-from plots import DIM, caption_of, rows, save
 from random_models import SHAPES, kv_bytes_per_token
 from workloads import VOCAB_SIZE
 
@@ -344,19 +343,7 @@ def main() -> None:
         ]
     checks, title = checks_of(rows, writes), "turns of 64 + 64 tokens on the disk"
     run.show(PartResult(name="writes", title=title, rows=writes, checks=checks))
-    run.end(rows, draw, writes=rounded(writes))
-
-
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    saving = [row for row in closing["results"] if row["arm"] == SAVING]
-    costs = {f"{row['part']}, {row['model']}": 100 * row["cost"] for row in saving}
-
-    def percent(axes: Any) -> None:
-        rows(axes, list(costs), {"mneme": costs}, "% slower with saving than without")
-        axes.axvline(100 * MAX_COST, linestyle="--", color=DIM, linewidth=1, label="promised of decodes: at most 3%")
-
-    title = "What saving KV to the cache tier costs the engine (lower is better)"
-    save(folder / "cache_save_cost.png", title, caption_of(closing), percent)
+    run.end(rows, writes=rounded(writes))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ from cache_engines import (
 )
 from engines import DTYPE
 from harness import Check, PartResult, Run, at_least, at_most, median_ratio, options_of, rounded, take_turns
-from plots import DIM, caption_of, rows, save
 from random_models import SHAPES
 
 from mneme.cachetier.config import CacheConfig
@@ -213,7 +212,7 @@ def main() -> None:
     run.show(PartResult(name="cluster", title="the same in a cluster", rows=cluster))
     checks = checks_of(turns, restarted, pairs, asking, moved, cluster)
     run.show(PartResult(name="never slower", title="with a tier over without", rows=pairs, checks=checks))
-    run.end(turns, draw, restarted=rounded(restarted), pairs=rounded(pairs), asking=rounded(asking),
+    run.end(turns, restarted=rounded(restarted), pairs=rounded(pairs), asking=rounded(asking),
             moved=rounded(moved), cluster=rounded(cluster),
             calibration={shape: _costs(model) for shape, model in models.items()})  # fmt: skip
 
@@ -222,33 +221,6 @@ def _costs(model: CachedModel) -> dict[str, Any]:
     """Seconds: per step, per row, per row and token of its context; per load, chunk, byte."""
     measured = model.calibration
     return rounded({"prefill": measured.prefill, **measured.edges})
-
-
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    turns, pairs = closing["results"], closing["pairs"]
-    names = {
-        RECOMPUTE: "computed anew",
-        HOST: "mneme, node's memory",
-        COLD: "mneme, cold disk",
-        WARM: "mneme, disk in page cache",
-    }
-    alone = {names[row["arm"]]: row["ttft ms"] for row in turns}
-    title = f"First token of a turn on another replica, {turns[0]['history']:,} tokens of history (lower is better)"
-    caption = f"{MODEL}, {caption_of(closing)}"
-    save(folder / "cache_turn_ttft.png", title, caption,
-         lambda axes: rows(axes, list(alone), {"": alone}, "milliseconds"))  # fmt: skip
-    cases = {
-        f"{row['model'].removeprefix('llama-')}, {row['history']:,} tokens, {names.get(row['source'], row['source'])}"
-        .replace("mneme, ", ""): row["ratio"]
-        for row in pairs
-    }  # fmt: skip
-
-    def ratios(axes: Any) -> None:
-        rows(axes, list(cases), {"mneme": cases}, "time to the first token, with the tier over without")
-        axes.axvline(TOLERANCE, linestyle="--", color=DIM, linewidth=1, label=f"promised: at most {TOLERANCE:g}")
-
-    title = "A turn with the cache tier against computing (lower is better)"
-    save(folder / "cache_turn_pairs.png", title, caption, ratios)
 
 
 class NextTurns:

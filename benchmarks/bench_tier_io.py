@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from harness import PartResult, Run, at_least, options_of
-from plots import caption_of, rows, save
 from tier_io.chunks import LARGE, TINY, Chain, Shape, measured, table
 from tier_io.disk import Disk, cold_arms, warm_arms, write_arms
 from tier_io.memory import Pages, PlainHost, host_arms, page_arms
@@ -125,7 +124,7 @@ def main() -> None:
     share = {(row["edge"], row["arm"]): row["share"] for row in rows if row["shape"] == LARGE.name}
     checks = [at_least(name, share.get(arm), target) for arm, (name, target) in TARGETS.items()]
     run.show(PartResult(name="tier_io", title="edges of the cache tier", rows=rows, checks=checks))
-    run.end(rows, draw)
+    run.end(rows)
 
 
 def two_nodes(stack: ExitStack) -> Any:
@@ -139,18 +138,6 @@ def two_nodes(stack: ExitStack) -> Any:
         print("no cluster: Ray is not installed")
         return None
     return stack.enter_context(closing(TwoNodes(STORE_BYTES)))
-
-
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    found = [row for row in closing["results"] if row["shape"] == closing["results"][0]["shape"]]
-    names = [f"{row['edge']}: {row['arm']}" for row in found]
-    rates: dict[str, dict[str, float]] = {"mneme": {}, "plain copies and files": {}}
-    for name, row in zip(names, found, strict=True):
-        is_plain = row["arm"].startswith("raw") or row["edge"] == "host"
-        rates["plain copies and files" if is_plain else "mneme"][name] = row["GB/s"]
-    title = f"Rates of the cache tier's edges, chunks of {closing['tokens']} tokens (higher is better)"
-    save(folder / "tier_io_rate.png", title, f"{found[0]['shape']} heads, {caption_of(closing)}",
-         lambda axes: rows(axes, names, rates, "GB/s", is_stacked=True))  # fmt: skip
 
 
 if __name__ == "__main__":

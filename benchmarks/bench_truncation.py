@@ -33,7 +33,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -41,7 +40,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from engines import PAGE_SIZE, request
 from harness import Check, PartResult, Run, at_least, at_most, options_of
-from plots import bars, caption_of, save
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -484,31 +482,7 @@ def main() -> None:
     results = {run.show(part).name: part.rows for part in parts}
     for name, checks in (("perplexity", checks_of_perplexity()), ("retrieval", checks_of_retrieval())):
         run.check(*(checks if name not in results else ()))
-    run.end(results, draw)
-
-
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    names = {
-        TT: "rest computed anew", OURS: "mneme, KV of the rest kept",
-        f"{OURS}, important": "mneme, important tokens kept", NKVT: "KV kept at its old positions",
-    }  # fmt: skip
-    titles = {
-        "perplexity": ("Perplexity of text behind a full window (lower is better)", "perplexity", ("window", "ratio")),
-        "retrieval": ("Questions answered about what a truncation kept (higher is better)", "accuracy", ("window",)),
-        "turns": ("First token of a turn that truncates (lower is better)", "truncating ms", ("window",)),
-    }
-    for part, (title, column, group) in titles.items():
-        rows = [row for row in closing["results"].get(part, ()) if not row.get("keeps")]
-        if rows:
-            groups = list(dict.fromkeys("\n".join(f"{row[key]:,}" for key in group) for row in rows))
-            arms = [arm for arm in names if any(row["arm"] == arm for row in rows)]
-            series = {names[arm]: [row[column] for row in rows if row["arm"] == arm] for arm in arms}
-            labels = (
-                "window, tokens" + ("; share of it that goes" if "ratio" in group else ""),
-                "milliseconds" if part == "turns" else column,
-            )
-            save(folder / f"truncation_{part}.png", title, f"{closing['model']}, {caption_of(closing)}",
-                 partial(bars, groups=groups, series=series, x_label=labels[0], y_label=labels[1]))  # fmt: skip
+    run.end(results)
 
 
 if __name__ == "__main__":

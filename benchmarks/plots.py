@@ -1,11 +1,10 @@
-"""One look for the plots of all benchmarks, and a command that draws them again from what a run left.
+"""One look for plots, and a command that draws them again from what a run left.
 
     python benchmarks/plots.py benchmarks/results/FOLDER...
 
-Bars are linear and begin at zero; what spans powers of ten is points on a logarithmic axis. Titles say what is shown
-and which way is better, a caption names machine and run. What is mneme's is green everywhere, in shades where there are
-several; all else is not. A benchmark draws with `draw(folder, closing)`, from its closing line alone. Without
-matplotlib there are no plots.
+What a page of docs/ shows is drawn, and nothing else. Titles say what is shown and which way is better, a caption names
+machine and run. What is mneme's is green, in shades where there are several; all else is not. A benchmark draws with
+`draw(folder, closing)`, from its closing line alone. Without matplotlib there are no plots.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from typing import Any
 GREENS = ("#0f6b4a", "#4fa583", "#97ccb6", "#c9e6da", "#073b29")  # of labels that begin with "mneme"
 OTHERS = ("#6b7788", "#c98a2b", "#8a6aa0", "#b85c5c", "#4a86ad", "#a3a9b3", "#7d6b4f")
 DIM = "#555b66"
-MOST_LABELLED_BARS = 24
-SUITES = {"attention": "attention.plots", "system_prompt": "system_prompt.plots"}
 Draw = Callable[[Any], None]
 Points = Sequence[tuple[float, float]]
 
@@ -79,11 +76,6 @@ def colors(labels: Collection[str]) -> dict[str, str]:
     return {label: next(greens if label.startswith("mneme") else others) for label in labels}
 
 
-def _bar_colors(label: str, color: str, names: Sequence[str]) -> str | list[str]:
-    """Bars without a label are coloured by the names below them."""
-    return color if label else [GREENS[0] if name.startswith("mneme") else OTHERS[0] for name in names]
-
-
 def lines(
     axes: Any,
     series: Mapping[str, Points],
@@ -114,57 +106,6 @@ def lines(
     axes.set_ylabel(y_label)
 
 
-def _grouped(
-    axes: Any, plot: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], is_stacked: bool
-) -> None:
-    """`plot`: `axes.bar` or `axes.barh`, which take places, lengths, thickness and starts alike."""
-    named, thickness = colors(series), 0.8 / (1 if is_stacked else len(series))
-    starts = [0.0] * len(groups)
-    for index, (label, values) in enumerate(series.items()):
-        lengths = [value or 0.0 for value in values]
-        shift = 0.0 if is_stacked else (index - (len(series) - 1) / 2) * thickness
-        places = [place + shift for place in range(len(groups))]
-        drawn = plot(places, lengths, thickness * 0.94, starts, label=label or None,
-                     color=_bar_colors(label, named[label], groups))  # fmt: skip
-        if is_stacked:
-            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-        elif len(groups) * len(series) <= MOST_LABELLED_BARS:
-            shown = ["" if value is None else number(value) for value in values]
-            axes.bar_label(drawn, shown, fontsize=7.5, padding=2)
-
-
-def bars(
-    axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], x_label: str, y_label: str,
-    *, is_stacked: bool = False,
-) -> None:  # fmt: skip
-    """Draw a group of vertical bars for each name; None where there is none."""
-    _grouped(axes, axes.bar, groups, series, is_stacked)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.grid(visible=False, axis="x")
-    plain(axes.yaxis)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-
-
-def rows(
-    axes: Any, names: Sequence[str], series: Mapping[str, Mapping[str, float]], x_label: str,
-    *, is_stacked: bool = False,
-) -> None:  # fmt: skip
-    """Draw horizontal bars, a row per name, for names that are long."""
-    values = {label: [found.get(name) for name in names] for label, found in series.items()}
-    _grouped(axes, axes.barh, names, values, is_stacked)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    plain(axes.xaxis)
-    axes.set_xlabel(x_label)
-
-
-def number(value: float) -> str:
-    """Three digits, no powers of ten."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def plain(axis: Any) -> None:
     """Ticks as plain numbers: 512, 2,048, 40."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -190,8 +131,7 @@ def main(folders: Sequence[str]) -> None:
     for folder in map(Path, folders):
         for path in sorted(folder.glob("*.json")):
             closing = json.loads(path.read_text())
-            name = closing["benchmark"]
-            module = importlib.import_module(SUITES.get(name, f"bench_{name}"))
+            module = importlib.import_module(f"bench_{closing['benchmark']}")
             if hasattr(module, "draw"):
                 module.draw(folder, closing)
                 print(f"drew {path}")

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from attention import (
     bandwidth,
-    chunk,
     documents,
     headline,
     pensieve,
-    plan_time,
-    plots,
     regret,
     relay,
     rotation,
@@ -37,9 +34,7 @@ PARTS: dict[str, tuple[Callable[[Bench], PartResult], int]] = {
     "documents": (documents.run, 10),
     "rotation": (rotation.run, 5),
     "regret": (regret.run, 16),
-    "plan_time": (plan_time.run, 5),
     "pensieve": (pensieve.run, 6),
-    "chunk": (chunk.run, 7),
 }
 # (GPU, CPU, quick): seconds for everything, and for the rounds of one point.
 _BUDGET_S = (190.0, 900.0, 70.0)
@@ -81,7 +76,7 @@ def run(description: str | None) -> int:
         part = run.show(runner(bench))
         results[name] = {"title": part.title, "rows": part.rows}
         run.keep(results, **facts)  # a run that is cut short leaves what it has
-    run.end(results, plots.draw, **facts)
+    run.end(results, **facts)
     return run.status
 
 
