@@ -1,7 +1,6 @@
 """Time to the first token of a session's next turn on an engine that has nothing of it: computed anew, or loaded.
 
-    python benchmarks/bench_cache_turn.py [--quick] [--rounds 10] [--pairs 10] [--ray]
-           [--folder DIR] [--seed 0] [--out DIR]
+    python benchmarks/bench_cache_turn.py [--quick] [--rounds 10] [--pairs 10] [--folder DIR] [--seed 0] [--out DIR]
 
 *Next turn*: 64 new tokens behind a history of 4,096, of which 64 were sampled. `recompute` has no cache tier; `host`
 finds the history in the node's memory; `disk` after a restart of the node, whose memory is empty: cold (files dropped
@@ -9,9 +8,6 @@ from the page cache, mincore finds nothing of them) or warm. Each turn's `kv_det
 
 *After a restart*: the next turns of 20 sessions of 1,600 tokens come at once, to an engine and a node that were just
 started, over cold and warm files in alternation; costs are those that the engine before learned.
-
-`--ray`: the same turn on replicas in other processes over the cluster's tier: on the node whose actor has the history
-in its object store, and on another node of a cluster on this machine.
 
 *Never slower*: pairs of the same turn with the tier, where the controller decides from measured rates, and without it:
 short histories, a model that computes a token about as fast as a slow disk reads its KV (`llama-wide-kv`), files that
@@ -44,7 +40,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from bench_tier_io import two_nodes
 from cache_engines import (
     CHUNK_TOKENS,
     NUM_ANSWER,
@@ -56,7 +51,6 @@ from cache_engines import (
     ThrottledFiles,
     answer,
     answers,
-    bare_model,
     cache_config,
     make_engine,
     make_model,
@@ -69,7 +63,7 @@ from harness import Check, PartResult, Run, at_least, at_most, median_ratio, opt
 from random_models import SHAPES
 
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.errors import MnemeError
@@ -88,9 +82,6 @@ MIN_MOVED = 0.95  # of what a moved session sees: its last token never had KV
 ASKING_TOKENS, NUM_ASKED_OVER_PAIRS = 320, 8
 LATE_S = 0.02  # of answers that are late
 MIN_CACHED = 0.99  # of the history, or an arm that loads is not what it says
-APPLICATION = "bench"  # the cluster's, of `--ray`
-RAY_HOST_BYTES = 256 << 20
-RAY_TIMEOUT_S, RAY_CLOSE_S = 600.0, 20.0
 
 
 class Case(NamedTuple):
@@ -147,7 +138,6 @@ def checks_of(
     pairs: Sequence[dict[str, Any]],
     asking: Sequence[dict[str, Any]],
     moved: Sequence[dict[str, Any]],
-    cluster: Sequence[dict[str, Any]],
 ) -> list[Check]:
     found = {row["arm"]: row for row in turns if row["history"] == HISTORY}
     checks = [
@@ -159,10 +149,7 @@ def checks_of(
         )
         for arm, target in TARGETS.items()
     ]
-    lower = next((row["lower by"] for row in cluster if row["history"] == HISTORY), None)
-    checks.append(at_least(f"cluster_host_ttft_lower_at_{HISTORY}", lower, TARGETS[HOST], "of recompute"))
     cached = [found[arm]["cached share"] for arm in (HOST, COLD, WARM) if arm in found]
-    cached += [row["cached share"] for row in cluster if row["history"] == HISTORY]
     checks.append(at_least("cached_share_of_history", min(cached, default=None), 0.99, "of its tokens"))
     found_again = [row["found"] for row in restarted]
     checks.append(at_least("found_after_restart", min(found_again, default=None), 0.99, "of the history"))
@@ -179,7 +166,6 @@ def main() -> None:
     parser = options_of(__doc__, quick="1k of history, 3 rounds, the small model's pairs", out=True, folder=True)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--ray", action="store_true", help="replicas in other processes too")
     args = parser.parse_args()
     run = Run("cache_turn", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(DTYPE),
               models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL)}, chunk_tokens=CHUNK_TOKENS,
@@ -207,13 +193,10 @@ def main() -> None:
         window, num_moves = (QUICK_WINDOW, 2) if args.quick else (MOVED_WINDOW, args.rounds)
         moved = moved_rows(models[MODEL], window, folder / "moved", num_moves, args.seed)
         run.show(PartResult(name="moved", title="the first turn after a move", rows=moved))
-    num_rounds = 3 if args.quick else max(args.rounds // 2, 1)
-    cluster = cluster_rows(models[MODEL], num_history, num_rounds, args.seed) if args.ray else []
-    run.show(PartResult(name="cluster", title="the same in a cluster", rows=cluster))
-    checks = checks_of(turns, restarted, pairs, asking, moved, cluster)
+    checks = checks_of(turns, restarted, pairs, asking, moved)
     run.show(PartResult(name="never slower", title="with a tier over without", rows=pairs, checks=checks))
     run.end(turns, restarted=rounded(restarted), pairs=rounded(pairs), asking=rounded(asking),
-            moved=rounded(moved), cluster=rounded(cluster),
+            moved=rounded(moved), 
             calibration={shape: _costs(model) for shape, model in models.items()})  # fmt: skip
 
 
@@ -494,82 +477,6 @@ class MovedSessions:
     def _engine(self) -> Engine:
         num_pages = pages_for(2 * self._window)
         return make_engine(self._model, self._store, self._config, num_pages, max_sessions=2, max_context=self._window)
-
-
-class Replica:
-    """One engine with the cluster's tier and one without it, in a process of its own."""
-
-    def __init__(self, shape: str, num_history: int, calibration: Calibration, seed: int) -> None:
-        from mneme.cachetier.distributed.lifecycle import start_cache_tier
-
-        torch.set_num_threads(1)
-        config = CacheConfig(host_bytes=RAY_HOST_BYTES)
-        model = bare_model(shape, num_history + 4 * NUM_NEW, seed)._replace(calibration=calibration)
-        num_pages = pages_for(num_history + 2 * NUM_NEW)
-        self._store = start_cache_tier(config, APPLICATION)
-        self._engines = {
-            True: make_engine(model, self._store, config, num_pages),
-            False: make_engine(model, None, config, num_pages),
-        }
-
-    def tell(self, ids: list[int]) -> list[int]:
-        """The session so far; all of it is saved."""
-        told = answer(self._engines[True], ids, NUM_ANSWER).token_ids
-        wait_for_saves(self._engines[True])
-        return ids + told
-
-    def turn(self, ids: list[int], has_tier: bool) -> tuple[float, dict[str, int]]:
-        """Seconds to the first token, and where the prompt's KV came from; nothing of it is on the device."""
-        engine = self._engines[has_tier]
-        engine.forest.clear()
-        took = answer(engine, ids, 1)
-        wait_for_saves(engine)
-        return took.ttft_s, took.usage.kv_details()
-
-    def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
-
-
-def cluster_rows(model: CachedModel, num_history: int, num_rounds: int, seed: int) -> list[Row]:
-    """A row per place of the other replica, which also computes the same turn anew, in alternation."""
-    draw = Draw(seed)
-    with ExitStack() as ends:
-        cluster = two_nodes(ends)
-        import ray  # behind its environment, which it reads when it is imported
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier
-
-        ends.callback(shutdown_cache_tier, APPLICATION, timeout_s=RAY_CLOSE_S)
-
-        def replica(node: str) -> Any:
-            strategy = NodeAffinitySchedulingStrategy(cluster.nodes[node], soft=False)
-            made = ray.remote(num_cpus=0)(Replica).options(scheduling_strategy=strategy)
-            actor = made.remote(MODEL, num_history, model.calibration, seed)
-            ends.callback(ray.kill, actor)
-            return actor
-
-        def asked(reference: Any) -> Any:
-            return ray.get(reference, timeout=RAY_TIMEOUT_S)
-
-        history = asked(replica("host").tell.remote(draw.ids(num_history - NUM_ANSWER)))
-
-        def row(node: str) -> Row:
-            reader = replica(node)
-            ask = lambda has_tier: asked(reader.turn.remote(history + draw.question(), has_tier))  # noqa: E731
-            found = take_turns((True, False), ask, num_rounds)
-            with_s, without_s = ([took_s for took_s, _ in found[has_tier]] for has_tier in (True, False))
-            cached = [kv[node] for _, kv in found[True]]
-            return {
-                "history": len(history), "replica": f"another process, {'same' if node == 'host' else 'other'} node",
-                "rounds": num_rounds, "recompute ms": statistics.median(without_s) * 1e3,
-                "ttft ms": statistics.median(with_s) * 1e3, "lower by": 1 - median_ratio(with_s, without_s),
-                "cached share": min(cached) / len(history),
-                "not found": sum(each < MIN_CACHED * len(history) for each in cached),  # rounds, also those too late
-            }  # fmt: skip
-
-        return [row(node) for node in ("host", "peer")]
 
 
 if __name__ == "__main__":

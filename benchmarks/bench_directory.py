@@ -1,38 +1,30 @@
 """The directory and the index of a disk at a million chunks: bytes, lookups, and how soon they are whole again.
 
-    python benchmarks/bench_directory.py [--quick] [--chunks 1000000] [--lookups 5000]
-           [--folder DIR] [--no-ray] [--seed 0] [--out DIR]
+    python benchmarks/bench_directory.py [--quick] [--chunks 1000000] [--folder DIR] [--seed 0] [--out DIR]
 
 *Directory*: one shard that a node has told of all its chunks, in announcements of 1,000. Bytes of a chunk are the
-growth of the process. A lookup asks for 1, 16 or 256 keys at once, neighbours in a sequence: in this process, and as a
-node's actor asks a shard's, in another process. Rebuilt: an empty shard is told everything by the node's announcer.
+growth of the process. A lookup asks for 1, 16 or 256 keys at once, neighbours in a sequence, in this process. Rebuilt:
+an empty shard is told everything by the node's announcer.
 
 *Disk*: a tier that starts over a folder of so many files with valid names and sizes and no content, which is not read;
 made by this run, so the system may have their names in memory. All of them must be found.
 
-What bounds it, one thread: Python dictionaries and integers; for a lookup through Ray a call between processes; for the
-disk one `stat` for each file.
+What bounds it, one thread: Python dictionaries and integers; for the disk one `stat` for each file.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from bench_tier_io import RAY_ENVIRONMENT, two_nodes
 from harness import PartResult, Run, at_most, options_of
-
-os.environ.update(RAY_ENVIRONMENT)  # before Ray is imported
 
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
@@ -48,9 +40,6 @@ CHAIN = 16  # chunks of one sequence
 CHUNK_BYTES = 1 << 20
 NODE = "n" * 56  # as long as Ray's names of nodes
 MAX_BYTES, MAX_REBUILD_S = 200, 30.0
-_LOOKUP_S = 5.0
-
-Lookup = Callable[[Sequence[bytes]], Awaitable[list[Any]]]
 
 
 def key(number: int) -> bytes:
@@ -86,67 +75,22 @@ def rebuilt_s(num_chunks: int, send: Callable[[int, Announcement], Reply | None]
     return time.perf_counter() - started_s
 
 
-async def lookup_rows(where: str, lookup: Lookup, num_chunks: int, num_lookups: int, seed: int) -> list[dict[str, Any]]:
+def lookup_rows(directory: Directory, num_chunks: int, num_lookups: int, seed: int) -> list[dict[str, Any]]:
     """Batches of all sizes take turns."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     times: dict[int, list[float]] = {batch: [] for batch in BATCHES}
     for _ in range(num_lookups):
         for batch, taken in times.items():
-            first = draw.randrange(num_chunks - batch)
+            first = rng.randrange(num_chunks - batch)
             keys = [key(number) for number in range(first, first + batch)]
             started_s = time.perf_counter()
-            found = await lookup(keys)
+            found = directory.lookup(keys)
             taken.append((time.perf_counter() - started_s) * 1e3)
-            assert sum(map(bool, found)) == batch, f"{where}: a key was not found"
+            assert sum(map(bool, found)) == batch, "a key was not found"
     return [
-        {
-            "where": where,
-            "keys": batch,
-            "lookups": num_lookups,
-            "p50 ms": statistics.median(taken),
-            "p99 ms": statistics.quantiles(taken, n=100)[98],
-        }
+        {"keys": batch, "p50 ms": statistics.median(taken), "p99 ms": statistics.quantiles(taken, n=100)[98]}
         for batch, taken in times.items()
     ]
-
-
-def in_process(num_chunks: int, num_lookups: int, seed: int) -> tuple[list[dict[str, Any]], float]:
-    directory = Directory(clock=lambda: 0.0)
-
-    async def lookup(keys: Sequence[bytes]) -> list[Any]:
-        return directory.lookup(keys)
-
-    seconds = rebuilt_s(num_chunks, lambda _number, said: directory.announce(said))
-    return asyncio.run(lookup_rows("in process", lookup, num_chunks, num_lookups, seed)), seconds
-
-
-def through_ray(num_chunks: int, num_lookups: int, seed: int) -> tuple[list[dict[str, Any]], float]:
-    """A shard's actor, asked by this process; somebody speaks for the node once a second, as its announcer does."""
-    from mneme.cachetier.distributed.directory import DirectoryShards
-
-    shards = DirectoryShards("bench-directory", 1)
-    seqs: list[int] = []
-
-    def send(number: int, said: Announcement) -> Reply | None:
-        seqs.append(said.seq)
-        return shards.send(number, said)
-
-    async def rows() -> list[dict[str, Any]]:
-        living = asyncio.ensure_future(live())
-        try:
-            return await lookup_rows("through Ray", lambda keys: shards.lookup(keys, _LOOKUP_S), *sizes)
-        finally:
-            living.cancel()
-
-    async def live() -> None:
-        while True:
-            said = Announcement(node=NODE, epoch=1, seq=seqs[-1] + 1)
-            await asyncio.to_thread(send, 0, said)
-            await asyncio.sleep(1.0)
-
-    sizes = num_chunks, num_lookups, seed
-    seconds = rebuilt_s(num_chunks, send)
-    return asyncio.run(rows()), seconds
 
 
 def make_files(folder: Path, num_chunks: int) -> None:
@@ -187,21 +131,14 @@ def disk_row(folder: Path, num_chunks: int) -> dict[str, Any]:
 def main() -> None:
     parser = options_of(__doc__, quick=f"{QUICK_CHUNKS:,} chunks; at most 90 s on 2 cores", out=True, folder=True)
     parser.add_argument("--chunks", type=int, default=NUM_CHUNKS)
-    parser.add_argument("--lookups", type=int, default=5000, help="of each size")
-    parser.add_argument("--no-ray", action="store_true", help="lookups in this process alone")
     args = parser.parse_args()
-    num_chunks, num_lookups = args.chunks, args.lookups
-    if args.quick:
-        num_chunks, num_lookups = min(num_chunks, QUICK_CHUNKS), min(num_lookups, 500)
+    num_chunks, num_lookups = (min(args.chunks, QUICK_CHUNKS), 500) if args.quick else (args.chunks, 5000)
     run = Run("directory", args, chunks=num_chunks)
     num_bytes = measured_bytes(num_chunks)
-    rows, own_s = in_process(num_chunks, num_lookups, args.seed)
-    rebuilds = [{"what": "directory, in process", "chunks": num_chunks, "s": own_s, "bytes": num_bytes}]
-    with ExitStack() as stack:
-        if not args.no_ray and two_nodes(stack) is not None:
-            ray_rows, ray_s = through_ray(num_chunks, num_lookups, args.seed)
-            rows += ray_rows
-            rebuilds.append({"what": "directory, through Ray", "chunks": num_chunks, "s": ray_s})
+    directory = Directory(clock=lambda: 0.0)
+    own_s = rebuilt_s(num_chunks, lambda _number, said: directory.announce(said))
+    rows = lookup_rows(directory, num_chunks, num_lookups, args.seed)
+    rebuilds = [{"what": "directory", "chunks": num_chunks, "s": own_s, "bytes": num_bytes}]
     with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as folder:
         rebuilds.append(disk_row(Path(folder), num_chunks))
     checks = [

@@ -50,6 +50,7 @@ from cache_engines import (
     RestartableStore,
     ThrottledFiles,
     cache_config,
+    cached_share,
     make_engine,
     make_model,
     pages_for,
@@ -58,7 +59,6 @@ from cache_engines import (
 from engines import DTYPE, PAGE_SIZE, request
 from harness import Check, PartResult, Run, at_least, at_most, options_of, take_turns
 from random_models import SHAPES, kv_bytes_per_token
-from tier_io.disk import cached_share
 from workloads import VOCAB_SIZE
 
 from mneme.cachetier.chunk.syscalls import FileOperations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_cache_save import DecodingArm, PrefillingArm, process_tier, write_row
+from bench_cache_save import DecodingArm, PrefillingArm, write_row
 from bench_cache_turn import ARMS, COLD, HOST, RECOMPUTE, WARM, Case, NextTurns, Pairs, Source, measure_pairs
 from bench_tiers import OWN, PAPER, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
 from cache_engines import (
@@ -115,7 +115,7 @@ def test_a_stretch_saves_what_it_computes(
     model: CachedModel, tmp_path: Path, kind: type[DecodingArm] | type[PrefillingArm]
 ) -> None:
     for folder in (None, tmp_path):
-        with closing(kind(model, None if folder is None else process_tier(folder), 3, 0)) as arm:
+        with closing(kind(model, folder, 3, 0)) as arm:
             took = [arm.stretch() for _ in range(2)][-1]
         assert took.num_tokens == kind.num_tokens
         assert (took.num_saved_bytes > 0) == (folder is not None)

@@ -118,13 +118,13 @@ def test_bench_tier_io_without_a_store(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "tier_io.json").read_text()) == found
 
 
-def test_bench_directory_without_ray(tmp_path: Path) -> None:
-    options = ["--chunks", "3000", "--lookups", "20", "--no-ray", "--folder", str(tmp_path), "--out", str(tmp_path)]
+def test_bench_directory(tmp_path: Path) -> None:
+    options = ["--chunks", "3000", "--folder", str(tmp_path), "--out", str(tmp_path)]
     found = closing_line(["benchmarks/bench_directory.py", "--quick", *options])
     assert [row["keys"] for row in found["results"]["lookups"]] == [1, 16, 256]
     assert all(0 < row["p50 ms"] <= row["p99 ms"] for row in found["results"]["lookups"])
     assert [(row["what"], row["chunks"]) for row in found["results"]["rebuilt"]] == [
-        ("directory, in process", 3000),
+        ("directory", 3000),
         ("disk, files", 3000),
     ]
     assert [check["name"] for check in found["checks"]] == [
