@@ -21,9 +21,6 @@ of C, what computing takes, was given, and then the step that was begun for it i
 not; both save. What asking in vain costs is an answer's time (two changes of threads) or, where answers are slow (20 ms
 in the row `late ms`), the constant part of one more step: 1% of 10 ms is an answer in 0.1 ms.
 
-*Moved*: the first turn of a session on another engine: one that was truncated at its window of 4,096 tokens, and goes
-on from its own stored KV, and one that never was, of as many visible tokens, from memory and from cold files.
-
 What bounds it, one thread: to recompute, 2 x 26M flops per token and attention; to load, 8 KB per token of history:
 a checksum, a copy into pages, and on a disk a read, on a thread beside the engine's.
 """
@@ -64,11 +61,9 @@ from random_models import SHAPES
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.sessions.rows import SessionState
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.errors import MnemeError
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.truncation import Truncation
 
 Row = dict[str, Any]
 Source = Literal["host", "disk, cold", "disk, warm", "slow disk"]  # `disk`: files, in the page cache or not
@@ -76,9 +71,6 @@ RECOMPUTE, HOST, COLD, WARM = "recompute", "host", "disk, cold", "disk, warm"
 SLOW = "slow disk"  # warm too, but every read is held back
 ARMS = (RECOMPUTE, HOST, COLD, WARM)
 NUM_SESSIONS = 20  # that go on after a restart
-TRUNCATED, UNTRUNCATED = "truncated", "untruncated"
-MOVED_WINDOW, QUICK_WINDOW = 4096, 1024
-MIN_MOVED = 0.95  # of what a moved session sees: its last token never had KV
 ASKING_TOKENS, NUM_ASKED_OVER_PAIRS = 320, 8
 LATE_S = 0.02  # of answers that are late
 MIN_CACHED = 0.99  # of the history, or an arm that loads is not what it says
@@ -137,7 +129,6 @@ def checks_of(
     restarted: Sequence[dict[str, Any]],
     pairs: Sequence[dict[str, Any]],
     asking: Sequence[dict[str, Any]],
-    moved: Sequence[dict[str, Any]],
 ) -> list[Check]:
     found = {row["arm"]: row for row in turns if row["history"] == HISTORY}
     checks = [
@@ -157,8 +148,6 @@ def checks_of(
         ratios = [row["ratio"] for row in pairs if row["source"] in sources]
         checks.append(at_most(f"{name}_over_recompute_worst_case", max(ratios, default=None), TOLERANCE))
     checks.append(at_most("asking_in_vain_over_not_asking", max(row["ratio"] for row in asking), 1.01))
-    checks.append(at_most("moved_not_found", sum(row["not found"] for row in moved), 0, "turns"))
-    checks.append(at_most("moved_truncated_over_untruncated", max(row["ratio"] for row in moved), 1.2))
     return checks
 
 
@@ -190,13 +179,9 @@ def main() -> None:
             for shape, late_s in ((SMALL_MODEL, 0.0), (MODEL, 0.0), (MODEL, LATE_S))
         ]
         run.show(PartResult(name="asking", title="a prompt of which the tier has nothing", rows=asking))
-        window, num_moves = (QUICK_WINDOW, 2) if args.quick else (MOVED_WINDOW, args.rounds)
-        moved = moved_rows(models[MODEL], window, folder / "moved", num_moves, args.seed)
-        run.show(PartResult(name="moved", title="the first turn after a move", rows=moved))
-    checks = checks_of(turns, restarted, pairs, asking, moved)
+    checks = checks_of(turns, restarted, pairs, asking)
     run.show(PartResult(name="never slower", title="with a tier over without", rows=pairs, checks=checks))
     run.end(turns, restarted=rounded(restarted), pairs=rounded(pairs), asking=rounded(asking),
-            moved=rounded(moved), 
             calibration={shape: _costs(model) for shape, model in models.items()})  # fmt: skip
 
 
@@ -397,86 +382,6 @@ def asking_row(model: CachedModel, shape: str, folder: Path, num_pairs: int, see
         "asking ms": statistics.median(found["auto"]) * 1e3, "not asking ms": statistics.median(found["never"]) * 1e3,
         "ratio": median_ratio(found["auto"], found["never"]),
     }  # fmt: skip
-
-
-def moved_rows(model: CachedModel, window: int, folder: Path, num_rounds: int, seed: int) -> list[Row]:
-    """A row per tier: the same turn of both sessions on engines that have nothing but their logs, in alternation."""
-    rows = []
-    for source in (HOST, COLD):
-        with closing(MovedSessions(model, source, window, folder / source, seed)) as sessions:
-            found = take_turns((TRUNCATED, UNTRUNCATED), sessions.turn, num_rounds)
-        ttft_s = {name: [took.ttft_s for took in found[name]] for name in found}
-        shares = [t.usage.cached_tokens / (t.usage.prompt_tokens - NUM_NEW) for each in found.values() for t in each]
-        rows.append({
-            "source": source, "visible": sessions.num_visible, "rounds": num_rounds,
-            "truncated ms": statistics.median(ttft_s[TRUNCATED]) * 1e3,
-            "untruncated ms": statistics.median(ttft_s[UNTRUNCATED]) * 1e3,
-            "ratio": median_ratio(ttft_s[TRUNCATED], ttft_s[UNTRUNCATED]),
-            "cached share": statistics.median(shares), "not found": sum(share < MIN_MOVED for share in shares),
-        })  # fmt: skip
-    return rows
-
-
-class MovedSessions:
-    """A truncated session and one that sees as many tokens, which move to another engine again and again."""
-
-    def __init__(self, model: CachedModel, source: str, window: int, folder: Path, seed: int) -> None:
-        """`source`: where their KV is when they move."""
-        self._model, self._source, self._window, self._draw = model, source, window, Draw(seed)
-        self._config = cache_config(folder)
-        self._ends = ExitStack()
-        self._store = RestartableStore(self._config)
-        self._ends.callback(self._store.end)
-        engine = self._engine()
-        truncated = [self._draw.ids(window - 2 * NUM_ANSWER), self._draw.ids(2 * NUM_ANSWER)]  # the second outgrows it
-        self._logs = {TRUNCATED: self._told(engine, TRUNCATED, truncated)}
-        seen = self._logs[TRUNCATED].seen_ids
-        if seen is None:
-            raise MnemeError(f"a session of a window of {window} was not truncated")
-        self.num_visible = len(seen)
-        untruncated = [self._draw.ids(self.num_visible - NUM_ANSWER)]
-        self._logs[UNTRUNCATED] = self._told(engine, UNTRUNCATED, untruncated)
-        engine.close()
-        self._store.flush()
-
-    def close(self) -> None:
-        self._ends.close()
-
-    def turn(self, name: str) -> Answer:
-        """The next turn, on an engine that knows the session's log; its KV must come from there."""
-        self._store.flush()
-        if self._source == COLD:
-            self._store.restart(is_cold=True)
-        engine = self._engine()
-        with closing(engine):
-            state = self._logs[name]
-            engine.sessions.restore(("", name), state, state.version + 1)
-            took = self._say(engine, name, self._draw.question(), 1)
-            wait_for_saves(engine)
-            self._logs[name] = self._log(engine, name)
-        if took.usage.kv_details()["device"] or (self._source == HOST and took.usage.disk_tokens):
-            raise MnemeError(f"{name} from {self._source}: kv_details say {took.usage.kv_details()}")
-        return took
-
-    def _told(self, engine: Engine, name: str, turns: Sequence[list[int]]) -> SessionState:
-        for ids in turns:
-            self._say(engine, name, ids, NUM_ANSWER)
-            wait_for_saves(engine)
-        return self._log(engine, name)
-
-    def _log(self, engine: Engine, name: str) -> SessionState:
-        log = engine.sessions.get(("", name))
-        assert log is not None
-        return log.state()
-
-    def _say(self, engine: Engine, name: str, ids: list[int], num_out: int) -> Answer:
-        log = engine.sessions.get(("", name))
-        turn = f"{name} {0 if log is None else len(log.ids)}"  # the same name would be the same turn again
-        return answer(engine, ids, num_out, turn, session_id=name, truncation=Truncation(), append=log is not None)
-
-    def _engine(self) -> Engine:
-        num_pages = pages_for(2 * self._window)
-        return make_engine(self._model, self._store, self._config, num_pages, max_sessions=2, max_context=self._window)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def cpu_of(processes: dict[int, str]) -> Counter[str]:
 
 
 def kind_of(command: str) -> str:
-    kinds = {":engine": "engines", ":ingress": "ingress", "haproxy": "haproxy", "raylet": "raylet", "gcs": "gcs"}
-    return next((name for part, name in kinds.items() if part in command), "other")
+    kinds = (":engine", ":ingress", "haproxy", "raylet", "gcs")
+    return next((kind.strip(":") for kind in kinds if kind in command), "other")
 
 
 def first_requests_ms(url: str) -> list[float]:

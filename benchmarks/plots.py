@@ -1,17 +1,12 @@
-"""One look for plots, and a command that draws them again from what a run left.
+"""One look for the plots that pages of docs/ show, and for no others.
 
-    python benchmarks/plots.py benchmarks/results/FOLDER...
-
-What a page of docs/ shows is drawn, and nothing else. Titles say what is shown and which way is better, a caption names
+Titles say what is shown and which way is better, a caption names
 machine and run. What is mneme's is green, in shades where there are several; all else is not. A benchmark draws with
 `draw(folder, closing)`, from its closing line alone. Without matplotlib there are no plots.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,65 +72,26 @@ def colors(labels: Collection[str]) -> dict[str, str]:
 
 
 def lines(
-    axes: Any,
-    series: Mapping[str, Points],
-    x_label: str,
-    y_label: str,
-    *,
-    log_x: bool = False,
-    log_y: bool = False,
+    axes: Any, series: Mapping[str, Points], x_label: str, y_label: str, *, is_log: bool = False,
     dashed: Collection[str] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Draw a line per label through its points; on a logarithmic x axis ticks are where points are."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
     named = colors(series)
     for label, points in series.items():
         if points:
             style = "--" if label in dashed else "o-"
             axes.plot(*zip(*points, strict=True), style, color=named[label], label=label, markersize=4.5, linewidth=1.8)
-    if log_x:
+    if is_log:
         axes.set_xscale("log")
-        _ticks(axes.xaxis, sorted({x for points in series.values() for x, _ in points}))
-    else:
-        plain(axes.xaxis)
-    if log_y:
         axes.set_yscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(sorted({x for points in series.values() for x, _ in points})))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    plain(axes.yaxis)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-
-
-def plain(axis: Any) -> None:
-    """Ticks as plain numbers: 512, 2,048, 40."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    if axis.get_scale() == "log":
-        low, high = sorted(axis.get_view_interval())
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / max(low, 1e-12) < 3000 else (1,)))
-        axis.set_minor_formatter(NullFormatter())
-
-
-def _ticks(axis: Any, values: Sequence[float]) -> None:
-    """Ticks on a logarithmic axis at these values."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    axis.set_major_locator(FixedLocator(list(values)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-
-
-def main(folders: Sequence[str]) -> None:
-    """Draw again what the JSON files in these folders have."""
-    for folder in map(Path, folders):
-        for path in sorted(folder.glob("*.json")):
-            closing = json.loads(path.read_text())
-            module = importlib.import_module(f"bench_{closing['benchmark']}")
-            if hasattr(module, "draw"):
-                module.draw(folder, closing)
-                print(f"drew {path}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -14,7 +14,6 @@ from attention import optional_arms, rotation
 from attention.arms import TOLERANCE, backends, check, contiguous, error_of, gathered, ours, reference_rows
 from attention.documents import virtual_queries
 from attention.optional_arms import contiguous_by_head
-from attention.pensieve import one_row_at_a_time
 from attention.regret import Point, same_work, scene_of
 from attention.scenes import Heads, Scene, contiguous_kv, documents_scene, layers_for, prefix_scene, unshared
 from attention.timing import Arm, interleaved
@@ -41,7 +40,7 @@ def test_arms_over_a_prefix(dtype: torch.dtype, rows: int) -> None:
     wanted = reference_rows(scene)
     by_head = contiguous_by_head(scene, is_dry=True)
     assert by_head is not None
-    for arm in (*all_arms(scene), *gathered(scene), one_row_at_a_time(scene), by_head):
+    for arm in (*all_arms(scene), *gathered(scene), by_head):
         check(arm, wanted, dtype)
 
 
@@ -167,7 +166,7 @@ def test_arms_on_a_gpu(rows: int) -> None:
     scene = prefix_scene(3, 64, 32, **options(torch.float16, device=cuda, heads=heads), rows_per_sequence=rows)
     by_head = contiguous_by_head(scene)
     assert by_head is not None
-    arms = [*all_arms(scene), *gathered(scene), one_row_at_a_time(scene), by_head]
+    arms = [*all_arms(scene), *gathered(scene), by_head]
     wanted = reference_rows(scene)
     for arm in arms:
         check(arm, wanted, torch.float16)
