@@ -211,9 +211,9 @@ class NextTurns:
 
     def rounds(self, num_rounds: int) -> dict[str, list[Answer]]:
         """Every arm once per round, forwards and backwards in alternation; a first round does not count."""
-        return take_turns(ARMS, self._turn, num_rounds)
+        return take_turns(ARMS, self.turn, num_rounds)
 
-    def _turn(self, name: str) -> Answer:
+    def turn(self, name: str) -> Answer:
         engine = self._engines.get(name) or self._engines["disk"]
         engine.forest.clear()
         if name in (COLD, WARM):

@@ -95,7 +95,7 @@ class Arm:
         self._num_pages = int(_SPARE * num_tokens / PAGE_SIZE) + 2 * _FILLER_TOKENS // PAGE_SIZE
         system, num_host_pages = SYSTEM_BY_ARM[name], _HOST_POOLS * self._num_pages
         self._runner = make_runner(decoder, system, num_pages=self._num_pages, num_host_pages=num_host_pages)
-        self._engine = make_engine(self._runner, system)
+        self.engine = make_engine(self._runner, system)
         self._histories = [self._draw(num_history) for _ in range(batch)]
         for index, history in enumerate(self._histories if name != RECOMPUTE else ()):
             self._run([self._request(history, f"history{index}", max_tokens=1)])
@@ -124,12 +124,12 @@ class Arm:
         """Until each has ended, and then, not timed, until nothing is left to copy: arms leave each other alone."""
         began_s, busy_s, first_s = time.perf_counter(), 0.0, 0.0
         for each in requests:
-            self._engine.submit(each)
+            self.engine.submit(each)
         unanswered = {each.request_id for each in requests}
         unended = set(unanswered)
         while unended:
             stepped_s = time.perf_counter()
-            events = self._engine.step()
+            events = self.engine.step()
             now_s = time.perf_counter()
             busy_s += now_s - stepped_s
             answered = unanswered.intersection(event.request_id for event in events if event.token_ids)
@@ -142,9 +142,9 @@ class Arm:
         return Took(began_s, first_s, now_s - began_s, busy_s, num_out)
 
     def _finish_copies(self) -> None:
-        while self._runner.num_host_pages and (self._engine.forest.wants_copies or not self._runner.can_copy):
-            if self._engine.has_work:
-                self._engine.step()
+        while self._runner.num_host_pages and (self.engine.forest.wants_copies or not self._runner.can_copy):
+            if self.engine.has_work:
+                self.engine.step()
             else:
                 time.sleep(0.001)
 

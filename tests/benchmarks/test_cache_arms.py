@@ -60,7 +60,7 @@ def test_an_arm_whose_kv_is_gone_fails(turns: NextTurns, name: str) -> None:
     for store in turns._stores.values():
         store.inner.node.delete([change.key for change in store.inner.node.snapshot()])
     with pytest.raises(MnemeError, match=f"arm {name}, 300 tokens of history: kv_details say"):
-        turns._turn(name)
+        turns.turn(name)
 
 
 @pytest.mark.parametrize(("source", "restarts"), [(HOST, []), (WARM, [False] * 3), (COLD, [True] * 3)])
