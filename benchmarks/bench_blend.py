@@ -1,4 +1,4 @@
-"""Documents reused at any place of a prompt (CacheBlend 6): quality, time to the first token, memory, decoding, load.
+"""Documents reused at any place of a prompt (CacheBlend 6): quality, first token, memory, decoding.
 
     python benchmarks/bench_blend.py [--quick] [--only PART]... [--ratio 0.15] [--peer PYTHON] [--seed 0] [--out FOLDER]
 
@@ -9,10 +9,6 @@ ttft        6 documents of 512 tokens and a question of 64 behind a system promp
 order       the same on 31M, k of the 6 documents cached in some order as an exact prefix: exact reordering
 tiers       the same, documents on the device, in the node's memory, and on its disk (cold)
 decode      32 requests over the same 20 documents in orders of their own, against private copies
-load        6 documents of 256 tokens drawn from 200 by a Zipf law, 60 requests at Poisson's times, on 31M: time
-            to the first token; nothing is cached before, and there is no tier
-permutator  LMCache's long_doc_permutator, lengths a fifth of its own: 5 contexts of 1,000 tokens behind a system prompt
-            of 200, 10 permutations one after the other
 
 A tiny model proves the mechanism; no larger one was at hand. `hkvd`, `query`, `first-k` stand beside full recompute,
 prefix caching with no loading delay (system prompt and first document resident), exact reordering and full reuse, all
@@ -30,7 +26,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing as closed
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +38,7 @@ from cache_engines import RestartableStore, cache_config, make_model, pages_for,
 from engines import DTYPE, MAIN_MODEL, PAGE_SIZE, make_decoder, request
 from harness import Check, PartResult, Run, at_least, at_most, median_ratio, options_of, take_turns
 from peers.beside import Peer
-from plots import bars, caption_of, lines, save
-from plots import rows as across
+from plots import caption_of, lines, save
 from workloads import VOCAB_SIZE
 
 from mneme.cachetier.policy.cost_model import CostModel
@@ -63,7 +58,7 @@ from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from mneme.replicas.text.tokenizer import Tokenizer
 
-PARTS = ("quality", "ttft", "order", "tiers", "decode", "load", "permutator")
+PARTS = ("quality", "ttft", "order", "tiers", "decode")
 DEEP_MODEL = "llama-24l"
 NUM_DOCUMENTS, NUM_TOKENS, NUM_SYSTEM, NUM_QUESTION = 6, 512, 32, 64
 NUM_PROMPT = NUM_SYSTEM + NUM_DOCUMENTS * NUM_TOKENS + NUM_QUESTION
@@ -372,77 +367,6 @@ def measure_decode(run: Run, num_steps: int) -> Part:
                   at_most("kv_of_full_reuse_of_private_copies", kv, 0.25)]  # fmt: skip
 
 
-def measure_load(run: Run, arms: Mapping[str, BlendOptions]) -> Part:
-    """All arms with the same requests at the same times, and nothing before; pages hold half the corpus and 8 prompts.
-
-    So each arm computes documents as they first come, blends' also alone.
-    """
-    num_corpus, num_requests = (20, 12) if run.args.quick else (200, 60)
-    num_documents, num_tokens = 6, 256
-    decoder = make_decoder(MAIN_MODEL, run.args.seed, max_context=4096)
-    rng, rows = np.random.default_rng(run.args.seed), []
-    weights = 1 / np.arange(1, num_corpus + 1)
-    orders = [rng.choice(num_corpus, num_documents, replace=False, p=weights / weights.sum()).tolist()
-              for _ in range(num_requests)]  # fmt: skip
-    gaps = rng.exponential(1.0, num_requests)
-    for rate in (2.0,) if run.args.quick else (2.0, 4.0):
-        for arm, blend in arms.items():
-            corpus = Corpus(run.args.seed, num_corpus, num_tokens)
-            num_pages = pages_for(num_corpus * num_tokens // 2 + 8 * 2000)
-            engine = engine_of(Runner(decoder, num_pages, PAGE_SIZE), max_batch_tokens=2048)
-            ttft = list(_play(engine, corpus, orders, np.cumsum(gaps) / rate, arm, blend))
-            rows.append({"arm": arm, "requests/s": rate, "p50 ms": statistics.median(ttft) * 1e3,
-                         "p90 ms": float(np.quantile(ttft, 0.9)) * 1e3})  # fmt: skip
-    checks, ms = [], {(row["requests/s"], row["arm"]): row["p50 ms"] for row in rows}
-    for rate in {rate for rate, _ in ms}:
-        matched = ms.get((rate, f"hkvd {report_ratio():g}"))
-        ratio = None if matched is None else matched / ms[rate, REORDER]
-        checks.append(at_most(f"matched_of_reordered_at_{rate:g}_a_second", ratio, 1.0))
-    return rows, checks
-
-
-def _play(
-    engine: Engine, corpus: Corpus, orders: list[list[int]], arrivals: np.ndarray, arm: str, blend: BlendOptions
-) -> Iterator[float]:
-    began_s, waiting, submitted = time.perf_counter(), list(zip(arrivals, orders, strict=True)), dict[str, float]()
-    while waiting or engine.has_work:
-        now_s = time.perf_counter() - began_s
-        while waiting and waiting[0][0] <= now_s:
-            at_s, order = waiting.pop(0)
-            prompt, name = corpus.prompt(order), corpus.name()
-            salt = name if arm == FULL else ""
-            submitted[name] = at_s
-            engine.submit(request(name, prompt.ids, 4, documents=prompt.spans, blend=blend, salt=salt))
-        if not engine.has_work:
-            time.sleep(max(min(waiting[0][0] - now_s, 0.01), 0))
-            continue
-        for event in engine.step():
-            if event.finish_reason == "error":
-                raise MnemeError(f"{event.request_id}: {event.error}")
-            if event.token_ids and event.request_id in submitted:
-                yield time.perf_counter() - began_s - submitted.pop(event.request_id)
-
-
-def measure_permutator(run: Run, arms: Mapping[str, BlendOptions]) -> Part:
-    num_tokens, num_out = (200, 8) if run.args.quick else (1000, 32)
-    decoder, rows = make_decoder(MAIN_MODEL, run.args.seed, max_context=8192), []
-    orders = list(itertools.permutations(range(5)))
-    orders = random.Random(run.args.seed).sample(orders, 3 if run.args.quick else 10)
-    for arm, blend in arms.items():
-        corpus = Corpus(run.args.seed, 5, num_tokens, num_tokens // 5)
-        engine = engine_of(Runner(decoder, pages_for(12 * 6 * num_tokens), PAGE_SIZE), max_batch_tokens=4096)
-        began_s, ttft = time.perf_counter(), []
-        for order in orders:
-            prompt, name = corpus.prompt(order), corpus.name()
-            salt = name if arm == FULL else ""
-            ttft.append(
-                ask(engine, request(name, prompt.ids, num_out, documents=prompt.spans, blend=blend, salt=salt)).ttft_s
-            )
-        rows.append({"arm": arm, "mean ttft ms": statistics.fmean(ttft) * 1e3, "first ms": ttft[0] * 1e3,
-                     "all s": time.perf_counter() - began_s})  # fmt: skip
-    return rows, []
-
-
 def measure_quality(run: Run) -> Part:
     num_cases, ratios = (8, (0.15,)) if run.args.quick else (400, QUALITY_RATIOS)
     selectors: tuple[Selector, ...] = ("hkvd", "query", "query+first-k", "first-k", "random")
@@ -494,12 +418,9 @@ def main() -> None:
     run = Run("blend", args, threads=1, dtype=str(DTYPE), ratio=args.ratio, report_ratio=report_ratio(),
               documents=NUM_DOCUMENTS, document_tokens=NUM_TOKENS, question_tokens=NUM_QUESTION)  # fmt: skip
     num_rounds, num_steps = (1, 5) if args.quick else (7, 20)
-    arms = {FULL: OFF, PREFIX: OFF, REORDER: ANY_ORDER} | blends_of(args.ratio)
-    if args.quick:
-        arms = {arm: arms[arm] for arm in (FULL, f"hkvd {args.ratio:g}")}
 
     def ttft() -> Part:
-        peer = None if args.peer is None else Peer("vllm_cpu", args.peer, "D")
+        peer = None if args.peer is None else Peer(args.peer, "D")
         parts = [measure_ttft(MAIN_MODEL, run, num_rounds, peer)]
         if peer is not None:
             peer.stop()
@@ -517,8 +438,6 @@ def main() -> None:
         "order": ("exact reordering, by how many documents are aligned", lambda: measure_order(run, num_rounds)),
         "tiers": ("time to the first token, by where documents are", tiers),
         "decode": ("decoding over the same documents in other orders", lambda: measure_decode(run, num_steps)),
-        "load": ("documents under a Zipf law, Poisson arrivals", lambda: measure_load(run, arms)),
-        "permutator": ("one context after the other in other orders", lambda: measure_permutator(run, arms)),
     }
     results: dict[str, Any] = {}
     for part in args.only or PARTS:
@@ -532,56 +451,17 @@ def main() -> None:
     run.end(results, draw)
 
 
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    """Quality by ratio (CacheBlend's Fig. 16), time to the first token (12, 14), by tier (17), and decoding."""
-    results, caption = closing["results"], caption_of(closing)
-    if rows := results.get("quality"):
-        draw_quality(folder, rows, f"mneme-tiny, cross-chunk task, {rows[0]['cases']} cases, {caption}")
-    about = f"6 documents of 512 tokens, a question of 64, random weights, {caption}"
-    if rows := results.get("ttft"):
-        models = dict.fromkeys(row["model"] for row in rows)
-
-        def times(model: str) -> Callable[[Any], None]:
-            ms = {named(row["arm"]): row["ttft ms"] for row in rows if row["model"] == model}
-            return lambda axes: across(axes, list(ms), {"": ms}, f"ms, {model}")
-
-        save(folder / "blend_ttft.png", "Time to the first token, documents on the device (lower is better)", about,
-             *map(times, models))  # fmt: skip
-    if rows := results.get("order"):
-        aligned = [row for row in rows if row["arm"].endswith("aligned")]
-        reordered = [(int(row["arm"].split()[0]), row["ttft ms"]) for row in aligned]
-        flat = {named(row["arm"]): [(0, row["ttft ms"]), (NUM_DOCUMENTS, row["ttft ms"])] for row in rows
-                if row not in aligned}  # fmt: skip
-        save(folder / "blend_order.png", "Time to the first token beside exact reordering (lower is better)", about,
-             lambda axes: lines(axes, {"exact reordering": reordered, **flat}, "documents that are an exact prefix",
-                                "ms", dashed=list(flat)))  # fmt: skip
-    if rows := results.get("tiers"):
-        arms, places = (list(dict.fromkeys(row[key] for row in rows)) for key in ("arm", "documents on"))
-        series = {place: [row["ttft ms"] for row in rows if row["documents on"] == place] for place in places}
-        save(folder / "blend_tiers.png", "Time to the first token by where documents are (lower is better)", about,
-             lambda axes: bars(axes, arms, series, "", "ms"))  # fmt: skip
-    if rows := results.get("decode"):
-        save(folder / "blend_decode.png", "A decode step of 32 requests over the same 20 documents (lower is better)",
-             f"documents of 256 tokens, orders of their own, random weights, {caption}",
-             *(decode_panel(rows, key) for key in ("step ms", "KV MB")))  # fmt: skip
-
-
-def decode_panel(rows: Sequence[dict[str, Any]], key: str) -> Callable[[Any], None]:
-    found = {named(row["arm"]): row[key] for row in rows}
-    return lambda axes: across(axes, list(found), {"": found}, key)
-
-
-def named(arm: str) -> str:
-    """An arm as plots call it: what reuses documents in place is ours."""
-    return arm if arm in (FULL, PREFIX, REORDER, VLLM, "private copies") else f"mneme, {arm}"
-
-
 def in_colour(arm: str) -> str:
     """An arm as plots of many lines call it: the default selector alone is green, as shades would not do for all."""
     return f"mneme, {arm}" if arm.startswith("hkvd") else arm
 
 
-def draw_quality(folder: Path, rows: Sequence[dict[str, Any]], caption: str) -> None:
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    """Quality by ratio (CacheBlend's Fig. 16)."""
+    rows = closing["results"].get("quality")
+    if not rows:
+        return
+
     def panel(number: int) -> Callable[[Any], None]:
         series: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
@@ -593,6 +473,7 @@ def draw_quality(folder: Path, rows: Sequence[dict[str, Any]], caption: str) -> 
         return lambda axes: lines(axes, series, label, "exact match", dashed=["full recompute"])
 
     title = "Right answers by the share of document tokens that is computed anew (higher is better)"
+    caption = f"mneme-tiny, cross-chunk task, {rows[0]['cases']} cases, {caption_of(closing)}"
     save(folder / "blend_quality.png", title, caption, *(panel(number) for number in LAYOUTS), share_y=True)
 
 

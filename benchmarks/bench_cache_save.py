@@ -1,16 +1,12 @@
 """What saving KV into the cache tier costs the engine, and what of it reaches the disk.
 
-    python benchmarks/bench_cache_save.py [--quick] [--ray] [--pairs 16] [--folder DIR] [--seed 0] [--out DIR]
+    python benchmarks/bench_cache_save.py [--quick] [--pairs 16] [--folder DIR] [--seed 0] [--out DIR]
 
 *Decodes*: two engines over one set of weights, one with a tier (memory and disk), one without, each decode the same
 batch of 16 at the same contexts. Sequences stand 16 tokens apart, so that a stretch of 64 steps completes four chunks
 of 256 tokens: as much KV is saved as is made. *Prefills*: 16 prompts of 512 tokens, one after the other, are 32
 full chunks. Stretches take turns, in another order each time; a cost is the median of the pairs' ratios of wall time.
 What is left to be saved and written at a stretch's end is waited for, but not counted: a part of the last chunks.
-
-`--ray`: *decodes, served*: the same over the actor of a node in another process of this machine, as an engine that is
-served saves: it copies chunks into the object store, and the actor puts them again and writes the files. Without it the
-tier is in the engine's process.
 
 *Writes*: sessions take turns of 64 + 64 tokens, all of which end in a tail chunk. Bytes written to files over bytes of
 distinct KV, and the number of files, with the delay that tails have (2 s, then superseded ones were never written) and
@@ -28,16 +24,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_tier_io import two_nodes
 from cache_engines import (
     CHUNK_TOKENS,
-    FLUSH_S,
     CachedModel,
     RestartableStore,
     answer,
@@ -49,13 +43,11 @@ from cache_engines import (
 )
 from engines import DTYPE, request
 from harness import Check, PartResult, Run, at_most, median_ratio, options_of, rounded, take_turns
-from plots import DIM, caption_of, rows, save
 from random_models import SHAPES, kv_bytes_per_token
 from workloads import VOCAB_SIZE
 
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.store import ChunkStore
 from mneme.errors import MnemeError
 from mneme.replicas.engine.engine import Engine
 
@@ -64,7 +56,6 @@ PLAIN, SAVING = "no tier", "saving"
 MAX_COST, MAX_PREFILL_COST = 0.03, 0.05  # of the time of a decode step, of a prompt's
 MAX_WRITTEN = 1.1, 2.6  # times the distinct KV: tails delayed, and each of them written; headers included
 QUICK_PAIRS = 10
-APPLICATION = "bench-saving"
 BATCH = 16
 NUM_STEPS = 64  # of a stretch of decodes
 FIRST_CONTEXT = 128  # of the first of the batch
@@ -83,55 +74,24 @@ class Stretch(NamedTuple):
     num_saved_bytes: int  # that were put into the store meanwhile
 
 
-class SavingTier(NamedTuple):
-    """Under an engine that saves."""
-
-    store: ChunkStore
-    config: CacheConfig
-    flush: Callable[[], None]  # until all that was put is on the disk
-    end: Callable[[], object]
-
-
-def process_tier(folder: Path) -> SavingTier:
-    """In the engine's own process."""
-    store = RestartableStore(config := cache_config(folder))
-    return SavingTier(store, config, store.flush, store.end)
-
-
-def served_tier(folder: Path) -> SavingTier:
-    """This process puts chunks; the actor of its node, another process, keeps them and writes the files (`--ray`)."""
-    import ray
-
-    from mneme.cachetier.distributed.lifecycle import node_actor, own_identity, shutdown_cache_tier, start_cache_tier
-
-    config = cache_config(folder, host_bytes=256 << 20)
-    store = start_cache_tier(config, APPLICATION)
-    node = node_actor(config, own_identity(config, APPLICATION, 3600.0))
-
-    def flush() -> None:
-        if not (store.settle(FLUSH_S) and ray.get(node.flush.remote(FLUSH_S), timeout=2 * FLUSH_S)):
-            raise MnemeError(f"the node's disk was not written within {FLUSH_S:g} s")
-
-    return SavingTier(store, config, flush, lambda: shutdown_cache_tier(APPLICATION, timeout_s=20.0))
-
-
 class SavingArm:
     """An engine with a tier, which ends with it, or without one."""
 
     num_tokens: int  # of a stretch
 
-    def __init__(self, model: CachedModel, tier: SavingTier | None, num_context: int, seed: int) -> None:
+    def __init__(self, model: CachedModel, folder: Path | None, num_context: int, seed: int) -> None:
+        """`folder`: of the tier's disk, where there is a tier."""
         self._rng = random.Random(seed)
         self._serials = itertools.count()
-        self._tier = tier
-        store, config = (None, CacheConfig()) if tier is None else (tier.store, tier.config)
+        config = CacheConfig() if folder is None else cache_config(folder)
+        self._store = store = None if folder is None else RestartableStore(config)
         self._chunk_bytes = CHUNK_TOKENS * kv_bytes_per_token(model.decoder.config, DTYPE)
         self._engine: Engine = make_engine(model, store, config, pages_for(num_context))
 
     def close(self) -> None:
         self._engine.close()
-        if self._tier is not None:
-            self._tier.end()
+        if self._store is not None:
+            self._store.end()
 
     def stretch(self) -> Stretch:
         """Raises `MnemeError` if saving was given up where there is a tier."""
@@ -139,11 +99,11 @@ class SavingArm:
         self.run()
         engine_s, wall_s = time.thread_time() - engine_s, time.perf_counter() - wall_s
         wait_for_saves(self._engine)  # the other arm's stretch is not to pay for what is left
-        if self._tier is not None:
-            self._tier.flush()
+        if self._store is not None:
+            self._store.flush()
         num_saved = self._num_saved() - before
         expected = self.num_tokens / CHUNK_TOKENS * self._chunk_bytes
-        if self._tier is not None and num_saved < _MIN_SAVED * expected:
+        if self._store is not None and num_saved < _MIN_SAVED * expected:
             raise MnemeError(f"{num_saved} bytes were saved, not {expected:.0f}")
         return Stretch(wall_s, engine_s, self.num_tokens, num_saved)
 
@@ -164,10 +124,10 @@ class DecodingArm(SavingArm):
 
     num_tokens = BATCH * NUM_STEPS
 
-    def __init__(self, model: CachedModel, tier: SavingTier | None, num_stretches: int, seed: int) -> None:
+    def __init__(self, model: CachedModel, folder: Path | None, num_stretches: int, seed: int) -> None:
         contexts = [FIRST_CONTEXT + index * APART for index in range(BATCH)]
         num_new = (num_stretches + 1) * NUM_STEPS
-        super().__init__(model, tier, sum(contexts) + BATCH * num_new, seed)
+        super().__init__(model, folder, sum(contexts) + BATCH * num_new, seed)
         for context in contexts:
             self._submit(context, num_new)
         while any(sequence.num_output < 2 for sequence in self._engine.scheduler.running) or self._is_waiting:
@@ -187,8 +147,8 @@ class PrefillingArm(SavingArm):
 
     num_tokens = PROMPTS_PER_STRETCH * PROMPT_TOKENS
 
-    def __init__(self, model: CachedModel, tier: SavingTier | None, num_stretches: int, seed: int) -> None:
-        super().__init__(model, tier, 8 * PROMPT_TOKENS, seed)
+    def __init__(self, model: CachedModel, folder: Path | None, num_stretches: int, seed: int) -> None:
+        super().__init__(model, folder, 8 * PROMPT_TOKENS, seed)
 
     def run(self) -> None:
         for _ in range(PROMPTS_PER_STRETCH):
@@ -258,7 +218,6 @@ class Part(NamedTuple):
     shape: str
     arm: type[DecodingArm] | type[PrefillingArm]
     share: float  # of the pairs
-    is_served: bool = False
 
 
 PARTS = (
@@ -267,7 +226,6 @@ PARTS = (
     Part("prefills", MODEL, PrefillingArm, 0.7),
     Part("prefills", SMALL_MODEL, PrefillingArm, 1),
 )
-SERVED = Part("decodes, served", MODEL, DecodingArm, 1, is_served=True)
 
 
 def measure(model: CachedModel, part: Part, folder: Path, num_pairs: int, seed: int) -> dict[str, list[Stretch]]:
@@ -275,8 +233,7 @@ def measure(model: CachedModel, part: Part, folder: Path, num_pairs: int, seed: 
     with ExitStack() as ends:
         arms = {}
         for name in (PLAIN, SAVING):
-            tier = None if name == PLAIN else served_tier(folder) if part.is_served else process_tier(folder)
-            arms[name] = part.arm(model, tier, num_pairs + 1, seed)
+            arms[name] = part.arm(model, None if name == PLAIN else folder, num_pairs + 1, seed)
             ends.callback(arms[name].close)
         return take_turns(arms, lambda name: arms[name].stretch(), num_pairs)
 
@@ -307,8 +264,6 @@ def checks_of(rows: Sequence[dict[str, Any]], writes: Sequence[dict[str, Any]]) 
         at_most(f"saving_cost_prefill_{model}", found.get(("prefills", model)), MAX_PREFILL_COST, "of a prefill")
         for model in (MODEL, SMALL_MODEL)
     ]
-    served = found.get(("decodes, served", MODEL))
-    checks.append(at_most("served_saving_cost", served, MAX_COST, "of a decode step"))
     written = {row["tails"]: row["written over distinct"] for row in writes}
     for name, most in zip(("delayed", "each written"), MAX_WRITTEN, strict=True):
         checks.append(at_most(f"written_over_distinct_{name.replace(' ', '_')}", written.get(name), most))
@@ -320,18 +275,15 @@ def checks_of(rows: Sequence[dict[str, Any]], writes: Sequence[dict[str, Any]]) 
 def main() -> None:
     parser = options_of(__doc__, quick="10 pairs of decodes, 6 turns; at most 90 s on 2 cores", out=True, folder=True)
     parser.add_argument("--pairs", type=int, default=16)
-    parser.add_argument("--ray", action="store_true", help="decodes over a node's actor in another process too")
     args = parser.parse_args()
     num_pairs = min(args.pairs, QUICK_PAIRS) if args.quick else args.pairs
     run = Run("cache_save", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(DTYPE),
               models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL)}, chunk_tokens=CHUNK_TOKENS, batch=BATCH,
               steps=NUM_STEPS, prompt_tokens=PROMPT_TOKENS, pairs=num_pairs)  # fmt: skip
-    parts = list(PARTS[:1] if args.quick else PARTS)
+    parts = PARTS[:1] if args.quick else PARTS
     rows: list[dict[str, Any]] = []
-    with ExitStack() as ends:
-        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder)))
-        if args.ray and two_nodes(ends) is not None:
-            parts.append(SERVED)
+    with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
+        folder = Path(name)
         models = {s: make_model(s, 8192, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
         for index, part in enumerate(parts):
             found = measure(models[part.shape], part, folder / f"part{index}", int(part.share * num_pairs), args.seed)
@@ -344,19 +296,7 @@ def main() -> None:
         ]
     checks, title = checks_of(rows, writes), "turns of 64 + 64 tokens on the disk"
     run.show(PartResult(name="writes", title=title, rows=writes, checks=checks))
-    run.end(rows, draw, writes=rounded(writes))
-
-
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    saving = [row for row in closing["results"] if row["arm"] == SAVING]
-    costs = {f"{row['part']}, {row['model']}": 100 * row["cost"] for row in saving}
-
-    def percent(axes: Any) -> None:
-        rows(axes, list(costs), {"mneme": costs}, "% slower with saving than without")
-        axes.axvline(100 * MAX_COST, linestyle="--", color=DIM, linewidth=1, label="promised of decodes: at most 3%")
-
-    title = "What saving KV to the cache tier costs the engine (lower is better)"
-    save(folder / "cache_save_cost.png", title, caption_of(closing), percent)
+    run.end(rows, writes=rounded(writes))
 
 
 if __name__ == "__main__":

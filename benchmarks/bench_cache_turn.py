@@ -1,7 +1,6 @@
 """Time to the first token of a session's next turn on an engine that has nothing of it: computed anew, or loaded.
 
-    python benchmarks/bench_cache_turn.py [--quick] [--rounds 10] [--pairs 10] [--ray]
-           [--folder DIR] [--seed 0] [--out DIR]
+    python benchmarks/bench_cache_turn.py [--quick] [--rounds 10] [--pairs 10] [--folder DIR] [--seed 0] [--out DIR]
 
 *Next turn*: 64 new tokens behind a history of 4,096, of which 64 were sampled. `recompute` has no cache tier; `host`
 finds the history in the node's memory; `disk` after a restart of the node, whose memory is empty: cold (files dropped
@@ -9,9 +8,6 @@ from the page cache, mincore finds nothing of them) or warm. Each turn's `kv_det
 
 *After a restart*: the next turns of 20 sessions of 1,600 tokens come at once, to an engine and a node that were just
 started, over cold and warm files in alternation; costs are those that the engine before learned.
-
-`--ray`: the same turn on replicas in other processes over the cluster's tier: on the node whose actor has the history
-in its object store, and on another node of a cluster on this machine.
 
 *Never slower*: pairs of the same turn with the tier, where the controller decides from measured rates, and without it:
 short histories, a model that computes a token about as fast as a slow disk reads its KV (`llama-wide-kv`), files that
@@ -24,9 +20,6 @@ of C, what computing takes, was given, and then the step that was begun for it i
 *Asking*: pairs of prompts of 320 tokens of which the tier has nothing, with an engine that asks it and one that does
 not; both save. What asking in vain costs is an answer's time (two changes of threads) or, where answers are slow (20 ms
 in the row `late ms`), the constant part of one more step: 1% of 10 ms is an answer in 0.1 ms.
-
-*Moved*: the first turn of a session on another engine: one that was truncated at its window of 4,096 tokens, and goes
-on from its own stored KV, and one that never was, of as many visible tokens, from memory and from cold files.
 
 What bounds it, one thread: to recompute, 2 x 26M flops per token and attention; to load, 8 KB per token of history:
 a checksum, a copy into pages, and on a disk a read, on a thread beside the engine's.
@@ -44,7 +37,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from bench_tier_io import two_nodes
 from cache_engines import (
     CHUNK_TOKENS,
     NUM_ANSWER,
@@ -56,7 +48,6 @@ from cache_engines import (
     ThrottledFiles,
     answer,
     answers,
-    bare_model,
     cache_config,
     make_engine,
     make_model,
@@ -66,16 +57,13 @@ from cache_engines import (
 )
 from engines import DTYPE
 from harness import Check, PartResult, Run, at_least, at_most, median_ratio, options_of, rounded, take_turns
-from plots import DIM, caption_of, rows, save
 from random_models import SHAPES
 
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.policy.cost_model import Calibration, CostModel
-from mneme.cachetier.sessions.rows import SessionState
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.errors import MnemeError
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.truncation import Truncation
 
 Row = dict[str, Any]
 Source = Literal["host", "disk, cold", "disk, warm", "slow disk"]  # `disk`: files, in the page cache or not
@@ -83,15 +71,9 @@ RECOMPUTE, HOST, COLD, WARM = "recompute", "host", "disk, cold", "disk, warm"
 SLOW = "slow disk"  # warm too, but every read is held back
 ARMS = (RECOMPUTE, HOST, COLD, WARM)
 NUM_SESSIONS = 20  # that go on after a restart
-TRUNCATED, UNTRUNCATED = "truncated", "untruncated"
-MOVED_WINDOW, QUICK_WINDOW = 4096, 1024
-MIN_MOVED = 0.95  # of what a moved session sees: its last token never had KV
 ASKING_TOKENS, NUM_ASKED_OVER_PAIRS = 320, 8
 LATE_S = 0.02  # of answers that are late
 MIN_CACHED = 0.99  # of the history, or an arm that loads is not what it says
-APPLICATION = "bench"  # the cluster's, of `--ray`
-RAY_HOST_BYTES = 256 << 20
-RAY_TIMEOUT_S, RAY_CLOSE_S = 600.0, 20.0
 
 
 class Case(NamedTuple):
@@ -147,8 +129,6 @@ def checks_of(
     restarted: Sequence[dict[str, Any]],
     pairs: Sequence[dict[str, Any]],
     asking: Sequence[dict[str, Any]],
-    moved: Sequence[dict[str, Any]],
-    cluster: Sequence[dict[str, Any]],
 ) -> list[Check]:
     found = {row["arm"]: row for row in turns if row["history"] == HISTORY}
     checks = [
@@ -160,10 +140,7 @@ def checks_of(
         )
         for arm, target in TARGETS.items()
     ]
-    lower = next((row["lower by"] for row in cluster if row["history"] == HISTORY), None)
-    checks.append(at_least(f"cluster_host_ttft_lower_at_{HISTORY}", lower, TARGETS[HOST], "of recompute"))
     cached = [found[arm]["cached share"] for arm in (HOST, COLD, WARM) if arm in found]
-    cached += [row["cached share"] for row in cluster if row["history"] == HISTORY]
     checks.append(at_least("cached_share_of_history", min(cached, default=None), 0.99, "of its tokens"))
     found_again = [row["found"] for row in restarted]
     checks.append(at_least("found_after_restart", min(found_again, default=None), 0.99, "of the history"))
@@ -171,8 +148,6 @@ def checks_of(
         ratios = [row["ratio"] for row in pairs if row["source"] in sources]
         checks.append(at_most(f"{name}_over_recompute_worst_case", max(ratios, default=None), TOLERANCE))
     checks.append(at_most("asking_in_vain_over_not_asking", max(row["ratio"] for row in asking), 1.01))
-    checks.append(at_most("moved_not_found", sum(row["not found"] for row in moved), 0, "turns"))
-    checks.append(at_most("moved_truncated_over_untruncated", max(row["ratio"] for row in moved), 1.2))
     return checks
 
 
@@ -180,7 +155,6 @@ def main() -> None:
     parser = options_of(__doc__, quick="1k of history, 3 rounds, the small model's pairs", out=True, folder=True)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--ray", action="store_true", help="replicas in other processes too")
     args = parser.parse_args()
     run = Run("cache_turn", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(DTYPE),
               models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL)}, chunk_tokens=CHUNK_TOKENS,
@@ -205,16 +179,9 @@ def main() -> None:
             for shape, late_s in ((SMALL_MODEL, 0.0), (MODEL, 0.0), (MODEL, LATE_S))
         ]
         run.show(PartResult(name="asking", title="a prompt of which the tier has nothing", rows=asking))
-        window, num_moves = (QUICK_WINDOW, 2) if args.quick else (MOVED_WINDOW, args.rounds)
-        moved = moved_rows(models[MODEL], window, folder / "moved", num_moves, args.seed)
-        run.show(PartResult(name="moved", title="the first turn after a move", rows=moved))
-    num_rounds = 3 if args.quick else max(args.rounds // 2, 1)
-    cluster = cluster_rows(models[MODEL], num_history, num_rounds, args.seed) if args.ray else []
-    run.show(PartResult(name="cluster", title="the same in a cluster", rows=cluster))
-    checks = checks_of(turns, restarted, pairs, asking, moved, cluster)
+    checks = checks_of(turns, restarted, pairs, asking)
     run.show(PartResult(name="never slower", title="with a tier over without", rows=pairs, checks=checks))
-    run.end(turns, draw, restarted=rounded(restarted), pairs=rounded(pairs), asking=rounded(asking),
-            moved=rounded(moved), cluster=rounded(cluster),
+    run.end(turns, restarted=rounded(restarted), pairs=rounded(pairs), asking=rounded(asking),
             calibration={shape: _costs(model) for shape, model in models.items()})  # fmt: skip
 
 
@@ -222,33 +189,6 @@ def _costs(model: CachedModel) -> dict[str, Any]:
     """Seconds: per step, per row, per row and token of its context; per load, chunk, byte."""
     measured = model.calibration
     return rounded({"prefill": measured.prefill, **measured.edges})
-
-
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    turns, pairs = closing["results"], closing["pairs"]
-    names = {
-        RECOMPUTE: "computed anew",
-        HOST: "mneme, node's memory",
-        COLD: "mneme, cold disk",
-        WARM: "mneme, disk in page cache",
-    }
-    alone = {names[row["arm"]]: row["ttft ms"] for row in turns}
-    title = f"First token of a turn on another replica, {turns[0]['history']:,} tokens of history (lower is better)"
-    caption = f"{MODEL}, {caption_of(closing)}"
-    save(folder / "cache_turn_ttft.png", title, caption,
-         lambda axes: rows(axes, list(alone), {"": alone}, "milliseconds"))  # fmt: skip
-    cases = {
-        f"{row['model'].removeprefix('llama-')}, {row['history']:,} tokens, {names.get(row['source'], row['source'])}"
-        .replace("mneme, ", ""): row["ratio"]
-        for row in pairs
-    }  # fmt: skip
-
-    def ratios(axes: Any) -> None:
-        rows(axes, list(cases), {"mneme": cases}, "time to the first token, with the tier over without")
-        axes.axvline(TOLERANCE, linestyle="--", color=DIM, linewidth=1, label=f"promised: at most {TOLERANCE:g}")
-
-    title = "A turn with the cache tier against computing (lower is better)"
-    save(folder / "cache_turn_pairs.png", title, caption, ratios)
 
 
 class NextTurns:
@@ -271,9 +211,9 @@ class NextTurns:
 
     def rounds(self, num_rounds: int) -> dict[str, list[Answer]]:
         """Every arm once per round, forwards and backwards in alternation; a first round does not count."""
-        return take_turns(ARMS, self._turn, num_rounds)
+        return take_turns(ARMS, self.turn, num_rounds)
 
-    def _turn(self, name: str) -> Answer:
+    def turn(self, name: str) -> Answer:
         engine = self._engines.get(name) or self._engines["disk"]
         engine.forest.clear()
         if name in (COLD, WARM):
@@ -442,162 +382,6 @@ def asking_row(model: CachedModel, shape: str, folder: Path, num_pairs: int, see
         "asking ms": statistics.median(found["auto"]) * 1e3, "not asking ms": statistics.median(found["never"]) * 1e3,
         "ratio": median_ratio(found["auto"], found["never"]),
     }  # fmt: skip
-
-
-def moved_rows(model: CachedModel, window: int, folder: Path, num_rounds: int, seed: int) -> list[Row]:
-    """A row per tier: the same turn of both sessions on engines that have nothing but their logs, in alternation."""
-    rows = []
-    for source in (HOST, COLD):
-        with closing(MovedSessions(model, source, window, folder / source, seed)) as sessions:
-            found = take_turns((TRUNCATED, UNTRUNCATED), sessions.turn, num_rounds)
-        ttft_s = {name: [took.ttft_s for took in found[name]] for name in found}
-        shares = [t.usage.cached_tokens / (t.usage.prompt_tokens - NUM_NEW) for each in found.values() for t in each]
-        rows.append({
-            "source": source, "visible": sessions.num_visible, "rounds": num_rounds,
-            "truncated ms": statistics.median(ttft_s[TRUNCATED]) * 1e3,
-            "untruncated ms": statistics.median(ttft_s[UNTRUNCATED]) * 1e3,
-            "ratio": median_ratio(ttft_s[TRUNCATED], ttft_s[UNTRUNCATED]),
-            "cached share": statistics.median(shares), "not found": sum(share < MIN_MOVED for share in shares),
-        })  # fmt: skip
-    return rows
-
-
-class MovedSessions:
-    """A truncated session and one that sees as many tokens, which move to another engine again and again."""
-
-    def __init__(self, model: CachedModel, source: str, window: int, folder: Path, seed: int) -> None:
-        """`source`: where their KV is when they move."""
-        self._model, self._source, self._window, self._draw = model, source, window, Draw(seed)
-        self._config = cache_config(folder)
-        self._ends = ExitStack()
-        self._store = RestartableStore(self._config)
-        self._ends.callback(self._store.end)
-        engine = self._engine()
-        truncated = [self._draw.ids(window - 2 * NUM_ANSWER), self._draw.ids(2 * NUM_ANSWER)]  # the second outgrows it
-        self._logs = {TRUNCATED: self._told(engine, TRUNCATED, truncated)}
-        seen = self._logs[TRUNCATED].seen_ids
-        if seen is None:
-            raise MnemeError(f"a session of a window of {window} was not truncated")
-        self.num_visible = len(seen)
-        untruncated = [self._draw.ids(self.num_visible - NUM_ANSWER)]
-        self._logs[UNTRUNCATED] = self._told(engine, UNTRUNCATED, untruncated)
-        engine.close()
-        self._store.flush()
-
-    def close(self) -> None:
-        self._ends.close()
-
-    def turn(self, name: str) -> Answer:
-        """The next turn, on an engine that knows the session's log; its KV must come from there."""
-        self._store.flush()
-        if self._source == COLD:
-            self._store.restart(is_cold=True)
-        engine = self._engine()
-        with closing(engine):
-            state = self._logs[name]
-            engine.sessions.restore(("", name), state, state.version + 1)
-            took = self._say(engine, name, self._draw.question(), 1)
-            wait_for_saves(engine)
-            self._logs[name] = self._log(engine, name)
-        if took.usage.kv_details()["device"] or (self._source == HOST and took.usage.disk_tokens):
-            raise MnemeError(f"{name} from {self._source}: kv_details say {took.usage.kv_details()}")
-        return took
-
-    def _told(self, engine: Engine, name: str, turns: Sequence[list[int]]) -> SessionState:
-        for ids in turns:
-            self._say(engine, name, ids, NUM_ANSWER)
-            wait_for_saves(engine)
-        return self._log(engine, name)
-
-    def _log(self, engine: Engine, name: str) -> SessionState:
-        log = engine.sessions.get(("", name))
-        assert log is not None
-        return log.state()
-
-    def _say(self, engine: Engine, name: str, ids: list[int], num_out: int) -> Answer:
-        log = engine.sessions.get(("", name))
-        turn = f"{name} {0 if log is None else len(log.ids)}"  # the same name would be the same turn again
-        return answer(engine, ids, num_out, turn, session_id=name, truncation=Truncation(), append=log is not None)
-
-    def _engine(self) -> Engine:
-        num_pages = pages_for(2 * self._window)
-        return make_engine(self._model, self._store, self._config, num_pages, max_sessions=2, max_context=self._window)
-
-
-class Replica:
-    """One engine with the cluster's tier and one without it, in a process of its own."""
-
-    def __init__(self, shape: str, num_history: int, calibration: Calibration, seed: int) -> None:
-        from mneme.cachetier.distributed.lifecycle import start_cache_tier
-
-        torch.set_num_threads(1)
-        config = CacheConfig(host_bytes=RAY_HOST_BYTES)
-        model = bare_model(shape, num_history + 4 * NUM_NEW, seed)._replace(calibration=calibration)
-        num_pages = pages_for(num_history + 2 * NUM_NEW)
-        self._store = start_cache_tier(config, APPLICATION)
-        self._engines = {
-            True: make_engine(model, self._store, config, num_pages),
-            False: make_engine(model, None, config, num_pages),
-        }
-
-    def tell(self, ids: list[int]) -> list[int]:
-        """The session so far; all of it is saved."""
-        told = answer(self._engines[True], ids, NUM_ANSWER).token_ids
-        wait_for_saves(self._engines[True])
-        return ids + told
-
-    def turn(self, ids: list[int], has_tier: bool) -> tuple[float, dict[str, int]]:
-        """Seconds to the first token, and where the prompt's KV came from; nothing of it is on the device."""
-        engine = self._engines[has_tier]
-        engine.forest.clear()
-        took = answer(engine, ids, 1)
-        wait_for_saves(engine)
-        return took.ttft_s, took.usage.kv_details()
-
-    def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
-
-
-def cluster_rows(model: CachedModel, num_history: int, num_rounds: int, seed: int) -> list[Row]:
-    """A row per place of the other replica, which also computes the same turn anew, in alternation."""
-    draw = Draw(seed)
-    with ExitStack() as ends:
-        cluster = two_nodes(ends)
-        import ray  # behind its environment, which it reads when it is imported
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier
-
-        ends.callback(shutdown_cache_tier, APPLICATION, timeout_s=RAY_CLOSE_S)
-
-        def replica(node: str) -> Any:
-            strategy = NodeAffinitySchedulingStrategy(cluster.nodes[node], soft=False)
-            made = ray.remote(num_cpus=0)(Replica).options(scheduling_strategy=strategy)
-            actor = made.remote(MODEL, num_history, model.calibration, seed)
-            ends.callback(ray.kill, actor)
-            return actor
-
-        def asked(reference: Any) -> Any:
-            return ray.get(reference, timeout=RAY_TIMEOUT_S)
-
-        history = asked(replica("host").tell.remote(draw.ids(num_history - NUM_ANSWER)))
-
-        def row(node: str) -> Row:
-            reader = replica(node)
-            ask = lambda has_tier: asked(reader.turn.remote(history + draw.question(), has_tier))  # noqa: E731
-            found = take_turns((True, False), ask, num_rounds)
-            with_s, without_s = ([took_s for took_s, _ in found[has_tier]] for has_tier in (True, False))
-            cached = [kv[node] for _, kv in found[True]]
-            return {
-                "history": len(history), "replica": f"another process, {'same' if node == 'host' else 'other'} node",
-                "rounds": num_rounds, "recompute ms": statistics.median(without_s) * 1e3,
-                "ttft ms": statistics.median(with_s) * 1e3, "lower by": 1 - median_ratio(with_s, without_s),
-                "cached share": min(cached) / len(history),
-                "not found": sum(each < MIN_CACHED * len(history) for each in cached),  # rounds, also those too late
-            }  # fmt: skip
-
-        return [row(node) for node in ("host", "peer")]
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ prefix out of every request's prefill but one.
 Timed from the first submission to the last token, from an empty cache, one thread each, arms interleaved in turns,
 medians. Our pool is allocated beforehand, as a server's is; `generate` allocates its cache as it goes.
 `generate` gets what it is best at: one padded-free batch of equal lengths, its own KV cache, `torch.inference_mode`.
-Peers (benchmarks/peers/*.py) run in environments of their own. With `--beside vllm_cpu=PYTHON` one takes its turn in
-every round; otherwise figures are merged from the files that peers leave in benchmarks/results/ (`--peers DIR`).
+With `--beside PYTHON` (of an environment with vLLM's CPU build, `peers/vllm_cpu.py`) that takes a turn in every round.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -140,22 +138,13 @@ def measure(
     }
 
 
-def peer_results(directory: Path, workload: str) -> list[dict[str, Any]]:
-    """What `benchmarks/peers/<name>.py --json` wrote, if it was run."""
-    found = [json.loads(path.read_text()) for path in sorted(directory.glob("peer-*.json"))]
-    return [entry for entry in found if entry.get("workload") == workload]
-
-
-def print_table(results: dict[str, Any], peers: list[dict[str, Any]]) -> None:
+def print_table(results: dict[str, Any]) -> None:
     print(f"{'dtype':<10}{'mneme':>10}{'transformers':>14}{'ratio':>8}{'mneme warm':>12}   output tokens/s, medians")
     for name, result in results.items():
         rates = result["tokens_per_s"]
         theirs, ratio = rates.get("transformers", "-"), result["ratio"] or "-"
         beside = {arm: rate for arm, rate in rates.items() if arm not in ("mneme", "mneme_warm", "transformers")}
         print(f"{name:<10}{rates['mneme']:>10}{theirs:>14}{ratio:>8}{rates['mneme_warm']:>12}   {beside or ''}")
-    for peer in peers:
-        cold, warm = peer.get("tokens_per_s_cold"), peer.get("tokens_per_s_warm")
-        print(f"peer {peer['name']} {peer['version']}: cold {cold}, warm {warm} (its own run)")
 
 
 def checks_of(workload: str, results: dict[str, dict[str, Any]]) -> list[Check]:
@@ -177,8 +166,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--alone", action="store_true", help="only our engine: S and P take `generate` minutes a run")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
-    parser.add_argument("--beside", metavar="SCRIPT=PYTHON", help="a peer that takes turns, such as vllm_cpu=PATH")
-    parser.add_argument("--peers", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--beside", metavar="PYTHON", help="of an environment with vLLM's CPU build, which takes turns")
     parser.add_argument("--json", type=Path, help="also write the closing line to this file")
     args = parser.parse_args()
     name, num_runs = ("W", 2) if args.quick else (args.workload, args.runs)
@@ -190,15 +178,14 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         directory = write_random_llama(Path(scratch))
-        beside = [Peer(*args.beside.split("=", 1), name)] if args.beside else []
+        beside = [Peer(args.beside, name)] if args.beside else []
         dtypes = args.dtype or (["bfloat16"] if beside else list(DTYPES))
         results = {dtype: measure(dtype, workload, directory, num_runs, arms, beside) for dtype in dtypes}
         for peer in beside:
             peer.stop()
-    peers = peer_results(args.peers, name)
-    print_table(results, peers)
+    print_table(results)
     run.check(*checks_of(name, results))
-    run.end(results, peers=peers)
+    run.end(results)
 
 
 if __name__ == "__main__":

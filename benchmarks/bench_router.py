@@ -9,13 +9,12 @@ are the same call, by the same transport, that names no replica: Ray's power of 
 ConsistentHashRouter choose. All go to no-op deployments of two replicas, one call at a time, as latency is what routing
 adds to a request: prompts of 512 tokens, half of them shared, of 64 sessions.
 
-The arms take turns call by call in one run. Added: our p50 less the smaller p50 of Ray's two. `decision`: the
-chooser's part of it alone, among eight replicas that report nothing. `choice`: one choice among 100 replicas that hold
-1,000,000 blocks together, on nodes of eight with a cache tier that has as many, and have all reported loads and costs;
-prompts of 2,048 tokens, half of them one of eight system prompts that every replica has: with hashing the prompt,
-pricing, reserving; wall time, and the thread's own (`choice_cpu`, whose p99 is the promise), which does not count that
-others run on its core. `report`: taking a replica's report of 16 blocks that came and 16 that went. What bounds calls:
-one actor call, about 1 to 3 ms; what bounds choices: hashing, about a third of one.
+The arms take turns call by call in one run. Added: our p50 less the smaller p50 of Ray's two. `choice`: one choice
+among 100 replicas that hold 1,000,000 blocks together, on nodes of eight with a cache tier that has as many, and have
+all reported loads and costs; prompts of 2,048 tokens, half of them one of eight system prompts that every replica has:
+with hashing the prompt, pricing, reserving; wall time, and the thread's own (`choice_cpu`, whose p99 is the promise),
+which does not count that others run on its core. `report`: taking a replica's report of 16 blocks that came and 16 that
+went. What bounds calls: one actor call, about 1 to 3 ms; what bounds choices: hashing, about a third of one.
 """
 
 from __future__ import annotations
@@ -81,19 +80,6 @@ def place(chooser: ReplicaChooser, request: GenerationRequest) -> str:
     reservation.release()
     chooser.record((*ids, *ids[:NUM_ANSWER]), reservation.replica_id, salt=request.salt)
     return reservation.replica_id
-
-
-def decision_ms(num_calls: int) -> float:
-    """p50 of the chooser's part among eight replicas."""
-    rng, times = random.Random(SEED), []
-    chooser = ReplicaChooser(RouterConfig())
-    chooser.set_replicas([f"replica-{i}" for i in range(8)])
-    for number in range(num_calls):
-        request = make_request(rng, number)
-        started = time.perf_counter()
-        place(chooser, request)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) * 1e3
 
 
 def report(rng: random.Random, replica: int, seq: int, **values: Any) -> ReplicaReport:
@@ -261,7 +247,6 @@ def main() -> None:
     args = parser.parse_args()
     num_calls = 400 if args.quick else 2000
     run = Run("router", args, calls=num_calls, prompt_tokens=PROMPT_TOKENS)
-    decision = decision_ms(num_calls)
     chosen = choices(num_calls)
     for name in ("choice", "choice_cpu", "report"):
         run.say(f"{name:16} p50 {chosen[f'{name}_p50_ms']:.3f} ms  p99 {chosen[f'{name}_p99_ms']:.3f} ms")
@@ -270,12 +255,11 @@ def main() -> None:
     p99 = {arm: statistics.quantiles(values, n=100)[98] for arm, values in times.items()}
     for arm in times:
         run.say(f"{arm:16} p50 {p50[arm]:.2f} ms  p99 {p99[arm]:.2f} ms")
-    run.say(f"decision alone   p50 {decision:.3f} ms")
     added = p50[OURS] - min(ms for arm, ms in p50.items() if arm != OURS) if p50 else None
     run.check(at_most("added_p50", added, ADDED_P50_TARGET_MS, "ms"))
     run.check(at_most("choice_p50", chosen["choice_p50_ms"], CHOICE_P50_TARGET_MS, "ms"))
     run.check(at_most("choice_p99", chosen["choice_cpu_p99_ms"], CHOICE_P99_TARGET_MS, "ms"))
-    run.end({"p50_ms": p50, "p99_ms": p99, "decision_p50_ms": decision, **chosen})
+    run.end({"p50_ms": p50, "p99_ms": p99, **chosen})
 
 
 if __name__ == "__main__":

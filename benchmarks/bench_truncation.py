@@ -1,21 +1,18 @@
-"""What truncation that keeps KV costs in quality and saves in time, on `mneme-tiny`, or on a real model.
+"""What truncation that keeps KV costs in quality, on `mneme-tiny`, or on a real model.
 
-    python benchmarks/bench_truncation.py [--quick] [--only perplexity|retrieval|turns]... [--seed 0] [--out FOLDER]
-    python benchmarks/bench_truncation.py --model smollm2  # perplexity alone
+    python benchmarks/bench_truncation.py [--quick] [--out FOLDER]
+    python benchmarks/bench_truncation.py --model smollm2
 
 AttentionStore 3.4, 4.3.4 and 4.3.7 (Tables 1 and 2, Fig. 22). The arms:
 *TT*    `recompute`: the oldest go, the rest is computed anew
 *ours*  `reuse_kv`: the oldest go, the KV of the rest stays and is used at its new positions
 *NKVT*  naive: KV stays as it was rotated, new tokens are numbered from the truncated length, and see what came earlier
 
-*perplexity*  of held-out text, token by token, over the tokens behind the first overflow. TT and ours run through real
-              sessions of the engine (`TaughtRunner`); NKVT, which our primitive cannot do, through the same decoder
-              with dense attention (`DenseDecoder`). The text: documentation and docstrings of the running Python that
-              mneme-tiny was not trained on (training/tiny_corpus.py); nothing is downloaded. `over TT` is the ratio
-              of perplexities, `se` the standard error of its logarithm over the texts.
-*retrieval*   a text and a story fill the window; a question about the story overflows it, and the answer is kept.
-*turns*       a conversation goes past its window again and again: how much of what it saw before a turn it need not
-              compute (hit rate), time to the first token of a turn that truncates and of the others.
+Perplexity of held-out text, token by token, over the tokens behind the first overflow. TT and ours run through real
+sessions of the engine (`TaughtRunner`); NKVT, which our primitive cannot do, through the same decoder with dense
+attention (`DenseDecoder`). The text: documentation and docstrings of the running Python that mneme-tiny was not trained
+on (training/tiny_corpus.py); nothing is downloaded. `over TT` is the ratio of perplexities, `se` the standard error of
+its logarithm over the texts.
 
 Where KV is kept the first four tokens stay, unless it says `no sinks`; `important` keeps, as half of what stays, the
 runs that the last tokens attend to most. A model with sliding windows keeps no first tokens, and has TT and ours
@@ -28,25 +25,19 @@ from __future__ import annotations
 
 import math
 import platform
-import random
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from engines import PAGE_SIZE, request
 from harness import Check, PartResult, Run, at_least, at_most, options_of
-from plots import bars, caption_of, save
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from mneme.errors import MnemeError
-from mneme.lab.quality.coreference import px_cases
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Moves
@@ -55,7 +46,6 @@ from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.parts import Attention
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
-from mneme.replicas.request import PromptUsage
 from mneme.replicas.sequence import Sequence as EngineSequence
 from mneme.replicas.sequence import StepRows
 from mneme.replicas.truncation import Truncation, default_for, plan_truncation
@@ -63,21 +53,14 @@ from mneme.replicas.truncation import Truncation, default_for, plan_truncation
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "training"))
 
-from tiny_checks import encode_ids  # noqa: E402
 from tiny_corpus import library_documents  # noqa: E402
 
-PARTS = ("perplexity", "retrieval", "turns")
 TINY = "mneme-tiny"
 TT, OURS, NKVT = "TT", "ours", "NKVT"
 STRATEGIES = {TT: "recompute", OURS: "reuse_kv", NKVT: "reuse_kv"}
 SETTINGS: dict[str, dict[str, Any]] = {"": {}, "no sinks": {"keep_first": 0}, "important": {"keep": "important"}}
-MOST_OVER_TT, CLEARLY_WORSE, MOST_BELOW_TT = 1.005, 1.05, 0.01
+MOST_OVER_TT, CLEARLY_WORSE = 1.005, 1.05
 NUM_BEFORE = 8  # tokens before the window is full from which the text is read token by token
-NUM_SPARE = 4  # tokens that a story leaves of its window: any question overflows it
-BATCH = 20  # sessions at once in `retrieval`
-TURN_TOKENS = 64
-NUM_NEW = TURN_TOKENS - 1  # of a turn; one token is the answer
-NUM_CHUNKS, NUM_SENTENCES = 8, 4  # of a case: the card's main layout, 0.995 with full attention
 Positions = Literal["naive", "afresh"]
 
 
@@ -87,23 +70,12 @@ class Scale(NamedTuple):
     windows: tuple[int, ...]
     ratios: tuple[float, ...]
     num_behind: int  # tokens of a text behind the window
-    story_windows: tuple[int, ...]
-    num_cases: int
-    turn_windows: tuple[int, ...]
-    num_turns: int
 
 
-FULL = Scale((256, 512, 1024), (0.25, 0.5, 0.75), 1024, (256, 512), 400, (512, 2048), 60)
-QUICK = Scale((256,), (0.5,), 512, (256,), 200, (512,), 25)
-REAL = Scale((256, 512, 1024), (0.25, 0.5, 0.75), 512, (), 0, (), 0)
+FULL = Scale((256, 512, 1024), (0.25, 0.5, 0.75), 1024)
+QUICK = Scale((256,), (0.5,), 512)
+REAL = Scale((256, 512, 1024), (0.25, 0.5, 0.75), 512)
 MOST_TEXTS = 8  # of a real model: a step of theirs reads all of its weights
-
-
-class Thought(NamedTuple):
-    """What the model expected where the text has a token."""
-
-    nats: float  # of that token
-    choice: int  # the most likely one
 
 
 class TaughtRunner(Runner):
@@ -117,7 +89,7 @@ class TaughtRunner(Runner):
     def __init__(self, decoder: Decoder, num_pages: int, page_size: int) -> None:
         super().__init__(decoder, num_pages, page_size)
         self.text_by_request: dict[str, list[int]] = {}
-        self.thoughts_by_request: dict[str, list[Thought]] = {}
+        self.nats_by_request: dict[str, list[float]] = {}
         self._sampling: list[EngineSequence] = []
 
     def prepare(self, batch: list[StepRows], moves: Moves, saves: Any = (), expected: Any = None) -> StepInputs | None:
@@ -131,63 +103,33 @@ class TaughtRunner(Runner):
         outputs = [sequence.num_output for sequence in self._sampling]
         wanted = [self.text_by_request[name][index] for name, index in zip(names, outputs, strict=True)]
         chosen = torch.tensor(wanted, dtype=torch.int64)
-        thoughts = thoughts_of(logits, chosen)
-        for name, thought in zip(names, thoughts, strict=True):
-            self.thoughts_by_request.setdefault(name, []).append(thought)
+        for name, nats in zip(names, nats_of(logits, chosen), strict=True):
+            self.nats_by_request.setdefault(name, []).append(nats)
         return torch.nn.functional.one_hot(chosen, self.vocab_size).float()
 
 
-def thoughts_of(logits: torch.Tensor, wanted: torch.Tensor) -> list[Thought]:
-    """logits float32 [S, vocab]; wanted int64 [S]."""
-    nats = -logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
-    return [Thought(*pair) for pair in zip(nats.tolist(), logits.argmax(-1).tolist(), strict=True)]
+def nats_of(logits: torch.Tensor, wanted: torch.Tensor) -> list[float]:
+    """What the model expected where the text has these tokens; logits float32 [S, vocab]; wanted int64 [S]."""
+    found: list[float] = (-logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]).tolist()
+    return found
 
 
-class Heard(NamedTuple):
-    """What one turn heard."""
-
-    thoughts: list[Thought]  # of its output
-    usage: PromptUsage
-    ttft_s: float
-
-
-class Arm:
-    """An engine with a window, over the weights of mneme-tiny in float32, and one way to truncate."""
-
-    def __init__(self, decoder: Decoder, window: int, truncation: Truncation, num_sessions: int) -> None:
-        num_pages = 4 * num_sessions * (window // PAGE_SIZE + 2) + 8
-        self._runner = TaughtRunner(decoder, num_pages, PAGE_SIZE)
-        self._engine = Engine(self._runner, None, EngineConfig(page_size=PAGE_SIZE, max_context=window))
-        self._truncation = default_for(truncation, self._runner.immovable)
-        self._num_requests = 0
-
-    def turns(self, prompts: dict[str, list[int]], texts: dict[str, list[int]], *, append: bool = False) -> list[Heard]:
-        """A turn of each session, all at once; the answers are the texts.
-
-        prompts  token ids by session; with `append` what is new only
-        texts    token ids of the answers by session
-        """
-        self._num_requests += 1
-        names = {session: f"{session}.{self._num_requests}" for session in prompts}
-        started = time.perf_counter()
-        for session, prompt in prompts.items():
-            self._runner.text_by_request[names[session]] = texts[session]
-            turn = {"session_id": session, "truncation": self._truncation, "append": append}
-            self._engine.submit(request(names[session], prompt, len(texts[session]), **turn))
-        first = self._run(started)
-        return [Heard(self._runner.thoughts_by_request.pop(name), *first[name]) for name in names.values()]
-
-    def _run(self, started: float) -> dict[str, tuple[PromptUsage, float]]:
-        first: dict[str, tuple[PromptUsage, float]] = {}
-        while self._engine.has_work:
-            events = self._engine.step()
-            now_s = time.perf_counter() - started
-            for event in events:
-                if event.error is not None:
-                    raise MnemeError(f"{event.request_id}: {event.error}")
-                if event.usage is not None:
-                    first[event.request_id] = (event.usage, now_s)
-        return first
+def engine_nats(
+    decoder: Decoder, texts: torch.Tensor, num_prompt: int, window: int, truncation: Truncation
+) -> list[list[float]]:
+    """What an engine with a window thinks of the texts behind their prompts, each an answer in a session of its own."""
+    runner = TaughtRunner(decoder, 4 * len(texts) * (window // PAGE_SIZE + 2) + 8, PAGE_SIZE)
+    engine = Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, max_context=window))
+    truncation = default_for(truncation, runner.immovable)
+    for index, text in enumerate(texts.tolist()):
+        runner.text_by_request[str(index)] = text[num_prompt:]
+        turn = {"session_id": str(index), "truncation": truncation}
+        engine.submit(request(str(index), text[:num_prompt], len(text) - num_prompt, **turn))
+    while engine.has_work:
+        for event in engine.step():
+            if event.error is not None:
+                raise MnemeError(f"{event.request_id}: {event.error}")
+    return [runner.nats_by_request[str(index)] for index in range(len(texts))]
 
 
 def load_decoder(folder: Path, kind: type[Decoder] = Decoder, **options: Any) -> Decoder:
@@ -233,13 +175,13 @@ class DenseDecoder(Decoder):
         self._num_tokens += num_new
         return logits
 
-    def read(self, ids: Tensor, num_prompt: int) -> list[list[Thought]]:
+    def read(self, ids: Tensor, num_prompt: int) -> list[list[float]]:
         """What is thought of the tokens behind the first `num_prompt` of each text; ids int64 [B, n]."""
         logits = self.feed(ids[:, :num_prompt])
-        thoughts = [thoughts_of(logits, ids[:, num_prompt])]
+        nats = [nats_of(logits, ids[:, num_prompt])]
         rest = range(num_prompt, ids.shape[1] - 1)
-        thoughts += [thoughts_of(self.feed(ids[:, place : place + 1]), ids[:, place + 1]) for place in rest]
-        return [list(own) for own in zip(*thoughts, strict=True)]
+        nats += [nats_of(self.feed(ids[:, place : place + 1]), ids[:, place + 1]) for place in rest]
+        return [list(own) for own in zip(*nats, strict=True)]
 
     def _truncate(self, num_new: int) -> None:
         """As the engine does it: so that one more token fits behind the new ones."""
@@ -275,14 +217,6 @@ class DenseDecoder(Decoder):
         return out.transpose(1, 2).reshape(batch * num_new, -1), None, inputs
 
 
-class Question(NamedTuple):
-    """A session in token ids."""
-
-    history: list[int]  # a text, then the case
-    asked: list[int]
-    answer: int
-
-
 def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -299,31 +233,16 @@ def streams(ids: list[int], num_tokens: int) -> torch.Tensor:
     return torch.tensor(ids[: count * num_tokens]).view(count, num_tokens)
 
 
-def questions(tokenizer: Tokenizer, text: list[int], num_cases: int, num_history: int, seed: int) -> list[Question]:
-    """Each history is held-out text that the case at its end makes `num_history` tokens long."""
-    rng = random.Random(seed)
-    found = []
-    cases = px_cases(seed, num_cases=num_cases, num_chunks=NUM_CHUNKS, num_sentences=NUM_SENTENCES)
-    for case, fact in cases:
-        told = [token_id for chunk in case.chunks for token_id in encode_ids(tokenizer, chunk)]
-        num_before = num_history - len(told) - 1
-        start = rng.randrange(len(text) - num_before)
-        history = [text[0], *text[start : start + num_before], *told]
-        found.append(Question(history, encode_ids(tokenizer, fact.question), encode_ids(tokenizer, fact.answer)[0]))
-    return found
-
-
 class Bench:
     """The model under both kinds of attention, and the text."""
 
-    def __init__(self, scale: Scale, seed: int, model: str) -> None:
+    def __init__(self, scale: Scale, model: str) -> None:
         folder = model_directory(model)
-        self._scale, self._seed, self._is_tiny = scale, seed, model == TINY
+        self._scale, self._is_tiny = scale, model == TINY
         self._decoder: Decoder = load_decoder(folder)
         self._dense = load_decoder(folder, DenseDecoder)
         assert isinstance(self._dense, DenseDecoder)
-        self._tokenizer = load_tokenizer(folder)
-        self._text = held_out_ids(self._tokenizer)
+        self._text = held_out_ids(load_tokenizer(folder))
         # Behind sliding windows no first tokens are kept, and nothing is chosen; and the dense decoder has none.
         self._has_windows = self._decoder.config.immovable is not None
         self._settings = {"": {}} if self._has_windows else SETTINGS
@@ -335,23 +254,8 @@ class Bench:
             for ratio in self._scale.ratios:
                 rows += self._perplexity_rows(texts, window, ratio)
         ratios = {arm: [row["over TT"] for row in rows if row["arm"] == arm and not row["keeps"]] for arm in STRATEGIES}
-        checks = checks_of_perplexity(max(ratios[OURS]), min(ratios[NKVT], default=None))
+        checks = checks_of(max(ratios[OURS]), min(ratios[NKVT], default=None))
         return PartResult(name="perplexity", title="of text behind the first overflow", rows=rows, checks=checks)
-
-    def retrieval(self) -> PartResult:
-        rows = []
-        for window in self._scale.story_windows:
-            asked = questions(self._tokenizer, self._text, self._scale.num_cases, window - NUM_SPARE, self._seed)
-            rows += self._retrieval_rows(asked, window)
-        below = [row["below TT"] for row in rows if row["arm"] == OURS and not row["keeps"]]
-        checks = checks_of_retrieval(max(below))
-        title = "a question behind the overflow whose answer was kept"
-        return PartResult(name="retrieval", title=title, rows=rows, checks=checks)
-
-    def turns(self) -> PartResult:
-        rows = [row for window in self._scale.turn_windows for row in self._turn_rows(window)]
-        title = f"conversations past their window, {TURN_TOKENS} tokens a turn"
-        return PartResult(name="turns", title=title, rows=rows)
 
     def _perplexity_rows(self, texts: torch.Tensor, window: int, ratio: float) -> list[dict[str, Any]]:
         rows = []
@@ -360,68 +264,20 @@ class Bench:
             means: dict[str, list[float]] = {}
             for arm in arms:
                 truncation = Truncation(strategy=STRATEGIES[arm], ratio=ratio, **setting)  # type: ignore[arg-type]
-                means[arm] = [mean_nats(own, window) for own in self._read(arm, texts, window, truncation)]
+                means[arm] = [mean_nats(own) for own in self._read(arm, texts, window, truncation)]
             base = means.setdefault(TT, rows[0]["_means"] if rows else [])
             for arm in arms:
                 row = {"window": window, "ratio": ratio, "keeps": keeps, "arm": arm, "_means": means[arm]}
                 rows.append(row | compared(means[arm], base) | {"tokens": len(texts) * (self._scale.num_behind - 1)})
         return [{name: value for name, value in row.items() if name != "_means"} for row in rows]
 
-    def _read(self, arm: str, texts: torch.Tensor, window: int, truncation: Truncation) -> list[list[Thought]]:
+    def _read(self, arm: str, texts: torch.Tensor, window: int, truncation: Truncation) -> list[list[float]]:
         """What is thought of each text's tokens from `window - NUM_BEFORE` on."""
         num_prompt = window - NUM_BEFORE
         if arm == NKVT:
             self._dense.begin(len(texts), window, truncation, "naive")
             return self._dense.read(texts, num_prompt)
-        prompts = {str(index): text[:num_prompt].tolist() for index, text in enumerate(texts)}
-        rest = {str(index): text[num_prompt:].tolist() for index, text in enumerate(texts)}
-        return [heard.thoughts for heard in Arm(self._decoder, window, truncation, len(texts)).turns(prompts, rest)]
-
-    def _retrieval_rows(self, asked: list[Question], window: int) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        for keeps, setting in SETTINGS.items():
-            for arm in arms_of(keeps):
-                truncation = Truncation(strategy=STRATEGIES[arm], **setting)  # type: ignore[arg-type]
-                batches = [asked[start : start + BATCH] for start in range(0, len(asked), BATCH)]
-                hits = [hit for batch in batches for hit in self._answers(arm, batch, window, truncation)]
-                found = {"window": window, "keeps": keeps, "arm": arm, "accuracy": sum(hits) / len(hits)}
-                base = rows[0]["accuracy"] if rows else found["accuracy"]
-                rows.append(found | {"below TT": base - found["accuracy"], "cases": len(hits)})
-        return rows
-
-    def _answers(self, arm: str, asked: Sequence[Question], window: int, truncation: Truncation) -> list[bool]:
-        """Whether each answer is the most likely token."""
-        if arm == NKVT:
-            self._dense.begin(len(asked), window, truncation, "naive")
-            self._dense.feed(torch.tensor([each.history for each in asked]))
-            chosen = self._dense.feed(torch.tensor([each.asked for each in asked])).argmax(-1).tolist()
-        else:
-            sessions = {str(index): each for index, each in enumerate(asked)}
-            engine = Arm(self._decoder, window, truncation, len(asked))
-            told = {name: each.history[:-1] for name, each in sessions.items()}
-            engine.turns(told, {name: each.history[-1:] for name, each in sessions.items()})
-            prompts = {name: each.asked for name, each in sessions.items()}
-            heard = engine.turns(prompts, {name: [each.answer] for name, each in sessions.items()}, append=True)
-            assert all(each.usage.truncated_tokens for each in heard)
-            chosen = [each.thoughts[0].choice for each in heard]
-        return [choice == each.answer for choice, each in zip(chosen, asked, strict=True)]
-
-    def _turn_rows(self, window: int) -> list[dict[str, Any]]:
-        kinds = {
-            TT: Truncation(strategy="recompute"),
-            OURS: Truncation(),
-            f"{OURS}, important": Truncation(keep="important"),
-        }
-        engines = {name: Arm(self._decoder, window, truncation, 1) for name, truncation in kinds.items()}
-        heard: dict[str, list[Heard]] = {name: [] for name in engines}
-        text = self._text
-        for turn in range(self._scale.num_turns):
-            num_new = window - TURN_TOKENS if turn == 0 else NUM_NEW
-            start = turn * TURN_TOKENS % (len(text) - window)
-            own = text[start : start + num_new + 1]
-            for name in engines if turn % 2 else reversed(engines):
-                heard[name] += engines[name].turns({"s": own[:-1]}, {"s": own[-1:]}, append=turn > 0)
-        return [{"window": window, "arm": name} | spent(own) for name, own in heard.items()]
+        return engine_nats(self._decoder, texts, num_prompt, window, truncation)
 
 
 def arms_of(keeps: str) -> tuple[str, ...]:
@@ -429,9 +285,9 @@ def arms_of(keeps: str) -> tuple[str, ...]:
     return {"": (TT, OURS, NKVT), "no sinks": (OURS,), "important": (OURS,)}[keeps]
 
 
-def mean_nats(thoughts: list[Thought], window: int) -> float:
+def mean_nats(nats: Sequence[float]) -> float:
     """Over the tokens that were drawn from a truncated context."""
-    return statistics.fmean(thought.nats for thought in thoughts[window + 1 - (window - NUM_BEFORE) :])
+    return statistics.fmean(nats[NUM_BEFORE + 1 :])
 
 
 def compared(means: Sequence[float], base: Sequence[float]) -> dict[str, float]:
@@ -445,70 +301,21 @@ def compared(means: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     }
 
 
-def spent(heard: Sequence[Heard]) -> dict[str, Any]:
-    """Sum up the turns behind the first; one that dropped tokens before its answer is a truncation."""
-    dropped = [each.usage.truncated_tokens for each in heard]
-    is_truncation = [after > before for before, after in pairwise(dropped)]
-    times = list(zip(is_truncation, (each.ttft_s * 1e3 for each in heard[1:]), strict=True))
-    usages = [each.usage for each in heard[1:]]
-    num_seen = sum(usage.prompt_tokens - NUM_NEW for usage in usages)
-    return {
-        "turns": len(usages),
-        "truncations": sum(is_truncation),
-        "hit rate": sum(usage.cached_tokens for usage in usages) / num_seen,
-        "ttft ms": statistics.median(ms for truncated, ms in times if not truncated),
-        "truncating ms": statistics.median(ms for truncated, ms in times if truncated),
-    }
-
-
-def checks_of_perplexity(ours: float | None = None, nkvt: float | None = None) -> list[Check]:
+def checks_of(ours: float, nkvt: float | None) -> list[Check]:
     return [
         at_most("perplexity_ours_over_tt", ours, MOST_OVER_TT),
         at_least("perplexity_nkvt_over_tt", nkvt, CLEARLY_WORSE),
     ]
 
 
-def checks_of_retrieval(below: float | None = None) -> list[Check]:
-    return [at_most("retrieval_ours_below_tt", below, MOST_BELOW_TT, "accuracy")]
-
-
 def main() -> None:
-    parser = options_of(__doc__, quick="one window, one ratio, 200 questions; at most 90 s", out=True)
-    parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be given more than once")
+    parser = options_of(__doc__, quick="one window, one ratio; at most 90 s", seed=False, out=True)
     parser.add_argument("--model", default=TINY)
     args = parser.parse_args()
     run = Run("truncation", args, threads=1, python=platform.python_version(), dtype="float32", model=args.model)
     is_tiny = args.model == TINY
-    bench = Bench(QUICK if args.quick else FULL if is_tiny else REAL, args.seed, args.model)
-    parts = [getattr(bench, name)() for name in args.only or (PARTS if is_tiny else PARTS[:1])]
-    results = {run.show(part).name: part.rows for part in parts}
-    for name, checks in (("perplexity", checks_of_perplexity()), ("retrieval", checks_of_retrieval())):
-        run.check(*(checks if name not in results else ()))
-    run.end(results, draw)
-
-
-def draw(folder: Path, closing: dict[str, Any]) -> None:
-    names = {
-        TT: "rest computed anew", OURS: "mneme, KV of the rest kept",
-        f"{OURS}, important": "mneme, important tokens kept", NKVT: "KV kept at its old positions",
-    }  # fmt: skip
-    titles = {
-        "perplexity": ("Perplexity of text behind a full window (lower is better)", "perplexity", ("window", "ratio")),
-        "retrieval": ("Questions answered about what a truncation kept (higher is better)", "accuracy", ("window",)),
-        "turns": ("First token of a turn that truncates (lower is better)", "truncating ms", ("window",)),
-    }
-    for part, (title, column, group) in titles.items():
-        rows = [row for row in closing["results"].get(part, ()) if not row.get("keeps")]
-        if rows:
-            groups = list(dict.fromkeys("\n".join(f"{row[key]:,}" for key in group) for row in rows))
-            arms = [arm for arm in names if any(row["arm"] == arm for row in rows)]
-            series = {names[arm]: [row[column] for row in rows if row["arm"] == arm] for arm in arms}
-            labels = (
-                "window, tokens" + ("; share of it that goes" if "ratio" in group else ""),
-                "milliseconds" if part == "turns" else column,
-            )
-            save(folder / f"truncation_{part}.png", title, f"{closing['model']}, {caption_of(closing)}",
-                 partial(bars, groups=groups, series=series, x_label=labels[0], y_label=labels[1]))  # fmt: skip
+    bench = Bench(QUICK if args.quick else FULL if is_tiny else REAL, args.model)
+    run.end({"perplexity": run.show(bench.perplexity()).rows})
 
 
 if __name__ == "__main__":

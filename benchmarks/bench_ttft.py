@@ -1,6 +1,6 @@
 """Time to the first token of a turn whose history is recomputed, in host memory, or on the device.
 
-    python benchmarks/bench_ttft.py [--quick] [--history N]... [--seed 0] [--out FOLDER] [--timeline FILE]
+    python benchmarks/bench_ttft.py [--quick] [--history N]... [--seed 0] [--out FOLDER]
 
 AttentionStore 4 (Fig. 14, 18, 25, 26): a turn of 64 new tokens on a history of 1k, 4k, 16k and 32k. `recompute` keeps
 nothing; `device` has the history in its pool; for `host`, other prompts pass through the whole pool before each turn,
@@ -38,12 +38,11 @@ from engines import (
     request,
 )
 from harness import Check, PartResult, Run, at_least, median_ratio, options_of, take_turns
-from plots import Draw, caption_of, lines, save
+from plots import caption_of, lines, save
 from workloads import MODEL_SHAPE, VOCAB_SIZE
 
 from mneme.errors import MnemeError
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.request import GenerationRequest, TokenEvent
 
 HISTORIES = (1024, 4096, 16384, 32768)
@@ -85,7 +84,6 @@ class Arm:
         batch: int,
         num_out: int,
         seed: int,
-        timeline: Timeline | None = None,
     ) -> None:
         self.name = name
         self._num_history = num_history
@@ -96,10 +94,8 @@ class Arm:
         num_tokens = batch * (num_history + NUM_NEW + num_out)
         self._num_pages = int(_SPARE * num_tokens / PAGE_SIZE) + 2 * _FILLER_TOKENS // PAGE_SIZE
         system, num_host_pages = SYSTEM_BY_ARM[name], _HOST_POOLS * self._num_pages
-        self._runner = make_runner(
-            decoder, system, num_pages=self._num_pages, num_host_pages=num_host_pages, timeline=timeline
-        )
-        self._engine = make_engine(self._runner, system)
+        self._runner = make_runner(decoder, system, num_pages=self._num_pages, num_host_pages=num_host_pages)
+        self.engine = make_engine(self._runner, system)
         self._histories = [self._draw(num_history) for _ in range(batch)]
         for index, history in enumerate(self._histories if name != RECOMPUTE else ()):
             self._run([self._request(history, f"history{index}", max_tokens=1)])
@@ -128,12 +124,12 @@ class Arm:
         """Until each has ended, and then, not timed, until nothing is left to copy: arms leave each other alone."""
         began_s, busy_s, first_s = time.perf_counter(), 0.0, 0.0
         for each in requests:
-            self._engine.submit(each)
+            self.engine.submit(each)
         unanswered = {each.request_id for each in requests}
         unended = set(unanswered)
         while unended:
             stepped_s = time.perf_counter()
-            events = self._engine.step()
+            events = self.engine.step()
             now_s = time.perf_counter()
             busy_s += now_s - stepped_s
             answered = unanswered.intersection(event.request_id for event in events if event.token_ids)
@@ -146,9 +142,9 @@ class Arm:
         return Took(began_s, first_s, now_s - began_s, busy_s, num_out)
 
     def _finish_copies(self) -> None:
-        while self._runner.num_host_pages and (self._engine.forest.wants_copies or not self._runner.can_copy):
-            if self._engine.has_work:
-                self._engine.step()
+        while self._runner.num_host_pages and (self.engine.forest.wants_copies or not self._runner.can_copy):
+            if self.engine.has_work:
+                self.engine.step()
             else:
                 time.sleep(0.001)
 
@@ -213,21 +209,9 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
     ]
 
 
-def write_timeline(decoder: Decoder, path: Path, seed: int) -> None:
-    """The trace events of one turn on a history of 4k in host memory, to the end of its answer."""
-    whole, turn = Timeline(), Timeline()
-    arm = Arm(HOST, decoder, num_history=TARGET_HISTORY, batch=1, num_out=NUM_OUT, seed=seed, timeline=whole)
-    began_s = arm.turns(1).began_s
-    for span in whole.spans():
-        if span.start_s >= began_s:
-            turn.span(span.name, span.start_s, span.end_s, span.track, **span.args)
-    turn.write(path)
-
-
 def main() -> None:
     parser = options_of(__doc__, quick="1k and 4k, three rounds; at most 90 s on 2 cores", out=True)
     parser.add_argument("--history", type=int, action="append", help="tokens; default: 1k, 4k, 16k, 32k")
-    parser.add_argument("--timeline", type=Path, help="write trace events of one turn from host memory")
     args = parser.parse_args()
     histories = args.history or (QUICK_HISTORIES if args.quick else HISTORIES)
     max_context = max(*histories, TARGET_HISTORY) + NUM_NEW + NUM_OUT
@@ -239,28 +223,20 @@ def main() -> None:
         num_rounds = 3 if args.quick or num_history > TARGET_HISTORY else 15
         rows += measure(decoder, num_history, num_rounds, QUICK_BATCH if args.quick else MAX_BATCH, args.seed)
     run.show(PartResult(name="ttft", title=f"a turn of {NUM_NEW} tokens", rows=rows, checks=checks_of(rows)))
-    if args.timeline is not None:
-        write_timeline(decoder, args.timeline, args.seed)
     run.end(rows, draw)
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
     names = {RECOMPUTE: "computed anew", HOST: "mneme, from host memory", DEVICE: "mneme, on the device"}
 
-    def over_history(column: str, y_label: str) -> Draw:
-        series = {
-            shown: [(row["history"], row[column]) for row in closing["results"] if row["arm"] == arm]
-            for arm, shown in names.items()
-        }
-        return lambda axes: lines(axes, series, "history, tokens", y_label, log_x=True, log_y=True)
-
+    series = {
+        shown: [(row["history"], row["ttft ms"]) for row in closing["results"] if row["arm"] == arm]
+        for arm, shown in names.items()
+    }
     caption = f"31M Llama with random weights, {caption_of(closing)}"
     turn = f"turn of {closing['new_tokens']} new tokens, by where the KV of its history is"
     save(folder / "ttft.png", f"Time to the first token of a {turn} (lower is better)", caption,
-         over_history("ttft ms", "milliseconds"))  # fmt: skip
-    save(folder / "ttft_together.png", f"Several turns at once: a {turn}", caption,
-         over_history("busy s/turn", "seconds of computing for each turn (lower is better)"),
-         over_history("out tokens/s", "output tokens per second (higher is better)"))  # fmt: skip
+         lambda axes: lines(axes, series, "history, tokens", "milliseconds", is_log=True))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.config import parse_model_config
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
 PAGE_SIZE = 32
@@ -41,12 +40,10 @@ def request(name: str, ids: Sequence[int], num_out: int, **more: Any) -> Generat
     return GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=sampling, **more)
 
 
-def make_runner(
-    decoder: Decoder, system: str, *, num_pages: int, num_host_pages: int, timeline: Timeline | None = None
-) -> Runner:
+def make_runner(decoder: Decoder, system: str, *, num_pages: int, num_host_pages: int) -> Runner:
     """The model with a pool, and with host memory where the system has that."""
     held = num_host_pages if system == TWO_TIER else 0
-    return Runner(decoder, num_pages, PAGE_SIZE, num_host_pages=held, timeline=timeline)
+    return Runner(decoder, num_pages, PAGE_SIZE, num_host_pages=held)
 
 
 def make_engine(runner: Runner, system: str) -> Engine:

@@ -1,18 +1,12 @@
-"""One look for the plots of all benchmarks, and a command that draws them again from what a run left.
+"""One look for the plots that pages of docs/ show, and for no others.
 
-    python benchmarks/plots.py benchmarks/results/FOLDER...
-
-Bars are linear and begin at zero; what spans powers of ten is points on a logarithmic axis. Titles say what is shown
-and which way is better, a caption names machine and run. What is mneme's is green everywhere, in shades where there are
-several; all else is not. A benchmark draws with `draw(folder, closing)`, from its closing line alone. Without
-matplotlib there are no plots.
+Titles say what is shown and which way is better, a caption names
+machine and run. What is mneme's is green, in shades where there are several; all else is not. A benchmark draws with
+`draw(folder, closing)`, from its closing line alone. Without matplotlib there are no plots.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +14,6 @@ from typing import Any
 GREENS = ("#0f6b4a", "#4fa583", "#97ccb6", "#c9e6da", "#073b29")  # of labels that begin with "mneme"
 OTHERS = ("#6b7788", "#c98a2b", "#8a6aa0", "#b85c5c", "#4a86ad", "#a3a9b3", "#7d6b4f")
 DIM = "#555b66"
-MOST_LABELLED_BARS = 24
-SUITES = {"attention": "attention.plots", "system_prompt": "system_prompt.plots"}
 Draw = Callable[[Any], None]
 Points = Sequence[tuple[float, float]]
 
@@ -79,123 +71,27 @@ def colors(labels: Collection[str]) -> dict[str, str]:
     return {label: next(greens if label.startswith("mneme") else others) for label in labels}
 
 
-def _bar_colors(label: str, color: str, names: Sequence[str]) -> str | list[str]:
-    """Bars without a label are coloured by the names below them."""
-    return color if label else [GREENS[0] if name.startswith("mneme") else OTHERS[0] for name in names]
-
-
 def lines(
-    axes: Any,
-    series: Mapping[str, Points],
-    x_label: str,
-    y_label: str,
-    *,
-    log_x: bool = False,
-    log_y: bool = False,
+    axes: Any, series: Mapping[str, Points], x_label: str, y_label: str, *, is_log: bool = False,
     dashed: Collection[str] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Draw a line per label through its points; on a logarithmic x axis ticks are where points are."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
     named = colors(series)
     for label, points in series.items():
         if points:
             style = "--" if label in dashed else "o-"
             axes.plot(*zip(*points, strict=True), style, color=named[label], label=label, markersize=4.5, linewidth=1.8)
-    if log_x:
+    if is_log:
         axes.set_xscale("log")
-        _ticks(axes.xaxis, sorted({x for points in series.values() for x, _ in points}))
-    else:
-        plain(axes.xaxis)
-    if log_y:
         axes.set_yscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(sorted({x for points in series.values() for x, _ in points})))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    plain(axes.yaxis)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-
-
-def _grouped(
-    axes: Any, plot: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], is_stacked: bool
-) -> None:
-    """`plot`: `axes.bar` or `axes.barh`, which take places, lengths, thickness and starts alike."""
-    named, thickness = colors(series), 0.8 / (1 if is_stacked else len(series))
-    starts = [0.0] * len(groups)
-    for index, (label, values) in enumerate(series.items()):
-        lengths = [value or 0.0 for value in values]
-        shift = 0.0 if is_stacked else (index - (len(series) - 1) / 2) * thickness
-        places = [place + shift for place in range(len(groups))]
-        drawn = plot(places, lengths, thickness * 0.94, starts, label=label or None,
-                     color=_bar_colors(label, named[label], groups))  # fmt: skip
-        if is_stacked:
-            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-        elif len(groups) * len(series) <= MOST_LABELLED_BARS:
-            shown = ["" if value is None else number(value) for value in values]
-            axes.bar_label(drawn, shown, fontsize=7.5, padding=2)
-
-
-def bars(
-    axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], x_label: str, y_label: str,
-    *, is_stacked: bool = False,
-) -> None:  # fmt: skip
-    """Draw a group of vertical bars for each name; None where there is none."""
-    _grouped(axes, axes.bar, groups, series, is_stacked)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.grid(visible=False, axis="x")
-    plain(axes.yaxis)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-
-
-def rows(
-    axes: Any, names: Sequence[str], series: Mapping[str, Mapping[str, float]], x_label: str,
-    *, is_stacked: bool = False,
-) -> None:  # fmt: skip
-    """Draw horizontal bars, a row per name, for names that are long."""
-    values = {label: [found.get(name) for name in names] for label, found in series.items()}
-    _grouped(axes, axes.barh, names, values, is_stacked)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    plain(axes.xaxis)
-    axes.set_xlabel(x_label)
-
-
-def number(value: float) -> str:
-    """Three digits, no powers of ten."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def plain(axis: Any) -> None:
-    """Ticks as plain numbers: 512, 2,048, 40."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    if axis.get_scale() == "log":
-        low, high = sorted(axis.get_view_interval())
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / max(low, 1e-12) < 3000 else (1,)))
-        axis.set_minor_formatter(NullFormatter())
-
-
-def _ticks(axis: Any, values: Sequence[float]) -> None:
-    """Ticks on a logarithmic axis at these values."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    axis.set_major_locator(FixedLocator(list(values)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-
-
-def main(folders: Sequence[str]) -> None:
-    """Draw again what the JSON files in these folders have."""
-    for folder in map(Path, folders):
-        for path in sorted(folder.glob("*.json")):
-            closing = json.loads(path.read_text())
-            name = closing["benchmark"]
-            module = importlib.import_module(SUITES.get(name, f"bench_{name}"))
-            if hasattr(module, "draw"):
-                module.draw(folder, closing)
-                print(f"drew {path}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

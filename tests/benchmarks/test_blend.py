@@ -1,16 +1,13 @@
-"""The arithmetic of what is said of documents: bounds, fits, deviations."""
+"""The arithmetic of what is said of documents: bounds, fits."""
 
 from __future__ import annotations
 
 import bench_blend
 import numpy as np
 import pytest
-import torch
-from bench_kv_deviation import RATIOS, Model, measure, spearman
 from workloads import WORKLOADS, make_prompts
 
-from mneme.replicas.documents import BlendOptions, DocumentSpan
-from mneme.replicas.text.parts import EncodedPrompt
+from mneme.replicas.documents import BlendOptions
 
 
 def test_costs_are_fitted_and_none_is_negative() -> None:
@@ -44,15 +41,3 @@ def test_peers_read_the_same_documents_in_other_orders() -> None:
     documents = [{tuple(ids[at : at + 512]) for at in range(32, 32 + 6 * 512, 512)} for ids in (one, other)]
     assert documents[0] == documents[1]
     assert one != other
-
-
-def test_kv_that_is_all_recomputed_is_off_by_nothing() -> None:
-    assert spearman(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([10.0, 11.0, 10.5])) == pytest.approx(1)
-    ids = torch.randint(16, 3000, (61,), generator=torch.Generator().manual_seed(0)).tolist()
-    spans = tuple(DocumentSpan(start, end, "", start, end) for start, end in ((1, 21), (21, 50)))
-    found = measure(Model(), EncodedPrompt((1, *ids), documents=spans), [1], seed=0)
-    assert found.deviations[0].max() < 1e-4  # nothing lies before the first layer
-    assert found.deviations[1].max() > 0.01
-    for far in found.attention.values():
-        assert far[RATIOS.index(1.0)] == 0
-        assert far[0] > 0.01

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
-import bench_tiers
 import pytest
 import torch
-from bench_cache_save import DecodingArm, PrefillingArm, process_tier, write_row
+from bench_cache_save import DecodingArm, PrefillingArm, write_row
 from bench_cache_turn import ARMS, COLD, HOST, RECOMPUTE, WARM, Case, NextTurns, Pairs, Source, measure_pairs
-from bench_tiers import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
+from bench_tiers import OWN, PAPER, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
 from cache_engines import (
     CachedModel,
     Draw,
@@ -25,7 +23,6 @@ from cache_engines import (
     pages_for,
     tell,
 )
-from conversations import Conversation, Turn
 from engines import request
 
 from mneme.cachetier.config import CacheConfig
@@ -63,7 +60,7 @@ def test_an_arm_whose_kv_is_gone_fails(turns: NextTurns, name: str) -> None:
     for store in turns._stores.values():
         store.inner.node.delete([change.key for change in store.inner.node.snapshot()])
     with pytest.raises(MnemeError, match=f"arm {name}, 300 tokens of history: kv_details say"):
-        turns._turn(name)
+        turns.turn(name)
 
 
 @pytest.mark.parametrize(("source", "restarts"), [(HOST, []), (WARM, [False] * 3), (COLD, [True] * 3)])
@@ -118,7 +115,7 @@ def test_a_stretch_saves_what_it_computes(
     model: CachedModel, tmp_path: Path, kind: type[DecodingArm] | type[PrefillingArm]
 ) -> None:
     for folder in (None, tmp_path):
-        with closing(kind(model, None if folder is None else process_tier(folder), 3, 0)) as arm:
+        with closing(kind(model, folder, 3, 0)) as arm:
             took = [arm.stretch() for _ in range(2)][-1]
         assert took.num_tokens == kind.num_tokens
         assert (took.num_saved_bytes > 0) == (folder is not None)
@@ -133,33 +130,25 @@ def test_tails_that_wait_are_written_once(model: CachedModel, tmp_path: Path) ->
     assert 1 <= delayed["written over distinct"] <= each["written over distinct"]
 
 
+def test_conversations_have_the_papers_means() -> None:
+    for setting, means in ((PAPER, (5.75, 31.1, 173.0)), (OWN, (7.58, None, None))):
+        sessions = make_sessions(setting.lengths, 4000, 0)
+        turns = [turn for each in sessions for turn in each.turns]
+        assert len(turns) / len(sessions) == pytest.approx(means[0], rel=0.04)
+        for of, mean in zip(zip(*turns, strict=True), means[1:], strict=True):
+            assert mean is None or sum(of) / len(turns) == pytest.approx(mean, rel=0.04)
+
+
 def test_a_workload_takes_every_turn_once_and_counts_after_its_first_fifth(model: CachedModel) -> None:
-    sessions = make_sessions(2, 0)
+    sessions = make_sessions(OWN.lengths, 2, 0)
     order = make_order(sessions, 0)
     assert Counter(order) == {index: len(each.turns) for index, each in enumerate(sessions)}
-    with closing(make_engine(model, None, CacheConfig(), pages_for(NUM_PLACES * 2048))) as engine:
-        ran = Workload(engine, sessions, order).run()
+    with closing(make_engine(model, None, CacheConfig(), pages_for(4 * 2048))) as engine:
+        ran = Workload(engine, sessions, order, num_places=4).run()
         assert engine.num_tokens["generated"] == sum(t.num_out for each in sessions for t in each.turns)
     assert len(ran.turns) == len(order) - int(WARM_UP_SHARE * len(order))
     assert ran.tokens_from("device") > 0
-    assert 0 < ran.prefill_s < ran.busy_s == ran.device_s  # no tier: nothing to be blocked by
-    assert ran.num_waiting == 0
-
-
-def test_the_papers_conversations_have_its_number_of_turns() -> None:
-    sessions = bench_tiers.paper_sessions(4000, 0)
-    turns = [turn for each in sessions for turn in each.turns]
-    num_turns, num_in, num_out = bench_tiers.PAPER_LENGTHS.table
-    assert len(turns) / len(sessions) == pytest.approx(num_turns, rel=0.02)
-    assert sum(turn.num_in for turn in turns) / len(turns) == pytest.approx(num_in, rel=0.03)
-    assert sum(turn.num_out for turn in turns) / len(turns) == pytest.approx(num_out, rel=0.03)
-
-
-def test_requests_wait_where_places_outnumber_contexts(model: CachedModel) -> None:
-    sessions = [Conversation(0.0, [Turn(700, 8)], 0, seed) for seed in range(4)]
-    with closing(make_engine(model, None, CacheConfig(), pages_for(800))) as engine:
-        assert Workload(engine, sessions, range(4)).run().num_waiting > 0.5
-        assert Workload(engine, sessions, range(4), num_sent=1).run().num_waiting == 0  # outside of the engine
+    assert 0 < ran.prefill_s < ran.busy_s
 
 
 def test_steps_are_known_by_the_prompt_rows_that_they_compute(model: CachedModel) -> None:
@@ -167,26 +156,11 @@ def test_steps_are_known_by_the_prompt_rows_that_they_compute(model: CachedModel
     with closing(make_engine(model, None, CacheConfig(), pages_for(4096))) as engine:
         for name in "ab":
             engine.submit(request(name, Draw(ord(name)).ids(1500), 4))
-        found, num_ended = [], []
-        workload = Workload(engine, [], [])
+        found = []
+        workload = Workload(engine, [], [], num_places=4)
         with workload.noted_batches():
             while engine.has_work:
                 engine.step()
                 found.append(sum(map(prompt_rows, workload.scheduled)))
-                num_ended.append(engine.num_tokens["prompt"])
     assert found[:2] == [2048, 952]
-    assert num_ended[:2] == [0, 3000]
     assert set(found[2:]) == {0}
-
-
-def test_rows_of_overlaps(model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_tiers, "FIG19_HISTORY", 256)
-    monkeypatch.setattr(bench_tiers, "PROMPTS", (96,))
-    costs = replace(model.calibration, prefill=(0.0, 1e-4, 0.0))  # its disk reads in twice the time that these take
-    model = model._replace(calibration=costs)
-    rows = bench_tiers.read_buffer_rows(model, tmp_path, 1, 0)
-    layers = [f"{n} layers" for n in range(5)]
-    assert [row["read buffer"] for row in rows] == ["recompute", *layers, "formula", "bounded"]
-    assert [row["found share"] > 0.99 for row in rows] == [False, *[True] * 7]
-    rows = bench_tiers.write_overlap_rows(model, 1, 0)
-    assert [row["saving"] for row in rows] == ["no saving", "beside", "waited for"]

@@ -56,17 +56,16 @@ def closing_line(command: list[str]) -> dict[str, Any]:
 
 
 def test_bench_attention(tmp_path: Path) -> None:
-    parts = ["--only", "rotation", "--only", "pensieve"]
+    parts = ["--only", "rotation"]
     found = closing_line(["benchmarks/bench_attention.py", "--quick", *parts, "--out", str(tmp_path)])
     assert found["threads"] == 1
     assert "torch" in found["backends"]
-    assert set(found["results"]) == {"rotation", "pensieve"}
+    assert set(found["results"]) == {"rotation"}
     assert [row["deltas"] for row in found["results"]["rotation"]["rows"]] == ["documents", "shared", "pages"]
     assert all(row["random"] > 0 for row in found["results"]["rotation"]["rows"])
     assert found["checks"] == []
     assert found["not_measured"] == ["gpu_rotation_random_over_zero_deltas"]
     assert json.loads((tmp_path / "attention.json").read_text()) == found
-    assert (tmp_path / "pensieve_fig10.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_attention_without_time_says_so() -> None:
@@ -82,9 +81,8 @@ def test_bench_system_prompt_counts_running_sequences(tmp_path: Path) -> None:
     assert {check["name"]: check["ok"] for check in found["checks"]} == {
         f"running_growth_r_{r}": True for r in (0.5, 0.75, 0.9)
     }
-    assert all(row["suspended"] == 0 < row["apart"] for row in found["results"]["capacity"]["rows"])
+    assert all(0 < row["apart"] < row["running"] for row in found["results"]["capacity"])
     assert json.loads((tmp_path / "system_prompt.json").read_text()) == found
-    assert (tmp_path / "capacity.png").exists()
 
 
 def test_bench_ttft(tmp_path: Path) -> None:
@@ -98,46 +96,6 @@ def test_bench_ttft(tmp_path: Path) -> None:
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_cache_policies_promises_of_a_made_trace_that_little_is_lost_to_lru(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_cache_policies.py", "--quick", "--out", str(tmp_path)])
-    assert [(check["name"], check["ok"]) for check in found["checks"]] == [("default_over_lru_where_least", True)]
-    assert {"whole_over_lru_at_3000", "second_half_least_gain_on_lru"} <= set(found["not_measured"])
-    rows = [row for row in found["results"] if row["part"] == "whole"]
-    assert {row["policy"] for row in rows} == {"lru", "returning", "min"}
-    assert all(row["hit ratio"] <= found["no_bound"] + 1e-4 and row["of min"] <= 1 for row in rows)
-    assert json.loads((tmp_path / "cache_policies.json").read_text()) == found
-    assert (tmp_path / "cache_policies.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_sessions.py", "--quick", "--budget-s", "0.001", "--out", str(tmp_path)])
-    part = found["results"]["lmsys"]
-    assert not part["is_complete"]
-    assert part["bound_s_per_token"] == pytest.approx(4 * part["unloaded"]["p90_s"], rel=1e-3)
-    assert found["checks"] == []
-    promised = ("two_tier_over_stateless", "two_tier_found")
-    assert set(found["not_measured"]) == {f"{name}_{each}" for name in ("lmsys", "sharegpt") for each in promised}
-    assert (tmp_path / "lmsys.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_truncation(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_truncation.py", "--quick", "--only", "turns", "--out", str(tmp_path)])
-    rows = {row["arm"]: row for row in found["results"]["turns"]}
-    assert {row["truncations"] for row in rows.values()} == {6}
-    assert rows["TT"]["hit rate"] < 0.85
-    assert rows["ours"]["hit rate"] > 0.99
-    assert found["checks"] == []
-    assert json.loads((tmp_path / "truncation.json").read_text()) == found
-    assert (tmp_path / "truncation_turns.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_copy_out() -> None:
-    found = closing_line(["benchmarks/bench_copy_out.py", "--quick", "--pairs", "2"])
-    copied = {row["arm"]: row["copied MB"] for row in found["results"]}
-    assert copied == {"no copies": 0, "copies": pytest.approx(8.39, abs=0.01), "first copies": copied["copies"]}
-    assert [check["name"] for check in found["checks"]] == ["copy_out_cost"]
-
-
 def test_bench_tier_io_without_a_store(tmp_path: Path) -> None:
     options = ["--rounds", "1", "--shape", "2x64", "--no-store", "--out", str(tmp_path / "out")]
     found = closing_line(["benchmarks/bench_tier_io.py", "--quick", "--folder", str(tmp_path), *options])
@@ -148,24 +106,6 @@ def test_bench_tier_io_without_a_store(tmp_path: Path) -> None:
     assert found["checks"] == []  # promised of chunks of 8 heads of 128, which were not run
     assert "cold_disk_read_over_raw_read" in found["not_measured"]
     assert json.loads((tmp_path / "out" / "tier_io.json").read_text()) == found
-    assert (tmp_path / "out" / "tier_io_rate.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_directory_without_ray(tmp_path: Path) -> None:
-    options = ["--chunks", "3000", "--lookups", "20", "--no-ray", "--folder", str(tmp_path), "--out", str(tmp_path)]
-    found = closing_line(["benchmarks/bench_directory.py", "--quick", *options])
-    assert [row["keys"] for row in found["results"]["lookups"]] == [1, 16, 256]
-    assert all(0 < row["p50 ms"] <= row["p99 ms"] for row in found["results"]["lookups"])
-    assert [(row["what"], row["chunks"]) for row in found["results"]["rebuilt"]] == [
-        ("directory, in process", 3000),
-        ("disk, files", 3000),
-    ]
-    assert [check["name"] for check in found["checks"]] == [
-        "directory_bytes_per_chunk",
-        "disk_index_s_per_million_files",
-    ]
-    assert json.loads((tmp_path / "directory.json").read_text()) == found
-    assert not list(tmp_path.glob("mneme-*"))  # the files are gone
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("**/*.json")), ids=lambda path: path.stem)
@@ -186,22 +126,13 @@ def test_a_committed_result_says_what_was_met_what_missed_and_what_not_measured(
 
 
 def test_bench_blend(tmp_path: Path) -> None:
-    parts = ["--only", "ttft", "--only", "decode", "--only", "permutator"]
+    parts = ["--only", "ttft", "--only", "decode"]
     found = closing_line(["benchmarks/bench_blend.py", "--quick", *parts, "--out", str(tmp_path)])
     assert [check["name"] for check in found["checks"]] == ["kv_of_full_reuse_of_private_copies"]
     assert all(check["ok"] for check in found["checks"])
     assert "decode_of_full reuse_over_private_copies" in found["not_measured"]
     assert {row["arm"] for row in found["results"]["ttft"]} > {"full", "prefix", "full reuse", "hkvd 0.15"}
     assert (tmp_path / "blend.json").exists()
-
-
-def test_bench_kv_deviation(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_kv_deviation.py", "--quick", "--out", str(tmp_path)])
-    assert [check["name"] for check in found["checks"]] == [
-        "rank_correlation",
-        "hkvd_nearer_than_random_at_every_share",
-    ]
-    assert {path.name for path in tmp_path.iterdir()} >= {"kv_deviation.json"}
 
 
 @pytest.mark.slow

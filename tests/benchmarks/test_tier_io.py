@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tier_io.chunks import Arm, Chain, ChainReads, Samples, Shape, measured, table
-from tier_io.disk import cached_share, make_cold
+from bench_tier_io import Arm, Samples, measured, table
+from cache_engines import cached_share, make_cold
 
-from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.errors import MnemeError
 
 
@@ -47,37 +43,3 @@ def test_a_cold_file_is_not_in_memory_and_a_read_one_is(tmp_path: Path) -> None:
     assert cached_share(path) == 0
     assert len(path.read_bytes()) == 1 << 20
     assert cached_share(path) == 1
-
-
-@pytest.fixture
-def store() -> Iterator[ProcessChunkStore]:
-    with closing(ProcessChunkStore(CacheConfig(host_bytes=1 << 20))) as store:
-        yield store
-
-
-def test_reads_are_of_all_chunks_where_the_arm_says(store: ProcessChunkStore) -> None:
-    chain = Chain(Shape("small", 2, 1, 8, num_chunks=3, num_tokens=64), 0)
-    reads = ChainReads(store, chain)
-    for chunk in chain.chunks[:2]:
-        assert store.put(chunk, chain.lineage)
-    with pytest.raises(MnemeError, match="host: of 3 chunks"):
-        reads.locate("host")
-    assert store.put(chain.chunks[2], chain.lineage)
-    reads.wait()
-    with pytest.raises(MnemeError, match="peer_host: of 3 chunks"):
-        reads.locate("peer_host")
-    assert reads.locate("host") > 0
-    for index in range(3):
-        reads.copy(index)
-        assert (reads.buffer == chain.payload[index]).all()
-
-
-def test_a_read_of_a_damaged_chunk_fails(store: ProcessChunkStore) -> None:
-    chain = Chain(Shape("small", 2, 1, 8, num_chunks=1, num_tokens=64), 0)
-    reads = ChainReads(store, chain)
-    assert store.put(chain.chunks[0], chain.lineage)
-    reads.locate("host")
-    reads.read(0)
-    chain.payload[0, 1, 5] ^= 1
-    with pytest.raises(MnemeError, match="chunk 0, layer 1: bad_checksum"):
-        reads.read(0)

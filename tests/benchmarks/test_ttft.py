@@ -35,7 +35,7 @@ def test_a_turn_of_each_arm(name: str, decoder: Decoder) -> None:
 
 def test_an_arm_whose_kv_is_elsewhere_fails(decoder: Decoder) -> None:
     device = arm(DEVICE, decoder)
-    device._engine.forest.clear()
+    device.engine.forest.clear()
     with pytest.raises(MnemeError, match="arm device, 96 tokens of history: kv_details say"):
         device.turns(1)
 

@@ -70,6 +70,7 @@ class FakeEngineClient:
     forest: PrefixForest = field(default_factory=lambda: PrefixForest(4, 16))
     clock: Callable[[], float] = time.monotonic
     kv_tier: KvTier | None = None
+    max_session_tokens: int = 10**6
     timing: tuple[float, float] = (0.0, 0.0)  # seconds of queue and prefill, of each request
     tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 10, "cached": 4, "generated": 7})
     _running: set[_Speaker] = field(default_factory=set)
@@ -77,7 +78,11 @@ class FakeEngineClient:
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(
-            self.tokenizer.encode_continuation, self.clock, ttl_s=3600, max_sessions=100, max_tokens=10**6
+            self.tokenizer.encode_continuation,
+            self.clock,
+            ttl_s=3600,
+            max_sessions=100,
+            max_tokens=self.max_session_tokens,
         )
         self.pins = Pins(
             EngineConfig(),

@@ -407,9 +407,9 @@ def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: L
     broken, sound = _request("broken", llm, grammar=Grammar("regex", "[a-z]{9}")), _request("sound", llm)
     for request in (broken, sound):
         llm.engine.submit(request)
-    sequence = llm.engine._sequence_by_id["broken"]
+    sequence = next(each for each in llm.engine.scheduler.waiting if each.request.request_id == "broken")
     assert sequence.matcher is not None
-    sequence.matcher._state.consume_token(llm.tokenizer.encode("9", add_special_tokens=False)[-1])  # not allowed here
+    sequence.matcher.push(llm.tokenizer.encode("9", add_special_tokens=False)[-1])  # not allowed here
     ends = {}
     while llm.engine.has_work:
         ends |= {event.request_id: event for event in llm.engine.step() if event.finish_reason}
@@ -650,10 +650,12 @@ def test_an_answer_that_its_schema_does_not_allow_cannot_be_given(
         ({"patternProperties": {r"^\u0001$": INTEGER}}, "control characters"),
     ],
 )
-def test_what_names_cannot_be_held_to_is_refused(grammars: Grammars, schema: dict[str, Any], named: str) -> None:
+def test_what_names_cannot_be_held_to_is_refused(
+    llm: LLM, grammars: Grammars, schema: dict[str, Any], named: str
+) -> None:
     with pytest.raises(InvalidRequest, match=named):
         grammars.check(Grammar("json_schema", schema))
-    dialect = Dialect(grammars._tokenizer, "hermes")  # type: ignore[arg-type]
+    dialect = Dialect(llm.tokenizer, "hermes")
     with pytest.raises(InvalidRequest, match=named):
         dialect.call_grammar({"f": schema}, is_forced=True, is_one=True)
 

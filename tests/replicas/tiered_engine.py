@@ -154,6 +154,7 @@ def make_cached_engine(
     costs: CostModel | None = None,
     config: CacheConfig | None = None,
     gate: Gate = NO_REPORT,
+    tokenizer: Any = None,
     **options: object,
 ) -> Engine:
     """An engine with a cache tier."""
@@ -161,4 +162,4 @@ def make_cached_engine(
     runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
     connector = connect(runner, store, fingerprint, costs or SlowRows(), config)
     engine_config = EngineConfig(**{"page_size": PAGE_SIZE, "max_step_ms": 0, **options})  # type: ignore[arg-type]
-    return Engine(runner, None, engine_config, connector=connector, gate=gate)
+    return Engine(runner, tokenizer, engine_config, connector=connector, gate=gate)

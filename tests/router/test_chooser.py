@@ -280,8 +280,9 @@ def test_a_hint_follows_the_kv_that_load_has_moved() -> None:
 def test_by_a_rule_who_is_there_is_chosen(policy: PolicyName) -> None:
     router, rng = chooser(*REPLICAS, config=RouterConfig(policy=policy)), random.Random(0)
     held: list[Reservation] = []
+    there = list(REPLICAS)
     for number in range(300):
-        there = rng.sample(REPLICAS, rng.randint(2, 8)) if number % 50 == 49 else list(router._loads)
+        there = rng.sample(REPLICAS, rng.randint(2, 8)) if number % 50 == 49 else there
         router.set_replicas(there)
         without = rng.choice(there)
         chosen = router.select_and_reserve([1] * 640, session_id=f"s{number}", exclude=(without,))

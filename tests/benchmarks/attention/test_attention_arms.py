@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from attention import optional_arms, rotation
 from attention.arms import TOLERANCE, backends, check, contiguous, error_of, gathered, ours, reference_rows
-from attention.chunk import mean_step, planned_memory_ops
 from attention.documents import virtual_queries
-from attention.equations import chunk_memory_ops, naive_memory_ops
 from attention.optional_arms import contiguous_by_head
-from attention.pensieve import one_row_at_a_time
 from attention.regret import Point, same_work, scene_of
 from attention.scenes import Heads, Scene, contiguous_kv, documents_scene, layers_for, prefix_scene, unshared
 from attention.timing import Arm, interleaved
+
+from mneme.kernels.work import Share
 
 HEADS = Heads(4, 2, 16)
 
@@ -41,7 +40,7 @@ def test_arms_over_a_prefix(dtype: torch.dtype, rows: int) -> None:
     wanted = reference_rows(scene)
     by_head = contiguous_by_head(scene, is_dry=True)
     assert by_head is not None
-    for arm in (*all_arms(scene), *gathered(scene), one_row_at_a_time(scene), by_head):
+    for arm in (*all_arms(scene), *gathered(scene), by_head):
         check(arm, wanted, dtype)
 
 
@@ -102,18 +101,12 @@ def test_bytes_of_a_scene() -> None:
         assert torch.equal(left, right)
 
 
-def test_a_plans_memory_operations_are_the_equations() -> None:
-    """Equation 3 with the whole shared prefix as one chunk, as a segment is; equation 4 without sharing."""
-    heads = Heads(4, 4, 16)
-    scene = prefix_scene(4, 64, 32, **options(heads=heads))
-    shared = chunk_memory_ops(4, heads.q, 96, heads.dim, 64 / 96, 64)
-    assert planned_memory_ops(scene.plan("always")) == pytest.approx(shared)
-    assert planned_memory_ops(scene.plan("never")) == naive_memory_ops(4, heads.q, 96, heads.dim)
-
-
-def test_mean_step_is_the_trapezoid() -> None:
-    assert mean_step([(0, 1.0), (64, 3.0)]) == 2.0
-    assert mean_step([(0, 1.0), (10, 1.0), (30, 4.0)]) == pytest.approx((10 + 50) / 30)
+@pytest.mark.parametrize(("share", "tokens", "rows"), [("always", 64 + 4 * 32, 4 + 4), ("never", 4 * 96, 4)])
+def test_a_plan_reads_what_chunk_attentions_equations_say(share: Share, tokens: int, rows: int) -> None:
+    """Eq. 3 with the whole shared prefix as one chunk, as a segment is; Eq. 4 without sharing."""
+    work = prefix_scene(4, 64, 32, **options(heads=Heads(4, 4, 16))).plan(share).work
+    assert int((work.page_end - work.page_begin).sum()) * 16 == tokens
+    assert int(work.row_begin[-1]) == rows
 
 
 @pytest.mark.parametrize("kind", ["prefix", "tree", "documents"])
@@ -173,7 +166,7 @@ def test_arms_on_a_gpu(rows: int) -> None:
     scene = prefix_scene(3, 64, 32, **options(torch.float16, device=cuda, heads=heads), rows_per_sequence=rows)
     by_head = contiguous_by_head(scene)
     assert by_head is not None
-    arms = [*all_arms(scene), *gathered(scene), one_row_at_a_time(scene), by_head]
+    arms = [*all_arms(scene), *gathered(scene), by_head]
     wanted = reference_rows(scene)
     for arm in arms:
         check(arm, wanted, torch.float16)

@@ -322,14 +322,16 @@ def test_a_turn_that_waited_and_then_could_not_run_is_refused_as_it_would_have_b
     assert response.json()["error"]["param"] == "session_id"
 
 
-def test_a_fork_for_which_there_is_no_room_is_refused(client: TestClient, engine: FakeEngineClient) -> None:
+def test_a_fork_for_which_there_is_no_room_is_refused() -> None:
+    engine = FakeEngineClient(TOKENIZER, max_session_tokens=60)  # of one such session, and not of two
+    client = api(engine)
     chat(client, session_id="s")
     engine.sessions.begin(
         GenerationRequest(  # it answers, so it is not the one that goes
             request_id="x.0", prompt_token_ids=(5,), sampling=SamplingParams(), session_id="public:s"
         )
     )
-    engine.sessions._max_tokens = 0
+    assert 30 < engine.sessions.num_tokens < 60
     response = client.post("/v1/sessions/s/fork", json={})
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
     assert len(engine.sessions) == 1

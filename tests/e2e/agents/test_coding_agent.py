@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "clients"))
-import coding_agent as recorded
+from tests.e2e.agents import coding_agent as recorded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # test_agent_dialects.py has an agent over a kill in `make test`
 

@@ -103,7 +103,7 @@ def test_pages_that_do_not_hold_what_their_places_say_are_read_by_the_rest(calls
 
 
 @pytest.mark.parametrize("change", ["delta", "mask", "gap", "short"])
-def test_what_is_moved_masked_or_short_is_not_its_kind(change: str) -> None:
+def test_what_is_moved_masked_or_short_is_not_its_kind(change: str, calls: list[tuple[int, int, bool]]) -> None:
     scene = prompt(12, 40)
     last = scene.tables[0][-1]
     changed = {
@@ -114,7 +114,8 @@ def test_what_is_moved_masked_or_short_is_not_its_kind(change: str) -> None:
     }[change]
     rows = QueryRows([0] * 3, [37, 38, 39]) if change == "short" else scene.rows
     plan = scene.plan(tables=[changed, scene.tables[1]], rows=rows)
-    assert cudnn._longs(plan) == ()
+    replace(scene, q=scene.q[: plan.num_rows]).attend(plan)
+    assert not calls
 
 
 def test_where_it_fails_the_rest_does_all_from_then_on(
@@ -135,7 +136,7 @@ def test_a_window_is_left_to_the_rest(calls: list[tuple[int, int, bool]]) -> Non
 
 
 @pytest.mark.gpu
-def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     monkeypatch.undo()
@@ -155,5 +156,5 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cudnn.has_long(torch.device("cuda"), torch.bfloat16, plan)
     got = placed.attend(plan)
     wanted = placed.attend(plan, backend="triton")
-    assert not cudnn._given_up
+    assert "cuDNN attends to no long prompt" not in caplog.text
     assert_close((got[0].cpu(), got[1].cpu()), (wanted[0].cpu(), wanted[1].cpu()))

@@ -62,7 +62,8 @@ def test_texts_have_the_same_ids(loaded: Loaded) -> None:
         assert loaded.tokenizer.encode(text) == ids, text
         bare = loaded.their_tokenizer(text, add_special_tokens=False)["input_ids"]
         assert loaded.tokenizer.encode_rendered(text) == bare, text
-        assert loaded.tokenizer.decode(ids) == loaded.their_tokenizer._tokenizer.decode(ids, skip_special_tokens=False)
+        theirs = loaded.their_tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        assert loaded.tokenizer.decode(ids) == theirs
 
 
 def test_added_tokens_are_single_ids_and_special_as_the_files_say(loaded: Loaded) -> None:

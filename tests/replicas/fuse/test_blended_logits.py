@@ -41,6 +41,7 @@ pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-4
 SINK = (7,)
+WITH_SINK = SimpleNamespace(sink_ids=SINK, decode=None)
 SYSTEM, DOCUMENTS, QUESTION = [*SINK, *draw(1, 21)], [draw(2, 50), draw(3, 37), draw(4, 64)], draw(5, 9)
 
 
@@ -198,8 +199,9 @@ def test_keys_that_are_compared_in_several_steps_choose_the_same(checkpoint: tup
     for max_batch_tokens in (2048, 48):
         engine = engine_of(directory, max_batch_tokens=max_batch_tokens, max_running=8)
         ask(engine, "a", prompt_of([1, 2, 0]), 1, selector="hkvd", ratio=0.3)
-        sequence = engine._sequence_by_id["a"]
+        sequence = next(iter(engine.scheduler.waiting)).parent  # whose documents are computed first
         run(engine)
+        assert sequence is not None
         assert sequence.blend is not None
         chosen.append(sequence.blend.narrowed.tolist())
     assert chosen[0] == chosen[1]
@@ -214,8 +216,7 @@ def test_documents_come_from_the_cache_tier_and_nothing_behind_them_goes_there(
     directory, model = checkpoint
     prompt, store, decoder = prompt_of([2, 0], ()), FakeStore(), decoder_of(directory)
     for name in ("first", "again"):
-        engine = make_cached_engine(decoder, store)
-        engine._tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)  # type: ignore[assignment]  # it has none
+        engine = make_cached_engine(decoder, store, tokenizer=WITH_SINK)
         ask(engine, name, prompt, selector="first-k", ratio=0.1)
         events = run(engine)
         output = answers(events)[name]
@@ -233,8 +234,7 @@ def test_documents_come_from_the_cache_tier_and_nothing_behind_them_goes_there(
 def test_no_chunk_of_what_stands_behind_a_blend_is_saved(checkpoint: tuple[Path, Any]) -> None:
     directory, _ = checkpoint
     store = FakeStore()
-    engine = make_cached_engine(decoder_of(directory), store)
-    engine._tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)  # type: ignore[assignment]  # it has none
+    engine = make_cached_engine(decoder_of(directory), store, tokenizer=WITH_SINK)
     ids, spans = prompt_of([2, 0])
     ask(engine, "a", ([*ids, *draw(9, 4 * CHUNK_TOKENS)], spans), mode="full_reuse")
     run(engine)
@@ -259,8 +259,7 @@ def test_auto_computes_more_anew_while_documents_are_loaded(checkpoint: tuple[Pa
     gate = Gate({"first-k": 0.1}, "", (0.1, 0.3, 0.5))
     config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, load="always")
     for name, ratio in (("first", 0.1), ("again", 0.5)):
-        engine = make_cached_engine(decoder, store, costs=SlowLoads(), config=config, gate=gate)
-        engine._tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)  # type: ignore[assignment]  # it has none
+        engine = make_cached_engine(decoder, store, costs=SlowLoads(), config=config, gate=gate, tokenizer=WITH_SINK)
         ask(engine, name, prompt_of([2, 0]), mode="auto")
         blend = usages(run(engine))[name].blend
         assert blend is not None

@@ -56,9 +56,8 @@ class Talk:
         self.engine = self.new_engine()
 
     def new_engine(self) -> Engine:
-        engine = make_cached_engine(self._decoder, self._open_store())
-        engine._tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)  # type: ignore[assignment]  # it has none
-        return engine
+        tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)
+        return make_cached_engine(self._decoder, self._open_store(), tokenizer=tokenizer)
 
     def begin(self, **blend: Any) -> None:
         options = BlendOptions(**{"mode": "selective", "min_tokens": 1, **blend})

@@ -14,7 +14,7 @@ from mneme.errors import InvalidRequest, TransferFailed
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model import runner as runner_module
-from mneme.replicas.model.decoder import StepInputs
+from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, PromptLogprobs, SamplingParams
 from mneme.replicas.truncation import Truncation
@@ -115,14 +115,13 @@ def test_every_token_of_a_prompt_is_told_whatever_is_cached(
 def test_logits_of_a_prompt_are_made_in_slices(checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = checkpoint
     engine = engine_of(directory)
-    decoder, sizes = engine.runner._decoder, list[int]()  # whose head is asked
-    logits = decoder.logits
+    sizes, logits = list[int](), Decoder.logits
 
-    def counted(hidden: torch.Tensor, *into: torch.Tensor | None) -> torch.Tensor:
+    def counted(decoder: Decoder, hidden: torch.Tensor, *into: torch.Tensor | None) -> torch.Tensor:
         sizes.append(len(hidden))
-        return logits(hidden, *into)
+        return logits(decoder, hidden, *into)
 
-    monkeypatch.setattr(decoder, "logits", counted)
+    monkeypatch.setattr(Decoder, "logits", counted)
     monkeypatch.setattr(runner_module, "_MAX_LOGITS", 7 * engine.runner.vocab_size)
     submit(engine, "long", PROMPTS["long"], TOLD)
     run(engine)

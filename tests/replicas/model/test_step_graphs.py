@@ -75,8 +75,7 @@ def test_each_kind_of_launch_has_its_graphs_and_steps_with_prompts_the_last_alon
     device.launches = lambda plan: ["decodes", "prompts"]  # type: ignore[method-assign]
     graphs = device.graphs(vocab_size=3, max_rows=8, max_sampled=4)
     capture_all(graphs)
-    both = [(rows, rows, launch) for rows in (4, 2, 1) for launch in ("decodes", "prompts")]
-    assert [*graphs._graphs] == [(8, 4, "prompts"), *both]
+    assert (device.shapes, graphs.num_graphs) == ([8, 4, 4, 2, 2, 1, 1], 7)  # of 8 rows the last launch alone
     rows = np.arange(3, 8)
     for num_rows, num_graphs in ((4, 2), (8, 1)):
         found = set()
@@ -91,15 +90,16 @@ def test_each_kind_of_launch_has_its_graphs_and_steps_with_prompts_the_last_alon
 @pytest.mark.parametrize(("max_sampled", "num_graphs"), [(1, 47), (128, 47), (256, 79), (512, 79)])
 def test_the_number_of_graphs_is_small(max_sampled: int, num_graphs: int) -> None:
     """Of each kind of launch at most: 47 buckets of rows, 32 of which hold more than the few sampled rows."""
-    graphs = EchoDevice().graphs(vocab_size=1, max_rows=10**6, max_sampled=max_sampled)
-    sizes = [
-        (rows, sampled)
-        for rows in range(1, MAX_BUCKET + 1)
-        for sampled in {1, min(rows, max_sampled, 128), min(rows, max_sampled, 129), min(rows, max_sampled)}
-    ]
-    padded = {(bucket_of(rows), graphs._sampled_bucket(bucket_of(rows), sampled)) for rows, sampled in sizes}
-    assert len(padded) == num_graphs
-    assert padded == {*graphs._sizes()}
+    device = EchoDevice(lambda inputs: inputs.token_ids[inputs.sampled_rows][:, None].float())
+    graphs = device.graphs(vocab_size=1, max_rows=10**6, max_sampled=max_sampled)
+    capture_all(graphs)
+    assert graphs.num_graphs == num_graphs
+    for rows in sorted({each for edge in map(bucket_of, range(1, MAX_BUCKET)) for each in (edge - 1, edge) if each}):
+        array = np.zeros(rows, np.int64)
+        for sampled in {1, min(rows, max_sampled, 128), min(rows, max_sampled, 129), min(rows, max_sampled)}:
+            arrays = [*[array] * 4, array[:sampled]]
+            graphs.forward(graphs.inputs(arrays, plan=None, num_rows=bucket_of(rows)))  # type: ignore[arg-type]
+    assert device.num_eager == 0
 
 
 def test_what_cannot_be_captured_runs_as_it_is() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -12,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.schedule import queue as waiting_queue
 from mneme.replicas.schedule.queue import MAX_IDLE_FLOWS, MAX_PRIORITY_S, WaitingQueue
 from mneme.replicas.sequence import Sequence
 from tests.budget import examples
@@ -275,14 +276,16 @@ def test_a_tenant_s_requests_without_a_session_are_one_flow() -> None:
 
 
 def test_a_resumed_sequence_is_charged_once() -> None:
+    """Of two flows that were charged 10 and 15 the first goes on; charged twice, it would be the second's turn."""
     queue, make = WaitingQueue(), Arrivals()
-    sequence = make("a", 10)
-    queue.add(sequence)
-    queue.pop(10)
-    charged = queue._flows["", "a"].counter
+    sequence, other = make("a", 10), make("b", 15)
+    for each in (sequence, other, make("b", 10), make("a", 10)):
+        queue.add(each)
+    assert queue.pop(10) is sequence
     queue.put_back(sequence)
-    queue.pop(10)
-    assert queue._flows["", "a"].counter == charged == 10
+    assert queue.pop(10) is sequence
+    assert queue.pop(15) is other
+    assert [each.request.session_id for each in drained(queue)] == ["a", "b"]
 
 
 def test_flows_that_are_gone_cost_nothing() -> None:
@@ -290,15 +293,26 @@ def test_flows_that_are_gone_cost_nothing() -> None:
     stuck = make("stuck", 10)
     queue.add(stuck)
     assert queue.head is stuck
-    for number in range(5000):
-        sequence = make(f"flow {number}", 10)
-        queue.add(sequence)
-        queue.remove(sequence)
-    assert len(queue._flows) == 1
-    assert len(queue._idle) == MAX_IDLE_FLOWS
-    assert len(queue._heap) < 2 + 2 * waiting_queue._HEAP_SLACK
+
+    def passing(first: int) -> int:
+        """Bytes that the queue has grown by as flows came and went."""
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(first, first + 3 * MAX_IDLE_FLOWS):
+            sequence = make(f"flow {number}", 10)
+            queue.add(sequence)
+            queue.remove(sequence)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        passing(0)
+        assert passing(3 * MAX_IDLE_FLOWS) < 20 * MAX_IDLE_FLOWS  # a flow that stayed would have hundreds
+    finally:
+        tracemalloc.stop()
     queue.remove(stuck)
-    assert (len(queue), queue.num_tokens, len(queue._idle), len(queue._heap)) == (0, 0, 0, 0)
+    assert (len(queue), queue.num_tokens, list(queue)) == (0, 0, [])
     with pytest.raises(IndexError):
         _ = queue.head
 

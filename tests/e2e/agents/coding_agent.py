@@ -1,7 +1,5 @@
 """A coding agent's session of twenty turns, in OpenAI's and in Anthropic's format, over a kill and a restart.
 
-    python benchmarks/clients/coding_agent.py [--out FILE]
-
 The session is written here, from the public formats: instructions and tools of some thousand tokens, then in each turn
 a call and a result of some hundred tokens, which grow. Two replicas of a random Llama of 16,384 tokens of context, with
 mneme-tiny's tokenizer and template, and a cache tier on disk serve it. After a third of the turns the replica that has
@@ -9,37 +7,30 @@ the session is killed, after two thirds the server is stopped and started again.
 prompt that nothing had to compute. Calls are forced, as the model is random: the script says which tool, the model
 draws the arguments.
 
-Tools grow by what results say. Chat templates write the list of tools at the head of the prompt, so a tool more in the
-list changes nearly all of it: every token behind the instructions is computed anew, once for each time the list grows
-(`with_a_tool_more` in the results: the share that is still found). So agents that find their tools as they go declare a
-few from the start, one that looks for others and one that calls what was found; the definitions of others come as
-results, and stay where they were said. That is what this session does.
-
-Bound: nothing is timed. Ends in one line of JSON.
+Chat templates write the list of tools at the head of the prompt, so a tool more in the list changes nearly all of it
+(`with_a_tool_more`: the share that is still found). So agents that find their tools as they go declare a few from the
+start, one that looks for others and one that calls what was found; the definitions of others come as results, and stay
+where they were said. That is what this session does.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-import httpx  # noqa: E402
-from harness import at_least, closing_checks, cpu_name, load_average  # noqa: E402
-from workloads import write_chat_llama  # noqa: E402
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+import httpx
+from workloads import write_chat_llama
 
-from tests.e2e.replica_processes import cpu_seconds  # noqa: E402
-from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
+from tests.e2e.replica_processes import cpu_seconds
+from tests.e2e.server_process import SERVE, ServerProcess, free_port
 
 NUM_TURNS = 20
 PARTS = (range(0, 7), range(7, 14), range(14, NUM_TURNS))  # before the kill, up to the restart, behind it
@@ -72,7 +63,7 @@ def _instructions() -> str:
     return "\n".join(["You are a coding agent. Work in small steps.", *rules, "The project's files:", *tree])
 
 
-def _source(turn: int, num_lines: int) -> str:
+def source(turn: int, num_lines: int) -> str:
     """Lines of a file as a tool shows them."""
     words = [(VERBS[(turn + i) % len(VERBS)], NOUNS[(turn * 3 + i) % len(NOUNS)]) for i in range(num_lines)]
     return "\n".join(f"{i + 1:4}    {noun}_{i} = {verb}({noun}s, turn={turn})" for i, (verb, noun) in enumerate(words))
@@ -89,19 +80,19 @@ def _definition(turn: int) -> dict[str, Any]:
     }
 
 
-def _tool(name: str, description: str, /, **properties: Any) -> dict[str, Any]:
+def tool(name: str, description: str, /, **properties: Any) -> dict[str, Any]:
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     return {"name": name, "description": description, "input_schema": schema}
 
 
 _PATH = {"enum": [f"{folder}/load_page.py" for folder in FOLDERS]}
-_TEXT = {"type": "string", "maxLength": 16}
+TEXT = {"type": "string", "maxLength": 16}
 TOOLS = [
-    _tool("read", "Read a file.", path=_PATH),
-    _tool("edit", "Replace a text in a file.", path=_PATH, old=_TEXT, new=_TEXT),
-    _tool("run", "Run the tests of a folder.", folder={"enum": list(FOLDERS)}),
-    _tool("find_tools", "Look for tools by what they do; the result defines them.", query=_TEXT),
-    _tool("use_tool", "Call a tool that find_tools has defined.", name=_TEXT, path=_PATH),
+    tool("read", "Read a file.", path=_PATH),
+    tool("edit", "Replace a text in a file.", path=_PATH, old=TEXT, new=TEXT),
+    tool("run", "Run the tests of a folder.", folder={"enum": list(FOLDERS)}),
+    tool("find_tools", "Look for tools by what they do; the result defines them.", query=TEXT),
+    tool("use_tool", "Call a tool that find_tools has defined.", name=TEXT, path=_PATH),
 ]
 SYSTEM = _instructions()
 TASK = {"role": "user", "content": "Make the tests of the engine pass."}
@@ -113,7 +104,7 @@ def result_of(turn: int) -> str:
     name = SCRIPT[turn % len(SCRIPT)]
     if name == "find_tools":
         return "\n".join(json.dumps(_definition(turn + i)) for i in range(2 + turn // 5))
-    return _source(turn, 8 + turn)
+    return source(turn, 8 + turn)
 
 
 class ChatAgent:
@@ -139,8 +130,8 @@ class ChatAgent:
 
     def asked(self, http: httpx.Client, **more: Any) -> Any:
         functions = [
-            {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
-            for tool in self.tools(more)
+            {"name": each["name"], "description": each["description"], "parameters": each["input_schema"]}
+            for each in self.tools(more)
         ]
         body = {"messages": self.messages, "tools": [{"type": "function", "function": each} for each in functions]}
         return self.answered(http, "/v1/chat/completions", {**body, **more})
@@ -222,11 +213,17 @@ def served(model: Path, disk: Path) -> Iterator[tuple[ServerProcess, httpx.Clien
         process.discard()
 
 
-def _await(what: str, is_so: Any) -> None:
+def await_until(what: str, is_so: Any) -> None:
     deadline = time.monotonic() + WAIT_LIMIT_S
     while not is_so():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
+
+
+def kill_busiest(process: ServerProcess, before: dict[int, float]) -> None:
+    """Kill the replica that has taken most CPU time since `before`: the one that had the session."""
+    busy = {pid: used - before.get(pid, 0.0) for pid, used in cpu_seconds(process).items()}
+    os.kill(max(busy, key=lambda pid: busy[pid]), signal.SIGKILL)
 
 
 def _await_saved(http: httpx.Client, agent: ChatAgent) -> None:
@@ -236,7 +233,7 @@ def _await_saved(http: httpx.Client, agent: ChatAgent) -> None:
         tier = http.post("/v1/kv/lookup", json={"session_id": agent.name}).raise_for_status().json()["tier"]
         return bool(tier["tokens"] >= agent.num_history - 1)
 
-    _await(f"{agent.name} saved", is_saved)
+    await_until(f"{agent.name} saved", is_saved)
 
 
 def run(folder: Path) -> dict[str, Any]:
@@ -247,13 +244,12 @@ def run(folder: Path) -> dict[str, Any]:
         name = http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         agents = [ChatAgent(name), AnthropicAgent(name)]
         for agent in agents:
-            _await("two replicas", lambda: http.get("/ready").json()["replicas"] == 2)
+            await_until("two replicas", lambda: http.get("/ready").json()["replicas"] == 2)
             before = cpu_seconds(process)
             for _ in PARTS[0]:
                 agent.turn(http)
             _await_saved(http, agent)
-            busy = {pid: used - before.get(pid, 0.0) for pid, used in cpu_seconds(process).items()}
-            os.kill(max(busy, key=lambda pid: busy[pid]), signal.SIGKILL)
+            kill_busiest(process, before)
             for _ in PARTS[1]:
                 agent.turn(http)
             _await_saved(http, agent)
@@ -275,32 +271,3 @@ def run(folder: Path) -> dict[str, Any]:
 def least_share(shares: list[float]) -> float:
     """The least share from the second turn on: of the first prompt nothing was computed before."""
     return min(shares[1:])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = run(Path(folder))
-    for name in ("chat", "anthropic"):
-        print(name, *(f"{share:.1%}" for share in found[name]["shares"]), flush=True)
-    report = {
-        "benchmark": "clients/coding_agent",
-        "machine": cpu_name(),
-        "load_average": load_average(),
-        "model": f"random Llama, {SHAPE['num_hidden_layers']} layers, {MAX_CONTEXT} tokens of context, float32",
-        **found,
-        **closing_checks(
-            at_least(f"least share of a prompt found from turn 2, {name}", least_share(found[name]["shares"]), TARGET)
-            for name in ("chat", "anthropic")
-        ),
-    }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
-    return int(not all(check["ok"] for check in report["checks"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

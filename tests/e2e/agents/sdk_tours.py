@@ -1,15 +1,14 @@
 """Tours of real SDKs against a running server: what a program that uses them would do, checked as it would see it.
 
-    python benchmarks/clients/sdks.py --url http://127.0.0.1:8000 [--only openai anthropic ...] [--out FILE]
+    python -m tests.e2e.agents.sdk_tours [URL] [PACKAGE...]
 
 To be run by a Python that has the SDKs (`pip install openai anthropic langchain-openai langchain openai-agents
 instructor litellm`; `httpx` sends what chat pages send); one that is not installed is skipped and named. OpenAI's and
 Anthropic's clients check each answer against their types, but where these do not describe what their own servers send.
-Calls are forced where the model need not be good at them, so mneme-tiny serves. Bound: nothing is measured. `--out`
-keeps what was found by SDK and version, beside what the file has. Ends in one line of JSON.
+Calls are forced where the model need not be good at them, so mneme-tiny serves. Ends in one line of JSON: the steps of
+each SDK and version. `test_sdks.py` runs the tour of OpenAI's.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -18,7 +17,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 WEATHER = {
@@ -588,17 +586,12 @@ TOURS: dict[str, Callable[[str], None]] = {  # by package
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--only", nargs="*", choices=list(TOURS), default=list(TOURS))
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+def main(url: str = "http://127.0.0.1:8000", *packages: str) -> int:
     report: dict[str, Any] = {}
-    for name in arguments.only:
+    for name in packages or TOURS:
         STEPS.clear()
         try:
-            TOURS[name](arguments.url.rstrip("/"))
+            TOURS[name](url.rstrip("/"))
             report[f"{name} {version(name)}"] = {"ok": True, "steps": list(STEPS)}
         except ModuleNotFoundError as error:
             report[name] = {"ok": None, "not_installed": error.name}
@@ -606,14 +599,9 @@ def main() -> int:
             traceback.print_exc()
             found = {"ok": False, "steps": list(STEPS), "error": f"{type(error).__name__}: {error}"[:500]}
             report[f"{name} {version(name)}"] = found
-    if arguments.out is not None:
-        others = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-        ran = {name: each for name, each in report.items() if each["ok"] is not None}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({**others, **ran}, indent=1) + "\n")
-    print(json.dumps(report))
+    sys.stdout.write(f"{json.dumps(report)}\n")
     return any(each["ok"] is False for each in report.values())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -6,7 +6,6 @@ round's chunks were put afresh, so that no object was fetched or looked at befor
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -14,16 +13,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import ray
-from harness import median_ratio
+from bench_tier_io import Arm, Chain, Shape
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from tier_io.chunks import Arm, Chain, ChainReads, Samples, Shape
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_cache_tier
 from mneme.cachetier.distributed.objects import layers_per_object
 from mneme.cachetier.distributed.ray_store import RayChunkStore
-from mneme.cachetier.names import Edge, Miss
+from mneme.cachetier.names import Miss
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.policy.load_controller import LoadController
 from mneme.cachetier.store import ChainQuery
@@ -33,10 +31,13 @@ from mneme.replicas.connector.loads import Loads
 from mneme.replicas.load import Load
 
 APPLICATION = "bench-tier-io"
-EDGES: dict[str, Edge] = {"host": "host", "peer": "peer_host", "peer 2": "peer_host"}  # by the node of who put a chunk
+NODES = ("host", "peer", "peer 2")
 _TIMEOUT_S = 120.0
 _CLOSE_S = 20.0
 _SETTLE_S = 20.0  # of one chunk
+_FOUND_S = 20.0  # until chunks that were put can be found, those of another node too
+_LOOK_S = 1.0
+_POLL_S = 0.02
 
 
 class Author:
@@ -87,27 +88,25 @@ class ClusterTier:
         self._ends.callback(shutdown_cache_tier, APPLICATION, timeout_s=_CLOSE_S)
         self.store = start_cache_tier(CacheConfig(), APPLICATION)
         self._ends.callback(self.store.close)
-        self.reads = ChainReads(self.store, chain)
-        self.engine = EngineReads(self.store, chain, self.reads.query)
+        ids = chain.token_ids.reshape(-1).tolist()
+        self._query = ChainQuery.of(chain.lineage, chain.fingerprint.digest, ids, chain.shape.num_tokens)
+        self.engine = EngineReads(self.store, chain, self._query)
         self._ends.callback(self.engine.close)
         self._raw: list[list[Any]] = []  # references to what `put_raw` put
         cluster.add("peer 2")
-        self._located_s: dict[str, list[float]] = {}  # by arm, round by round
         self._authors: dict[str, Any] = {}
-        for name in EDGES:
+        for name in NODES:
             on_node = NodeAffinitySchedulingStrategy(cluster.nodes[name], soft=False)
             author = ray.remote(num_cpus=0)(Author).options(scheduling_strategy=on_node)
             self._authors[name] = author.remote(chain.shape, seed)
             self._ends.callback(ray.kill, self._authors[name])
 
     def close(self) -> None:
-        self.reads.close()
         self._ends.close()
 
-    def locate_fresh(self, node: str, arm: str) -> None:
-        """Chunks that a node's author puts now; the seconds that locating them takes are kept, for the arm."""
-        self.put_fresh([node])
-        self._located_s.setdefault(arm, []).append(self.reads.locate(EDGES[node]))
+    def engine_arm(self, edge: str, name: str, base: str, nodes: Sequence[str]) -> Arm:
+        """What an engine reads of chunks that these nodes' authors have put now."""
+        return Arm(edge, name, self.engine.read, base, lambda: self.put_fresh(nodes), self.clear)
 
     def put_fresh(self, nodes: Sequence[str]) -> None:
         """Have these nodes' authors put a part of the chain each, one behind the other."""
@@ -116,7 +115,11 @@ class ClusterTier:
         for number, node in enumerate(nodes):
             chunks = range(number * num_each, (number + 1) * num_each)
             ray.get(self._authors[node].put.remote(chunks), timeout=_TIMEOUT_S)
-        self.reads.wait()
+        until_s = time.monotonic() + _FOUND_S
+        while len(self.store.locate(self._query, _LOOK_S)) < len(self._query.keys):
+            if time.monotonic() > until_s:
+                raise MnemeError(f"chunks were not found within {_FOUND_S:g} s")
+            time.sleep(_POLL_S)
 
     def put_raw(self, num_layers: int) -> None:
         """Have the other node's author put plain objects of so many layers."""
@@ -131,30 +134,15 @@ class ClusterTier:
 
     def clear(self) -> None:
         """No node has any of the chunks."""
-        self.reads.close()
         self.engine.end()
         self._raw = []
-        self.store.admin.delete(self.reads.query, spares_longer=False)
+        self.store.admin.delete(self._query, spares_longer=False)
 
     def put(self, index: int) -> None:
         """As an engine saves: what is under way is waited for where that is too much, and after the last."""
         _put(self.store, self._chain, index)
         if index == len(self._chain.chunks) - 1:
             _settle(self.store)
-
-    def put_settled(self, index: int) -> None:
-        put_settled(self.store, self._chain, index)
-
-    def with_locating(self, rows: list[dict[str, Any]], found: dict[str, Samples]) -> list[dict[str, Any]]:
-        """Rows of arms that read, with what locating all of the chain took, and the share that counts it."""
-        for row in rows:
-            samples, located_s = found[row["arm"]], self._located_s.get(row["arm"])
-            if located_s is not None and samples.arm.base is not None:
-                located_s = located_s[-len(samples.rounds) :]  # a first round warmed up
-                whole_s = [read + locate for read, locate in zip(samples.total_s(), located_s, strict=True)]
-                row["locate ms"] = statistics.median(located_s) * 1e3
-                row["share with locate"] = median_ratio(found[samples.arm.base].total_s(), whole_s)
-        return rows
 
 
 class EngineReads:
@@ -199,40 +187,23 @@ class EngineReads:
         self._loads.close()
 
 
-def read_arms(tier: ClusterTier, base: list[Arm]) -> list[Arm]:
-    def arm(node: str, name: str, call: Any) -> Arm:
-        return Arm(f"{node} get", name, call, "copy+checksum", lambda: tier.locate_fresh(node, name), tier.clear)
-
-    return [
-        *base,
-        arm("host", "read", tier.reads.read),
-        arm("host", "read+copy", tier.reads.copy),
-    ]
+def read_arms(tier: ClusterTier, base: Arm) -> list[Arm]:
+    """What an engine reads of its node, beside a copy with checksums of the same bytes."""
+    return [base, tier.engine_arm("host get", "engine", base.name, ["host"])]
 
 
 def peer_arms(tier: ClusterTier, shape: Shape) -> list[Arm]:
     """What an engine reads from one peer, or two, beside what Ray transfers of the same bytes between two nodes."""
-
-    def engine(name: str, nodes: Sequence[str]) -> Arm:
-        return Arm("peer get", name, tier.engine.read, "raw Ray", lambda: tier.put_fresh(nodes), tier.clear)
-
-    def raw(name: str, num_layers: int, base: str | None) -> Arm:
-        return Arm("peer get", name, tier.get_raw, base, lambda: tier.put_raw(num_layers), tier.clear)
-
+    num_layers = layers_per_object(shape.layer_bytes)
     return [
-        raw("raw Ray", layers_per_object(shape.layer_bytes), None),
-        raw("raw Ray, an object a chunk", shape.num_layers, "raw Ray"),
-        engine("engine", ["peer"]),
-        engine("engine, two peers", ["peer", "peer 2"]),
+        Arm("peer get", "raw Ray", tier.get_raw, None, lambda: tier.put_raw(num_layers), tier.clear),
+        tier.engine_arm("peer get", "engine", "raw Ray", ["peer"]),
+        tier.engine_arm("peer get", "engine, two peers", "raw Ray", ["peer", "peer 2"]),
     ]
 
 
-def put_arms(tier: ClusterTier, base: list[Arm]) -> list[Arm]:
-    return [
-        *base,
-        Arm("host put", "store", tier.put, "copy", tier.clear, tier.clear),
-        Arm("host put", "store, each waited for", tier.put_settled, "copy", tier.clear, tier.clear),
-    ]
+def put_arms(tier: ClusterTier, base: Arm) -> list[Arm]:
+    return [base, Arm("host put", "store", tier.put, base.name, tier.clear, tier.clear)]
 
 
 def put_settled(store: RayChunkStore, chain: Chain, index: int) -> None:
