@@ -45,6 +45,16 @@ def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
     }
 
 
+def container(pod: Manifest) -> Manifest:
+    found: Manifest
+    (found,) = pod["spec"]["containers"]
+    return found
+
+
+def environment(pod: Manifest) -> dict[str, str]:
+    return {entry["name"]: entry["value"] for entry in container(pod)["env"]}
+
+
 def serve_config(manifests: list[Manifest]) -> Manifest:
     loaded: Manifest = yaml.safe_load(ray_service(manifests)["spec"]["serveConfigV2"])
     return loaded

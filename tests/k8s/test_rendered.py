@@ -22,7 +22,19 @@ from mneme.cluster.serve.gpus import place_models
 from mneme.config import parse
 from mneme.errors import ConfigError
 from tests.docker.dockerfile import DOCKERFILE
-from tests.k8s.renders import NAMES, Manifest, arguments, check, of_kind, pods, ray_service, rendered, serve_config
+from tests.k8s.renders import (
+    NAMES,
+    Manifest,
+    arguments,
+    check,
+    container,
+    environment,
+    of_kind,
+    pods,
+    ray_service,
+    rendered,
+    serve_config,
+)
 
 QUANTITIES = {"Mi": 2**20, "Gi": 2**30}
 # What `mneme serve` sets and pods do not: files and ports of one machine, and what makes an idle machine quiet.
@@ -44,15 +56,6 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
 @pytest.fixture
 def config(manifests: list[Manifest]) -> ClusterConfig:
     return parse(ClusterConfig, arguments(manifests))
-
-
-def container(pod: Manifest) -> Manifest:
-    (found,) = pod["spec"]["containers"]
-    return found
-
-
-def environment(pod: Manifest) -> dict[str, str]:
-    return {entry["name"]: entry["value"] for entry in container(pod)["env"]}
 
 
 def unknown_keys(model: type[BaseModel], given: Mapping[str, Any]) -> list[str]:
