@@ -162,6 +162,17 @@ def test_pods_follow_the_replicas_of_all_models() -> None:
 
 
 @needs_helm
+def test_dashboards_and_alerts_are_the_files() -> None:
+    manifests = parsed(CHART["render"](*values_of("dashboards.enabled=true", "prometheusRule.enabled=true")))
+    (dashboards,) = of_kind(manifests, "ConfigMap")
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert dashboards["data"] == {path.name: path.read_text() for path in (FOLDER / "files/dashboards").iterdir()}
+    (rules,) = of_kind(manifests, "PrometheusRule")
+    check(rules)
+    assert rules["spec"] == yaml.safe_load((FOLDER / "files/alerts.yaml").read_text())
+
+
+@needs_helm
 def test_a_release_of_another_name_has_names_of_its_own() -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         CHART["render"](name="mneme-" + "x" * 42)
