@@ -285,6 +285,9 @@ def test_selectors_find_the_pods_that_they_mean(manifests: list[Manifest]) -> No
     for kind in ("PodDisruptionBudget", "PodMonitor"):
         for each in of_kind(manifests, kind):
             assert found(each["spec"]["selector"]) == {each["metadata"]["name"].rpartition("-")[2]}
+    budgets = {each["metadata"]["name"].rpartition("-")[2] for each in of_kind(manifests, "PodDisruptionBudget")}
+    outlives = "gcsFaultToleranceOptions" in ray_service(manifests)["spec"]["rayClusterConfig"]
+    assert budgets == ({"worker"} if outlives else {"head", "worker"})
     (policy,) = of_kind(manifests, "NetworkPolicy")
     assert found(policy["spec"]["podSelector"]) == {"head", "worker"}
     assert found(policy["spec"]["ingress"][0]["from"][0]["podSelector"]) == {"head", "worker"}
