@@ -26,7 +26,7 @@ DEV_READY := .venv/.dev-ready
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help setup setup-dev serve check check-tests test test-all faults kernels-compile lint format train gpu clean
+.PHONY: help setup setup-dev serve check check-tests test test-all faults kernels-compile lint format chart chart-tools train gpu clean
 
 setup: $(READY) # .venv with what `mneme serve` needs
 setup-dev: $(DEV_READY) # and with tests, linters and types
@@ -91,6 +91,14 @@ gpu: $(GPU_TARGETS) # the checks and benchmarks of a GPU machine
 
 $(GPU_TARGETS) gpu-served gpu-beside: gpu-%:
 	@PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) benchmarks/bench_gpu.py $* --out $(GPU_OUT) $(GPU_ARGS)
+
+chart: $(DEV_READY) chart-tools # what is written from k8s/chart: its schema, its renders, docs/kubernetes.md
+	$(BIN)/python .ci/chart
+
+chart-tools: build/tools/helm/helm # helm and kubectl for the chart's tests, which are skipped without them
+
+build/tools/helm/helm: | $(DEV_READY)
+	$(BIN)/python .ci/chart --fetch
 
 train: $(DEV_READY) # the embedded model anew
 	$(BIN)/python training/train_tiny.py $(TRAIN_ARGS)

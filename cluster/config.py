@@ -58,7 +58,7 @@ class HttpConfig:
     strip_client_lines: bool = True  # x-anthropic-...: lines at the head of a system prompt, in /v1/messages
     otlp_endpoint: str | None = None  # where spans of requests are sent: OTLP over HTTP, with `mneme[otel]`
     shutdown_grace_s: float = 0.5  # how long answers go on when the server stops; then they end with an error
-    max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64. On Kubernetes the pods' variable
+    max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64
 
     def __post_init__(self) -> None:
         check_range("http.max_body_bytes", self.max_body_bytes, 1024, 2**30)

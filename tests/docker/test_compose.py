@@ -1,4 +1,4 @@
-"""docker/compose.yaml and the files that it mounts fit each other; the dashboard asks for what /metrics has."""
+"""docker/compose.yaml and the files that it mounts fit each other; dashboards and alerts ask for what /metrics has."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from mneme.cluster.cli.main import main
 from tests.cluster.api_fixtures import CHAT, api
 from tests.cluster.metrics.test_cache_metrics import with_cache
-from tests.cluster.real_engines import over
+from tests.cluster.real_engines import TwoEngines, over
 from tests.docker.dockerfile import DOCKERFILE, ROOT, last, steps_of
 
 pytestmark = pytest.mark.http
 FOLDER = ROOT / "docker"
-PROMQL = {"sum", "by", "rate", "histogram_quantile"}
+FILES = ROOT / "k8s" / "chart" / "files"
+PROMQL = {"absent", "by", "histogram_quantile", "max", "rate", "sum"}
 # Words of a query, but for strings, numbers, ranges and variables.
 _WORD = re.compile(r'"[^"]*"|\[[^\]]*\]|(?<![\w.$])([a-zA-Z_:][\w:]*)')
 _MATCHER = re.compile(r'(\w+)\s*(=~|=)\s*"([^"]*)"')
@@ -44,8 +45,8 @@ def test_what_is_mounted_is_there(services: dict[str, dict[str, Any]]) -> None:
     volumes = load("compose.yaml")["volumes"]
     found = [source for service in services.values() for source in mounts(service).values()]
     files = [source for source in found if source.startswith(".")]
-    assert len(files) == 4
-    assert [source for source in files if not (FOLDER / source).is_file()] == []
+    assert len(files) == 5
+    assert [source for source in files if not (FOLDER / source).exists()] == []
     assert {source for source in found if source not in files} == {*volumes}
 
 
@@ -84,16 +85,27 @@ def test_prometheus_scrapes_the_server_and_grafana_asks_prometheus(services: dic
     (source,) = load("grafana/datasource.yaml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
     assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
+    assert [path for path in config["rule_files"] if path not in mounts(services["prometheus"])] == []
     (provider,) = load("grafana/dashboards.yaml")["providers"]
     at = {source: Path(target) for target, source in mounts(services["grafana"]).items()}
-    assert at["./grafana/mneme.json"].parent == Path(provider["options"]["path"])
+    dashboards = at["../k8s/chart/files/dashboards"]
+    assert dashboards == Path(provider["options"]["path"])
     home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert at["./grafana/mneme.json"] == Path(home)
+    assert (FILES / "dashboards" / Path(home).relative_to(dashboards)).is_file()
     assert {each["datasource"]["uid"] for panel in panels() for each in (panel, *panel["targets"])} == {source["uid"]}
 
 
+def dashboards() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((FILES / "dashboards").glob("*.json"))]
+
+
 def panels() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((FOLDER / "grafana/mneme.json").read_text())["panels"]
+    return [panel for dashboard in dashboards() for panel in dashboard["panels"]]
+
+
+def alerts() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
     return found
 
 
@@ -110,9 +122,10 @@ Page = dict[str, dict[str, set[str]]]  # names of samples, with the values of th
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    """As two engines with a cache tier have it, after an answer."""
+    """As two engines with a cache tier and a GPU have it, after an answer."""
     with over() as (client, engines):
         with_cache(engines)
+        on_gpus(engines)
         client.post("/v1/chat/completions", json=CHAT).raise_for_status()
         text = client.get("/metrics").raise_for_status().text
     found: Page = {}
@@ -122,6 +135,18 @@ def page() -> Page:
             for label, value in sample.labels.items():
                 values.setdefault(label, set()).add(value)
     return found
+
+
+def on_gpus(engines: TwoEngines) -> None:
+    """As replicas with GPUs say their figures, where Serve says how many there should be."""
+    plain = engines.stats
+
+    async def stats() -> dict[str, dict[str, Any]]:
+        gpu = {"gpu": "0", "problem": None}
+        return {name: {**figures, "gpu": gpu} for name, figures in (await plain()).items()}
+
+    engines.stats = stats  # type: ignore[method-assign]
+    engines.num_wanted = lambda: 2  # type: ignore[method-assign]
 
 
 def missing(query: str, page: Page) -> set[str]:
@@ -144,6 +169,22 @@ def test_what_a_panel_asks_for_is_on_the_page(panel: dict[str, Any], page: Page)
         assert names
         assert missing(target["expr"], page) == set()
         assert {*re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])} <= values_by_label.keys()
+
+
+def test_panels_are_told_apart() -> None:
+    for dashboard in dashboards():
+        places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+        assert len(places) == len(set(places)) == len({panel["id"] for panel in dashboard["panels"]})
+    assert len({dashboard["uid"] for dashboard in dashboards()}) == len(dashboards())
+
+
+@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
+def test_what_an_alert_asks_for_is_on_the_page(alert: dict[str, Any], page: Page) -> None:
+    names, values_by_label = asked(alert["expr"])
+    assert names
+    assert missing(alert["expr"], page) == set()
+    assert {*re.findall(r"\{\{ \$labels\.(\w+) \}\}", alert["annotations"]["summary"])} <= values_by_label.keys()
+    assert {*alert} == {"alert", "expr", "for", "labels", "annotations"}
 
 
 def test_a_query_for_what_is_not_there_is_found_out(page: Page) -> None:
