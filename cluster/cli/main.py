@@ -37,7 +37,7 @@ LABORATORY = {  # what measures and plays, and what `mneme --help` says of it
     "quality": "what reusing documents in place does to a model's answers",
 }
 # Options of `vllm serve` that have an equivalent here.
-_VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our key, type, metavar, help
+VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our key, type, metavar, help
     ("--served-model-name", "served_name", str, "NAME", "what clients call the model, by one name or several"),
     ("--generation-config", "engine.generation_config", str, "USE", "auto: as generation_config.json samples; none"),
     ("--api-key", "http.api_keys", str, "KEY", "the key that clients must send"),
@@ -189,13 +189,13 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     same = parser.add_argument_group("options as vLLM's, each in place of a key of --set")
     hints = get_type_hints(EngineConfig)
-    for option, key, kind, metavar, text in _VLLM_OPTIONS:
+    for option, key, kind, metavar, text in VLLM_OPTIONS:
         choices = get_args(hints[key.removeprefix("engine.")]) if option in ("--dtype", "--generation-config") else None
         more: Any = {"nargs": "+", "action": "extend"} if key == "served_name" else {}
         same.add_argument(option, dest=key, type=kind, choices=choices, metavar=metavar, help=f"{text} ({key})", **more)
     for name, foreign in FOREIGN.items():
         option = f"--{name.replace('_', '-')}"
-        if option not in {known for known, *_ in _VLLM_OPTIONS}:
+        if option not in {known for known, *_ in VLLM_OPTIONS}:
             action = argparse.BooleanOptionalAction if foreign.is_flag else "store"
             same.add_argument(option, dest=_FOREIGN + name, action=action, help=argparse.SUPPRESS)
 
@@ -203,7 +203,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from mneme.cluster.config import load_config
 
-    keys = ("model", "ray.address", "host", "port", *(key for _, key, *_ in _VLLM_OPTIONS))
+    keys = ("model", "ray.address", "host", "port", *(key for _, key, *_ in VLLM_OPTIONS))
     given: dict[str, Any] = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
     if args.replicas is not None:
         given |= _replicas(args.replicas)

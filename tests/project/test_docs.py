@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from mneme.errors import MnemeError
 from tests.cluster.api_fixtures import get
 
@@ -38,8 +40,9 @@ def test_the_tests_that_the_security_page_names_are_there() -> None:
     assert [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()] == []
 
 
-def test_the_example_in_the_readme_answers() -> None:
-    (example,) = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/from-vllm.md"])
+def test_an_example_in_python_answers(page: str) -> None:
+    (example,) = re.findall(r"```python\n(.+?)```", (ROOT / page).read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.strip()  # it is drawn, so not always the same
 
