@@ -32,6 +32,7 @@ examples:
 `mneme COMMAND --help` says more of each."""
 LABORATORY = {  # what measures and plays, and what `mneme --help` says of it
     "chat": "talk to a server in the terminal",
+    "top": "what a server does: replicas, tiers, requests, again and again",
     "bench": "load on a running server, and what its users would see",
     "simulate": "what a trace would do to a cache or a cluster, without a model",
     "quality": "what reusing documents in place does to a model's answers",
@@ -119,6 +120,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     add_of_laboratory("chat")
+    add_of_laboratory("top")
     add_of_laboratory("bench")
 
     doctor = commands.add_parser("doctor", help="what this machine has, and what would keep a cluster from starting")

@@ -72,7 +72,7 @@ LEVELS = {
         "app local",
         "cli",
     ),
-    "lab": ("arguments chat", "cache quality", "bench cluster"),
+    "lab": ("arguments chat", "top", "cache quality", "bench cluster"),
 }
 LEVEL = {
     f"{folder}.{room}": n
