@@ -402,7 +402,7 @@ class ResponsesAnswer(AnswerInParts[answers.Response, answers.ResponseEvent]):
         yield {**self._event("output_item.done"), "output_index": part.index, "item": item}
 
     def _end_parts(self, choice: Choice) -> Iterator[answers.ResponseEvent]:
-        """Close what is open, and make the response, which says something if only nothing."""
+        """Close what is open, and make the response; one that says nothing has an empty message."""
         if not self.parts and not self._is_silent:
             yield from self._open(Part("message", 0))
         yield from super()._end_parts(choice)

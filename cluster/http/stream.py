@@ -83,7 +83,7 @@ class RunResponse(Generic[W, E]):
     answer: Answer[W, E]
     is_stream: bool = False
     num_at_once: int | None = None  # choices; the others run behind them; None: all
-    undo: Callable[[], Awaitable[None]] | None = None  # leaves nothing of what was begun for it, where it is refused
+    undo: Callable[[], Awaitable[None]] | None = None  # leaves nothing of what was begun for it if it fails
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         num_given = self._num_tokens()
