@@ -24,7 +24,7 @@ from collections.abc import (
 )
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, takewhile
 from types import TracebackType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -396,13 +396,16 @@ class AnswerInParts(Answer[W, E]):
     def _add(self, delta: Delta) -> Iterator[E]:
         if self._is_silent:
             return
+        rest = list(takewhile(lambda piece: piece.id is None, delta.calls))
+        for piece in rest:  # of the call that is open: it ends before anything is said behind it
+            yield from self._grow(piece.arguments)
         said: tuple[tuple[PartKind, str], ...] = (("reasoning", delta.reasoning), ("message", delta.text))
         for kind, text in said:
             if text:
                 if not self.parts or self.parts[-1].kind != kind:
                     yield from self._open(Part(kind, len(self.parts)))
                 yield from self._grow(text)
-        for piece in delta.calls:
+        for piece in delta.calls[len(rest) :]:
             if piece.id is not None:
                 yield from self._open(Part("call", len(self.parts), piece.id, piece.name or ""))
             yield from self._grow(piece.arguments)
