@@ -162,24 +162,20 @@ class MessagesAnswer(AnswerInParts[answers.AnthropicMessage, answers.AnthropicEv
         return event(json.dumps(anthropic_error(error, self._request_id)), "error")
 
     def _whole(self, choice: Choice) -> answers.AnthropicMessage:
+        return self._message(choice, self._ending(choice))
+
+    def _begin(self, choice: Choice) -> Iterator[answers.AnthropicEvent]:
+        message = self._message(choice, {"stop_reason": None, "stop_sequence": None})
+        yield {"type": "message_start", "message": message}
+
+    def _message(self, choice: Choice, ending: answers.AnthropicEnding) -> answers.AnthropicMessage:
         return {
             **self._head,
             **self._diagnostics(choice),
             "content": list(map(_block, self.parts)),
-            **self._ending(choice),
+            **ending,
             "usage": self._usage(choice),
         }
-
-    def _begin(self, choice: Choice) -> Iterator[answers.AnthropicEvent]:
-        message: answers.AnthropicMessage = {
-            **self._head,
-            **self._diagnostics(choice),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": self._usage(choice),
-        }
-        yield {"type": "message_start", "message": message}
 
     def _begin_part(self, part: Part) -> Iterator[answers.AnthropicEvent]:
         yield {"type": "content_block_start", "index": part.index, "content_block": _block(part)}

@@ -328,8 +328,9 @@ class ResponsesAnswer(AnswerInParts[answers.Response, answers.ResponseEvent]):
     def failed(self, error: MnemeError) -> bytes:
         """See `Answer`."""
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
-        failure: answers.ResponseFailure = {"code": code, "message": str(error) or "internal error"}
-        told: answers.ResponseEvent = {**self._event("failed"), "response": self._object("failed", error=failure)}
+        response, told = self._object("failed"), self._event("failed")
+        response["error"] = {"code": code, "message": str(error) or "internal error"}
+        told["response"] = response
         return written([told])
 
     def _whole(self, choice: Choice) -> answers.Response:
@@ -401,41 +402,31 @@ class ResponsesAnswer(AnswerInParts[answers.Response, answers.ResponseEvent]):
         yield {**self._event("output_item.done"), "output_index": part.index, "item": item}
 
     def _end_parts(self, choice: Choice) -> Iterator[answers.ResponseEvent]:
-        """Close what is open, and make the response, which says something if only nothing."""
+        """Close what is open, and make the response; one that says nothing has an empty message."""
         if not self.parts and not self._is_silent:
             yield from self._open(Part("message", 0))
         yield from super()._end_parts(choice)
         is_cut = choice.finish_reason == "length" and not self._is_silent
-        self._response = self._object(
-            "incomplete" if is_cut else "completed",
-            output=self._output,
-            usage=self._usage(choice),
-            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
-            completed_at=None if is_cut else int(self._keeper.api.wall_clock()),
-        )
+        response = self._response = self._object("incomplete" if is_cut else "completed")
+        response["output"], response["usage"] = self._output, self._usage(choice)
+        if is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(self._keeper.api.wall_clock())
 
     def _end(self, choice: Choice) -> Iterator[answers.ResponseEvent]:
         assert self._response is not None
         yield {**self._event(self._response["status"]), "response": self._response}
 
-    def _object(
-        self,
-        status: answers.ResponseStatus,
-        *,
-        output: Sequence[answers.ResponseItem] = (),
-        usage: answers.ResponseUsage | None = None,
-        error: answers.ResponseFailure | None = None,
-        incomplete_details: answers.IncompleteDetails | None = None,
-        completed_at: int | None = None,
-    ) -> answers.Response:
+    def _object(self, status: answers.ResponseStatus) -> answers.Response:
         return {
             **self._echo,
             "status": status,
-            "output": list(output),
-            "usage": usage,
-            "error": error,
-            "incomplete_details": incomplete_details,
-            "completed_at": completed_at,
+            "output": [],
+            "usage": None,
+            "error": None,
+            "incomplete_details": None,
+            "completed_at": None,
             "prompt_cache_diagnostics": None,
         }
 

@@ -24,7 +24,7 @@ from collections.abc import (
 )
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, takewhile
 from types import TracebackType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -86,7 +86,7 @@ class RunResponse(Generic[W, E]):
     answer: Answer[W, E]
     is_stream: bool = False
     num_at_once: int | None = None  # choices; the others run behind them; None: all
-    undo: Callable[[], Awaitable[None]] | None = None  # leaves nothing of what was begun for it, where it is refused
+    undo: Callable[[], Awaitable[None]] | None = None  # leaves nothing of what was begun for it if it fails
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         num_given = self._num_tokens()
@@ -183,12 +183,9 @@ class Generation:
     """
 
     def __init__(self, asked: RunResponse[Any, Any], receive: Receive, latency: RequestLatency) -> None:
-        self.choices = asked.choices
         self.is_done = False
         self.failure: MnemeError | None = None
-        self._client = asked.api.client
-        self._fields = asked.fields
-        self._num_at_once = asked.num_at_once or len(asked.choices)
+        self._asked, self._choices = asked, asked.choices
         self._choice_by_request = {choice.request.request_id: choice for choice in asked.choices}
         self._receive = receive
         self._latency = latency
@@ -218,20 +215,22 @@ class Generation:
 
     def take(self) -> Iterator[Delta]:
         """Take what is new, choice by choice."""
-        return chain.from_iterable(choice.take() for choice in self.choices)
+        return chain.from_iterable(choice.take() for choice in self._choices)
 
     async def _read_events(self) -> None:
         try:
-            for first in range(0, len(self.choices), self._num_at_once):
-                group = self.choices[first : first + self._num_at_once]
+            num_at_once = self._asked.num_at_once or len(self._choices)
+            for first in range(0, len(self._choices), num_at_once):
+                group = self._choices[first : first + num_at_once]
                 past_s = self._latency.past_s() if first else 0.0
-                await self._read(self._client.generate([_later(each.request, past_s) for each in group]), len(group))
+                requests = [_later(each.request, past_s) for each in group]
+                await self._read(self._asked.api.client.generate(requests), len(group))
         except InvalidRequest as error:
             self.failure = self._worded(error)
         except MnemeError as error:
             self.failure = error
         except Exception:  # the edge of the engine client: the client gets an answer, the log the cause
-            logger.exception("generation failed request=%s", self.choices[0].request.request_id)
+            logger.exception("generation failed request=%s", self._choices[0].request.request_id)
             self.failure = MnemeError("internal error")
         finally:
             self.is_done = True
@@ -252,11 +251,11 @@ class Generation:
 
     def _worded(self, error: InvalidRequest) -> InvalidRequest:
         """Return the engine's refusal in the client's words; one of the calls' grammar names the function."""
-        choice = self._choice_by_request.get(error.request_id or "", self.choices[0])
+        choice = self._choice_by_request.get(error.request_id or "", self._choices[0])
         name = None if choice.parser is None or error.field != "tools" else choice.parser.open_call
         if name is not None:
             return InvalidRequest(error.field, error.value, f"{error.rule} (in the arguments of {name})")
-        return self._fields[choice.prompt_index].worded(error)
+        return self._asked.fields[choice.prompt_index].worded(error)
 
     async def _wait_for_hang_up(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -406,13 +405,16 @@ class AnswerInParts(Answer[W, E]):
     def _add(self, delta: Delta) -> Iterator[E]:
         if self._is_silent:
             return
+        rest = list(takewhile(lambda piece: piece.id is None, delta.calls))
+        for piece in rest:  # of the call that is open: it ends before anything is said behind it
+            yield from self._grow(piece.arguments)
         said: tuple[tuple[PartKind, str], ...] = (("reasoning", delta.reasoning), ("message", delta.text))
         for kind, text in said:
             if text:
                 if not self.parts or self.parts[-1].kind != kind:
                     yield from self._open(Part(kind, len(self.parts)))
                 yield from self._grow(text)
-        for piece in delta.calls:
+        for piece in delta.calls[len(rest) :]:
             if piece.id is not None:
                 yield from self._open(Part("call", len(self.parts), piece.id, piece.name or ""))
             yield from self._grow(piece.arguments)

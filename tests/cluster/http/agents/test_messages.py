@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
+from mneme.cluster.http.messages import MessagesAnswer
 from mneme.errors import Overloaded, ReplicaUnavailable
+from mneme.replicas.choices import Choice, Delta
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.text.calls.answer_parser import CallPiece
 from tests.cluster.api_fixtures import CHAT, RENDERED, TOKENIZER, api, post
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 from tests.cluster.http.agents.test_tools import TEMPLATE
@@ -37,6 +41,19 @@ def events(engine: FakeEngineClient | None = None, **changes: Any) -> list[dict[
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
     return found
+
+
+def test_a_call_ends_before_what_the_same_step_says_behind_it() -> None:
+    request = GenerationRequest(request_id="r.0", prompt_token_ids=(1,), sampling=SamplingParams())
+    begun = Delta(0, "", None, None, (5,), True, calls=(CallPiece(0, "", "c", "f"), CallPiece(0, "{")))
+    ended = Delta(0, "so", None, "stop", (6,), False, calls=(CallPiece(0, "}"), CallPiece(1, "{}", "d", "g")))
+    answer = MessagesAnswer("r", "tiny", is_silent=False, compare=lambda *_: None)
+    told = answer.events([Choice(index=0, request=request, tokenizer=TOKENIZER)], [begun, ended]).decode()
+    data = [json.loads(line.removeprefix("data: ")) for line in told.splitlines() if line.startswith("data: ")]
+    deltas = [(each["index"], each["delta"]) for each in data if each["type"] == "content_block_delta"]
+    json_deltas = [(index, each["partial_json"]) for index, each in deltas if each["type"] == "input_json_delta"]
+    assert json_deltas == [(0, "{"), (0, "}"), (2, "{}")]
+    assert [(index, each["text"]) for index, each in deltas if each["type"] == "text_delta"] == [(1, "so")]
 
 
 def test_a_whole_message() -> None:
