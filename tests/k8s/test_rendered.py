@@ -231,8 +231,8 @@ def test_a_pod_that_ends_gives_its_streams_their_time(manifests: list[Manifest],
     grace = pod["spec"]["terminationGracePeriodSeconds"]
     script = container(pod)["lifecycle"]["preStop"]["exec"]["command"][-1]
     (deadline,) = re.findall(r"--deadline-remaining-seconds (\d+)", script)
-    # Serve stops a replica this long before the deadline, whether its successor runs or not.
-    assert grace > int(deadline) > config.ingress.drain_s
+    # Serve stops an ingress this long before the deadline, whether its successor runs or not.
+    assert grace > int(deadline) > config.ingress.drain_s + config.start_timeout_s
     assert int(environment(pod)["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= config.ingress.drain_s
     assert ray_service(manifests)["spec"]["rayClusterDeletionDelaySeconds"] >= grace
     for route in of_kind(manifests, "HTTPRoute"):

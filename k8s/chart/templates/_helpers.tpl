@@ -66,9 +66,9 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
   {{- end -}}
 {{- end -}}
 {{- if not $c.ingress.cpus }}{{ fail "config.ingress.cpus: must be over 0, or Ray places an ingress on the head" }}{{ end -}}
-{{- $least := addf $c.ingress.drain_s 60 -}}
+{{- $least := addf $c.ingress.drain_s $c.start_timeout_s 60 -}}
 {{- if lt (float64 $v.worker.terminationGracePeriodSeconds) $least -}}
-  {{- fail (printf "worker.terminationGracePeriodSeconds: must be at least config.ingress.drain_s and 60, %v, or a pod that ends cuts streams off (got %v)" $least $v.worker.terminationGracePeriodSeconds) -}}
+  {{- fail (printf "worker.terminationGracePeriodSeconds: must be at least config.ingress.drain_s, config.start_timeout_s and 60, %v, or a pod that ends cuts streams off (got %v)" $least $v.worker.terminationGracePeriodSeconds) -}}
 {{- end -}}
 {{- if and (eq $v.kv.type "claim") (gt $pods.max 1.0) -}}
   {{- fail (printf "kv.type: claim is one folder, and %v pods would be on it; hostPath gives each node its own" $pods.max) -}}
