@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.cachetier.chunk.keys import Lineage
+from mneme.errors import MnemeError
 from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import EXACT, HISTORY, TRUNCATED, BlendUsage, Declined, DocumentSpan, DocumentUsage
 from mneme.replicas.forest.moves import Chunks
@@ -451,6 +452,21 @@ class Sequence:
             return usage
         why = self.declined.why if blend is None else blend.why_computed(span)
         return usage._replace(outcome="computed", why=why)
+
+
+class End(NamedTuple):
+    """Says how a sequence ended, to every party to that (`Engine._finish`)."""
+
+    sequence: Sequence
+    reason: str
+    error: str | MnemeError | None = (
+        None  # a message where the engine failed, a `MnemeError` where the request is sound
+    )
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether what was computed may be kept."""
+        return self.reason != "error" or isinstance(self.error, MnemeError)
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
-from mneme.replicas.sequence import Sequence, StepRows
+from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots
 from mneme.replicas.sessions.sessions import Sessions
@@ -171,6 +171,15 @@ class Engine:
         self._timeout_s = config.request_timeout_s
         self.deadlines = LazyHeap[str]()  # of requests
         self._outbox = Outbox(on_end=self.deadlines.discard, clock=clock)
+        # The parties to the end of a sequence, in order: chunks are saved while it has its pages, and its prompt is
+        # pinned before one of them can go. Its session comes last: the next turn begins when all else is done.
+        self._parties: tuple[Callable[[End], None], ...] = (
+            *(() if connector is None else (connector.ended,)),
+            self.scheduler.ended,
+            self._end_children,
+            self._outbox.ended,
+            self.pins.ended,
+        )
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated", "computed" of prompts
         self.num_finished = self._outbox.num_finished  # by finish_reason
         self.blends = self._outbox.blends
@@ -571,35 +580,26 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str, error: str | MnemeError | None = None) -> None:
         """End a sequence. `error`: a message where the engine failed, a `MnemeError` where the request is sound."""
-        request = sequence.request
-        is_sound = reason != "error" or isinstance(error, MnemeError)
-        kept = finished_turn(sequence, self._tokenizer) if request.session_id is not None and is_sound else None
-        if self.connector is not None:
-            self.connector.end(sequence, is_sound=is_sound)
-        self.scheduler.remove(sequence)
-        if request.leaves_nothing:
-            self.forest.drop_salts(lambda salt: salt == request.kv_salt, is_counted=False)
-        del self._sequence_by_id[request.request_id]
-        if sequence.parent is not None:
-            self.scheduler.note_gathered(sequence, sequence.parent)
-            if reason in ("stop", "length"):  # who waits for the same document finds it
-                document = request.salt, request.prompt_token_ids
-                children = [each for each in self._sequence_by_id.values() if each.parent is not None]
-                for child in children:
-                    if (child.request.salt, child.request.prompt_token_ids) == document:
-                        self._finish(child, "abort")
-            return
-        if sequence.blend is not None and sequence.blend.num_missing:
-            for child in [each for each in self._sequence_by_id.values() if each.parent is sequence]:
-                self._finish(child, "abort")
-        self._outbox.report(sequence, reason, error)
-        self.pins.finished(request.request_id, reason, error)
-        if request.kept and is_sound:
-            self.pins.keep(sequence)
+        end, has_session = End(sequence, reason, error), sequence.request.session_id is not None
+        kept = finished_turn(sequence, self._tokenizer) if has_session and end.is_sound else None
+        del self._sequence_by_id[sequence.request.request_id]
+        for party in self._parties:
+            party(end)
         before = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
-        following = self.sessions.end(request, kept)
+        following = self.sessions.end(sequence.request, kept)
         abandon_roots(self.forest, before, sequence, {each.root for each in self._sequence_by_id.values()})
         self._begin_next(following)
+
+    def _end_children(self, end: End) -> None:
+        """End the sequences that nobody waits for any more: its own children, and those that compute what it has."""
+        sequence, is_found = end.sequence, end.sequence.parent is not None and end.reason in ("stop", "length")
+        if not is_found and (sequence.blend is None or not sequence.blend.num_missing):
+            return
+        document = sequence.request.salt, sequence.request.prompt_token_ids
+        for child in [each for each in self._sequence_by_id.values() if each.parent is not None]:
+            is_same = is_found and (child.request.salt, child.request.prompt_token_ids) == document
+            if is_same or child.parent is sequence:
+                self._finish(child, "abort")
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""

@@ -15,7 +15,7 @@ from mneme.replicas.documents import BlendUsage
 from mneme.replicas.queries import ExplainedPrompt, ExplainedRange, ExplainedSampling
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent, is_of_request
-from mneme.replicas.sequence import Sequence, StepRows
+from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -77,6 +77,11 @@ class Outbox:
             now_s = self._clock()
             for sequence in begun:
                 sequence.begun_s = now_s
+
+    def ended(self, end: End) -> None:
+        """Tell that a request has ended, if it is one that somebody sent."""
+        if end.sequence.parent is None:
+            self.report(end.sequence, end.reason, end.error)
 
     def report(
         self, sequence: Sequence, finish_reason: str | None = None, error: str | MnemeError | None = None

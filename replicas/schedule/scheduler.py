@@ -37,7 +37,7 @@ from mneme.replicas.forest.store import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget, seconds_beside
-from mneme.replicas.sequence import FoundChunks, Sequence, StepRows
+from mneme.replicas.sequence import End, FoundChunks, Sequence, StepRows
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
@@ -140,6 +140,15 @@ class Scheduler:
                 for child in children:
                     self.note_gathered(child, parent)
         return len(self.gathering) < num_gathering
+
+    def ended(self, end: End) -> None:
+        """Forget a sequence. Its pages become cached, or go if it leaves nothing; its parent waits for it no more."""
+        self.remove(end.sequence)
+        request, parent = end.sequence.request, end.sequence.parent
+        if request.leaves_nothing:
+            self._forest.drop_salts(lambda salt: salt == request.kv_salt, is_counted=False)
+        if parent is not None:
+            self.note_gathered(end.sequence, parent)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; its pages become cached, its session's if it has one."""
