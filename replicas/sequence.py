@@ -14,11 +14,11 @@ import numpy.typing as npt
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.errors import MnemeError
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.documents import EXACT, HISTORY, TRUNCATED, BlendUsage, Declined, DocumentSpan, DocumentUsage
+from mneme.replicas.documents import TRUNCATED
 from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.forest.paths import Path, Rows
-from mneme.replicas.fuse.blend import Blend
+from mneme.replicas.fuse.reuse import Reuse
 from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.report import GivenUp
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, Source
@@ -194,7 +194,6 @@ class Sequence:
     arrival: int  # FCFS order, kept through suspensions
     owner: Owner | None = None  # its session
     context: list[int] = field(default_factory=list)  # what is seen of `ids`: all of them, until a truncation
-    is_approximate: bool = False  # what it goes on from is: its session's earlier turns reuse documents in place
     root: Root | None = None  # where `context` goes on behind what a truncation kept
     event: bytes = b""  # under which the cache tier may have what the session saw, where its engine lacks `root`
     window: int | None = None  # tokens that `context` may have before it is truncated; None: it never outgrows
@@ -202,8 +201,7 @@ class Sequence:
     num_unseen: int = 0  # of the prompt, when its first token is drawn
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
-    blend: Blend | None = None  # how it reuses documents, if it does
-    declined: Declined = HISTORY  # why it does not
+    reuse: Reuse = field(default_factory=Reuse)  # how it uses documents
     parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
     leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
     found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
@@ -284,8 +282,8 @@ class Sequence:
             self.num_unseen += len(self.context) - len(context)
         self.context = context
         self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
-        self.declined = TRUNCATED
-        self.blend, self.event = None, b""
+        self.reuse = Reuse(declined=TRUNCATED, is_history_approximate=self.reuse.is_history_approximate)
+        self.event = b""
         if self.chain is not None:
             self.chain.restart()
         self.drop_found()  # KV of what it saw before
@@ -295,16 +293,6 @@ class Sequence:
         if self.found is not None:
             self.found.close()
             self.found = None
-
-    @property
-    def is_probing(self) -> bool:
-        """Return whether its next rows are for choosing what is computed anew, and sample nothing."""
-        return self.blend is not None and self.blend.is_probing
-
-    @property
-    def is_comparing(self) -> bool:
-        """Return whether these are rows of documents."""
-        return self.blend is not None and self.blend.is_comparing
 
     @property
     def num_to_come(self) -> int:
@@ -363,11 +351,11 @@ class Sequence:
             return
         for start, end in rows.loaded:
             self.note_origin(start, end, "host")
-        if self.blend is not None and len(self.blend.narrowed):
+        if len(self.reuse.narrowed):
             cached = [each for each in self.origins.ranges(self.num_prompt, rest="device") if each.source in _CACHED]
-            self.blend.note_narrowed(rows.spans, cached)
-        # A blend's own slots lie between what it reuses: they were never there before.
-        num_refilled = 0 if self.blend is not None and self.blend.uses else rows.num_refilled
+            self.reuse.note_narrowed(rows.spans, cached)
+        # Slots of its own between what it reuses were never there before.
+        num_refilled = 0 if self.reuse.uses else rows.num_refilled
         for start, end in rows.spans:
             middle = min(start + num_refilled, end)
             self.origins.note(start, middle, "dropped")
@@ -387,7 +375,7 @@ class Sequence:
         """
         num_seen = self.num_prompt - self.num_unseen
         ranges = self.origins.ranges(num_seen)
-        counted = collections.Counter[str](self.blend.narrowed_found if self.blend is not None else {})
+        counted = collections.Counter[str](self.reuse.narrowed_found)
         for start, end, source in ranges:
             counted[source] += end - start
         return PromptUsage(
@@ -398,60 +386,13 @@ class Sequence:
             truncated_tokens=self.num_unseen,
             disk_tokens=counted["disk"],
             peer_tokens=counted["peer"],
-            blend=self._blend_usage(ranges),
+            blend=self.reuse.usage(
+                self.request,
+                self.context if self.num_output == 0 else self.context[: -self.num_output],
+                [each for each in ranges if each.source in _CACHED],
+                has_history=self.root is not None,
+            ),
         )
-
-    def _blend_usage(self, ranges: collections.abc.Sequence[Origin]) -> BlendUsage | None:
-        order, is_approximate = self.request.document_order, self.is_approximate and self.root is not None
-        if not order:
-            why = "no document; its history reuses some behind other text"
-            return BlendUsage("off", why, (), (), is_history_approximate=True) if is_approximate else None
-        blend, documents = self.blend, self._document_usages(ranges)
-        if blend is not None and blend.uses:
-            usage = BlendUsage(blend.options.mode, blend.why, order, documents, blend.selector, blend.ratio)
-            is_measured = blend.is_measured and not is_approximate
-            num_documents, recomputed = blend.num_chosen + len(blend.reused), blend.num_recomputed
-            usage = usage._replace(reused=num_documents - recomputed, recomputed=recomputed, is_measured=is_measured)
-        else:
-            reason, why = self.declined if blend is None else blend.declined
-            usage = BlendUsage("off", why, order, documents, declined=reason)
-        return usage._replace(is_history_approximate=is_approximate)
-
-    def _document_usages(self, ranges: collections.abc.Sequence[Origin]) -> tuple[DocumentUsage, ...]:
-        cached = [each for each in ranges if each.source in _CACHED]
-        first_by_ids: dict[tuple[int, ...], DocumentSpan] = {}
-        usages = []
-        for span in self.request.documents:
-            num_by_source: collections.Counter[Source] = collections.Counter()
-            for found in cached[bisect_right(cached, span.start, key=lambda each: each.end) :]:
-                if found.start >= span.end:
-                    break
-                num_by_source[found.source] += min(found.end, span.end) - max(found.start, span.start)
-            num_reused, num_exact = 0, num_by_source.total()
-            if self.blend is not None and self.blend.uses:
-                num_reused = self.blend.num_reused_in(span.start, span.end)
-                num_exact = min(num_exact, max(self.blend.num_exact - span.start, 0))
-            first = first_by_ids.setdefault(tuple(self.context[span.start : span.end]), span)
-            source = num_by_source.most_common(1)[0][0] if num_by_source else "computed"
-            size = span.end - span.start
-            usage = DocumentUsage(span.name, span.start, size, num_exact, num_reused, source, "exact", EXACT.why)
-            usages.append(self._with_outcome(usage, span, first))
-        return tuple(usages)
-
-    def _with_outcome(self, usage: DocumentUsage, span: DocumentSpan, first: DocumentSpan) -> DocumentUsage:
-        blend = self.blend
-        if blend is not None and blend.uses_any(span.start, span.end):
-            why = "its KV is reused behind other text" if usage.reused else "the selector chose all of its tokens"
-            if len(blend.narrowed) and not usage.reused:
-                why = "computed anew in the first layers, and its KV is reused in the others but for the farthest off"
-            if first is not span and usage.reused:
-                why = f"it has the tokens of {first.name}, and the same KV is reused"
-            return usage._replace(outcome="blended", why=why)
-        # The prompt's last token is always computed, as the answer is drawn from it.
-        if usage.exact >= usage.tokens - (span.end == len(self.context) - self.num_output):
-            return usage
-        why = self.declined.why if blend is None else blend.why_computed(span)
-        return usage._replace(outcome="computed", why=why)
 
 
 class End(NamedTuple):
@@ -492,8 +433,7 @@ class StepRows:
         self.num_rows = self.end - start
         for start, end in self.spans[:-1]:
             self.num_rows += end - start
-        blend = self.sequence.blend
-        self.samples = self.end == len(self.sequence.context) and (blend is None or not blend.is_probing)
+        self.samples = self.end == len(self.sequence.context) and not self.sequence.reuse.is_probing
         self.is_shifted = self.shifts != [0] and any(self.shifts)
 
     @property
@@ -517,23 +457,23 @@ class StepRows:
     @property
     def probes(self) -> bool:
         """Return whether its rows tell what they look at of the sequence's documents."""
-        return self.sequence.is_probing and not self.sequence.is_comparing
+        return self.sequence.reuse.is_probing and not self.sequence.reuse.num_to_compare
 
     @property
     def is_special(self) -> bool:
         """Return whether its outcome is more than a token: what documents are chosen by, or what a prompt says."""
         sequence = self.sequence
-        if sequence.parent is not None:
+        if sequence.parent is not None or sequence.reuse.is_probing:
             return True
-        return not sequence.num_output and (sequence.blend is not None or sequence.request.reads_prompt)
+        return not sequence.num_output and bool(sequence.reuse.uses or sequence.request.reads_prompt)
 
     @property
     def narrowed(self) -> IntArray:
         """Return which of its rows, as indices, may leave the pass between two layers."""
-        blend = self.sequence.blend
-        if blend is None or not len(blend.narrowed) or self.spans[0][0] > blend.narrowed[-1]:
+        narrowed = self.sequence.reuse.narrowed
+        if not len(narrowed) or self.spans[0][0] > narrowed[-1]:
             return np.empty(0, np.int64)
-        return np.flatnonzero(np.isin(self.positions, blend.narrowed))
+        return np.flatnonzero(np.isin(self.positions, narrowed))
 
     @property
     def positions(self) -> IntArray:

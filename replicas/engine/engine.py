@@ -37,17 +37,18 @@ from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.documents import LEARNED_POSITIONS, NOT_SHARED, SLIDING_WINDOW, Declined
+from mneme.replicas.documents import HISTORY, LEARNED_POSITIONS, NOT_SHARED, SLIDING_WINDOW, Declined
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import learn
 from mneme.replicas.fuse.asked import AskedBeginnings
-from mneme.replicas.fuse.blend import make_blend
+from mneme.replicas.fuse.blend import decide
 from mneme.replicas.fuse.controller import Controller
 from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
+from mneme.replicas.fuse.reuse import Reuse
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
@@ -416,30 +417,14 @@ class Engine:
             grammars=self.grammars,
         )
         sequence.parent = parent
-        sequence.is_approximate = bool(sequence.event) and prompt.is_blended
+        sequence.reuse = self._reuse(sequence, is_approximate=bool(sequence.event) and prompt.is_blended)
         missing: list[list[int]] = []
-        if sequence.request.documents:
-            blend = self._cannot_blend or make_blend(
-                sequence.request,
-                self.sink_ids,
-                capacity=self.capacity,
-                num_layers=self.runner.num_layers,
-                controller=self._blends,
-                num_tokens=len(sequence.context),
-                num_exact=self._num_exact(sequence),
-                num_again=self._num_again(sequence),
-            )
-            if isinstance(blend, Declined):
-                sequence.declined = blend
-            else:
-                sequence.blend = blend
-                sequence.is_approximate &= sequence.root is not None  # else its history is computed exactly
-        if sequence.blend is not None:
-            has_history = sequence.root is not None
+        if sequence.reuse.gathers:
             sequence.leader = self._leader(sequence)
-            if sequence.leader is None:
-                missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
-            sequence.blend.num_missing = len(missing)
+        if sequence.leader is None:
+            has_history = sequence.root is not None
+            missing = sequence.reuse.missing(sequence.context, self.forest, has_history=has_history)
+        sequence.reuse.num_missing = len(missing)
         if self.connector is not None:
             self.connector.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
@@ -454,11 +439,29 @@ class Engine:
             )
             self._start(child, TurnPrompt(ids, ids, None, 0), sequence)
 
+    def _reuse(self, sequence: Sequence, *, is_approximate: bool) -> Reuse:
+        """Say how a sequence uses documents. `is_approximate`: its session's earlier turns reuse some in place."""
+        cannot = self._cannot_blend if sequence.request.documents else HISTORY
+        decided = cannot or decide(
+            sequence.request,
+            self.sink_ids,
+            capacity=self.capacity,
+            num_layers=self.runner.num_layers,
+            controller=self._blends,
+            num_tokens=len(sequence.context),
+            num_exact=self._num_exact(sequence),
+            num_again=self._num_again(sequence),
+        )
+        if isinstance(decided, Declined):
+            return Reuse(declined=decided, is_history_approximate=is_approximate)
+        decided.is_history_approximate = is_approximate and sequence.root is not None  # else that is computed exactly
+        return decided
+
     def _leader(self, sequence: Sequence) -> Sequence | None:
         """Find the first choice of a turn, if the turn is blended for that one and has no answer yet."""
         request = sequence.request
         first = self._sequence_by_id.get(f"{turn_name(request)}.0")
-        is_ahead = first is not None and first is not sequence and first.num_output == 0 and first.blend is not None
+        is_ahead = first is not None and first is not sequence and first.num_output == 0 and first.reuse.gathers
         return first if is_ahead and first is not None and first.context == sequence.context else None
 
     def _num_exact(self, sequence: Sequence) -> int:
@@ -502,9 +505,7 @@ class Engine:
             self._learn(batch, self._committed_s - began_s)
         for part, scores in self.runner.take_scores() if flight.is_special else ():
             sequence = part.sequence
-            if sequence.path is None or sequence.blend is None:  # it begins anew
-                continue
-            if sequence.blend.note_scores(scores, is_last=part.is_last):
+            if sequence.path is not None and sequence.reuse.note_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             sequence.is_ending = False
@@ -593,7 +594,7 @@ class Engine:
     def _end_children(self, end: End) -> None:
         """End the sequences that nobody waits for any more: its own children, and those that compute what it has."""
         sequence, is_found = end.sequence, end.sequence.parent is not None and end.reason in ("stop", "length")
-        if not is_found and (sequence.blend is None or not sequence.blend.num_missing):
+        if not is_found and not sequence.reuse.num_missing:
             return
         document = sequence.request.salt, sequence.request.prompt_token_ids
         for child in [each for each in self._sequence_by_id.values() if each.parent is not None]:
