@@ -9,23 +9,20 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.errors import MnemeError
 from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import TRUNCATED
+from mneme.replicas.drawing import Drawing
 from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.forest.paths import Path, Rows
 from mneme.replicas.fuse.reuse import Reuse
-from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.report import GivenUp
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, Source
-from mneme.replicas.text.detokenizer import TextStream
-from mneme.replicas.text.matcher import Mask, Matcher
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
+from mneme.replicas.scoring import Scoring
 
-_SPARE = 256  # tokens that may come before the arrays of `TokenCounts` have to grow
 _CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")
 
 
@@ -77,38 +74,6 @@ class Origins:
         if position < num_prompt:
             ranges.append(Origin(position, num_prompt, rest))
         return ranges
-
-
-class TokenCounts:
-    """Says how often each token occurs in a growing list, as arrays that the sampler's penalties index with.
-
-    Adding a token costs the same however many there are; counting them anew would cost milliseconds a step.
-    """
-
-    def __init__(self, ids: collections.abc.Sequence[int]) -> None:
-        distinct, counts = np.unique(np.array(ids, np.int64), return_counts=True)
-        self._size = len(distinct)
-        self._ids, self._counts = _with_room(distinct), _with_room(counts)
-        self._index_by_id = dict(zip(distinct.tolist(), range(self._size), strict=True))
-
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """The distinct tokens; a view that is good until the next `add`."""
-        return self._ids[: self._size]
-
-    @property
-    def counts(self) -> npt.NDArray[np.int64]:
-        """Parallel to `ids`."""
-        return self._counts[: self._size]
-
-    def add(self, token_id: int) -> None:
-        index = self._index_by_id.setdefault(token_id, self._size)
-        if index == self._size:
-            if index == len(self._ids):
-                self._ids, self._counts = _with_room(self._ids), _with_room(self._counts)
-            self._ids[index], self._counts[index] = token_id, 0
-            self._size += 1
-        self._counts[index] += 1
 
 
 class FoundChunks(Chunks, Protocol):
@@ -214,57 +179,17 @@ class Sequence:
     num_retries: int = 0  # steps that failed and were to be computed again
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events
-    end_token_ids: tuple[int, ...] = ()  # end the output
-    stop_text: TextStream | None = None  # follows the output where stop strings are given
+    drawing: Drawing = field(default_factory=Drawing)  # how its tokens are drawn, and with which its output ends
+    scoring: Scoring | None = None  # what is asked of its own prompt
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
-    seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
-    drawn: TokenCounts | None = None  # of the output, where there is a presence or frequency penalty
-    matcher: Matcher | None = None  # follows the output where there is a grammar
-    allowed: Mask | None = None  # what may be drawn, where `allowed_token_ids` says so
-    bad_words: tuple[tuple[int, ...], ...] = ()  # must not be in the output
-    pooled: FloatArray | None = None  # the sum of the first `num_pooled` hidden states of its prompt, or the last one
-    num_pooled: int = 0
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of its prompt's tokens behind the first
-    num_scored: int = 0  # of these
     is_ending: bool = False  # with the token that is on its way
     num_put_back: int = 0  # times that it went back to the queue because its KV is not what it should be
 
     def __post_init__(self) -> None:
         self.context = self.context or self.ids
         self.num_unseen = self.num_prompt - len(self.context)
-
-    def pool(self, positions: IntArray, hidden: FloatArray) -> None:
-        """Take the hidden states [rows, H] at these positions, in order; what is computed once more counts once."""
-        is_new = (positions >= self.num_pooled) & (positions < self.num_prompt)
-        if self.request.pooling == "last":
-            self.pooled = hidden[-1]
-        elif is_new.any():
-            self.pooled = hidden[is_new].sum(axis=0) + (0 if self.pooled is None else self.pooled)
-        self.num_pooled += int(is_new.sum())
-
-    def take_embedding(self) -> tuple[float, ...] | None:
-        """Return the embedding, once its output has begun."""
-        pooled, self.pooled = self.pooled, None
-        if pooled is None:
-            return None
-        assert self.num_pooled == self.num_prompt
-        return tuple((pooled / (1 if self.request.pooling == "last" else self.num_pooled)).tolist())
-
-    def unscored(self, part: StepRows) -> IntArray:
-        """Find the rows of a step, as indices, that tell something new of the next token of its prompt."""
-        if self.request.sampling.prompt_logprobs is None or self.num_scored >= self.num_prompt - 1:
-            return np.empty(0, np.int64)
-        positions = part.positions
-        return np.flatnonzero((positions >= self.num_scored) & (positions < self.num_prompt - 1))
-
-    def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """Return those of its prompt, once its output has begun; None: not asked for."""
-        num_top = self.request.sampling.prompt_logprobs
-        if num_top is None:
-            return None
-        assert self.num_scored == self.num_prompt - 1
-        pieces, self.prompt_logprobs = self.prompt_logprobs, []
-        return PromptLogprobs.joined(pieces, num_top)
+        if self.request.reads_prompt:
+            self.scoring = Scoring(self.num_prompt, self.request.pooling, self.request.sampling.prompt_logprobs)
 
     @property
     def is_over(self) -> bool:
@@ -308,35 +233,16 @@ class Sequence:
         """All output of the request, also what another engine had emitted before it was moved here."""
         return self.ids[self.num_prompt - self.request.output_offset :]
 
-    @property
-    def barred_ids(self) -> tuple[int, ...]:
-        """Return what may not be drawn now: ends before `min_tokens`, and what would complete a bad word."""
-        ends = self.end_token_ids if self.num_output < self.request.sampling.min_tokens else ()
-        if not self.bad_words:
-            return ends
-        first = self.num_prompt - self.request.output_offset  # of the output
-        begins = [(len(self.ids) - len(word) + 1, word) for word in self.bad_words]
-        found = [word for begin, word in begins if begin >= first and tuple(self.ids[begin:]) == word[:-1]]
-        return (*ends, *(word[-1] for word in found))
-
     def append(self, token_id: int) -> None:
         """Add an output token."""
         self.ids.append(token_id)
         if self.context is not self.ids:
             self.context.append(token_id)
-        if self.matcher is not None:
-            self.matcher.push(token_id)
-        for counts in (self.seen, self.drawn):
-            if counts is not None:
-                counts.add(token_id)
+        self.drawing.push(token_id)
 
     def finish_reason(self, token_id: int) -> str | None:
         """Return why the sequence ends with this token, which it has appended; None if it does not."""
-        if self.stop_text is not None:
-            self.stop_text.push([token_id])
-            if self.stop_text.stopped:
-                return "stop"
-        if token_id in self.end_token_ids or (self.matcher is not None and self.matcher.is_over):
+        if self.drawing.stops(token_id):
             return "stop"
         return "length" if self.num_output >= self.max_tokens else None
 
@@ -449,10 +355,8 @@ class StepRows:
     @property
     def is_read(self) -> bool:
         """Return whether hidden states of its rows are wanted."""
-        request = self.sequence.request
-        if request.sampling.prompt_logprobs is None:
-            return request.pooling is not None
-        return request.pooling is not None or len(self.sequence.unscored(self)) > 0
+        scoring = self.sequence.scoring
+        return scoring is not None and (scoring.pooling is not None or len(scoring.unscored(self.positions)) > 0)
 
     @property
     def probes(self) -> bool:
@@ -465,7 +369,7 @@ class StepRows:
         sequence = self.sequence
         if sequence.parent is not None or sequence.reuse.is_probing:
             return True
-        return not sequence.num_output and bool(sequence.reuse.uses or sequence.request.reads_prompt)
+        return not sequence.num_output and bool(sequence.reuse.uses or sequence.scoring)
 
     @property
     def narrowed(self) -> IntArray:
@@ -495,7 +399,3 @@ class StepRows:
 
 def _cut(origin: Origin, low: int, high: int) -> Origin:
     return origin._replace(start=max(origin.start, low), end=min(origin.end, high))
-
-
-def _with_room(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.concatenate((array, np.empty(len(array) // 2 + _SPARE, np.int64)))

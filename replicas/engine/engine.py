@@ -57,7 +57,7 @@ from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
-from mneme.replicas.text.matcher import Grammars, without
+from mneme.replicas.text.matcher import Grammars
 
 if TYPE_CHECKING:
     import torch
@@ -547,7 +547,7 @@ class Engine:
         self.pins.renew()
 
     def _append(self, sequence: Sequence, outcome: Sampled) -> None:
-        matcher, grammar = sequence.matcher, sequence.request.sampling.grammar
+        matcher, grammar = sequence.drawing.matcher, sequence.request.sampling.grammar
         if outcome.token_id is not None:
             sequence.append(outcome.token_id)
         if matcher is not None and matcher.error is not None and grammar is not None:
@@ -638,22 +638,18 @@ class Engine:
 
 def _sample_row(sequence: Sequence) -> SampleRow:
     """Say how the next token of a sequence is drawn."""
-    request, matcher = sequence.request, sequence.matcher
-    if matcher is not None and matcher.is_waiting:
-        matcher = None
-    barred_ids = sequence.barred_ids
-    mask = None if sequence.allowed is None else without(sequence.allowed, barred_ids)
-    if matcher is not None:
-        mask = matcher.mask(barred_ids)
+    request, drawing = sequence.request, sequence.drawing
+    first = sequence.num_prompt - request.output_offset
+    barred_ids, mask = drawing.limits(sequence.ids, first, sequence.num_output)
     return SampleRow(
         params=request.sampling,
         seed=request.sampling.seed or 0,
         choice_index=request.choice_index,
         position=request.output_offset + sequence.num_output,
-        barred_ids=barred_ids if mask is None else (),
+        barred_ids=barred_ids,
         mask=mask,
-        seen=sequence.seen,
-        drawn=sequence.drawn,
+        seen=drawing.seen,
+        drawn=drawing.drawn,
     )
 
 

@@ -115,8 +115,9 @@ class Outbox:
             self._on_end(request_id)
         refusal = error if isinstance(error, MnemeError) else None
         message = None if error is None else str(error)
-        embedding = sequence.take_embedding() if fresh and sequence.request.pooling else None
-        of_prompt = sequence.take_prompt_logprobs() if fresh and usage is not None else None
+        scoring = sequence.scoring if fresh else None
+        embedding = None if scoring is None else scoring.take_embedding()
+        of_prompt = None if scoring is None or usage is None else scoring.take_prompt_logprobs()
         told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding, of_prompt)
         self._events.append(TokenEvent(*told))
 
@@ -138,7 +139,7 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
     """Return what the sequence leaves to its session if it ends now."""
     said = None
     if tokenizer is not None and sequence.request.prompt_text is not None:
-        said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.stop_text)
+        said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.drawing.stop_text)
     sees_all = sequence.context is sequence.ids and not (sequence.root is not None and sequence.root.is_blend)
     stored = b"" if sequence.num_output else sequence.event  # an answer without a root has computed all it sees anew
     seen = None if sees_all else Seen(array("i", sequence.context), sequence.root, stored)

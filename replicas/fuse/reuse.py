@@ -42,9 +42,7 @@ class Reuse:
     num_exact: int = 0  # tokens that its path began with
     uses: list[tuple[int, int]] = field(default_factory=list, repr=False)  # positions of what its path reuses
     reused: IntArray = field(default_factory=lambda: _NONE, repr=False)  # positions, in order
-    narrowed: IntArray = field(
-        default_factory=lambda: _NONE, repr=False
-    )  # those whose rows may leave a pass
+    narrowed: IntArray = field(default_factory=lambda: _NONE, repr=False)  # those whose rows may leave a pass
 
     @property
     def ratio(self) -> float:

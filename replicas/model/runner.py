@@ -48,6 +48,7 @@ from mneme.replicas.model.draws import Draws, Expected, SampleRow
 from mneme.replicas.model.graphs import MakeGraphs, fill_in
 from mneme.replicas.model.sampler import prompt_logprobs, sample
 from mneme.replicas.model.timeline import Timeline
+from mneme.replicas.scoring import Scoring
 from mneme.replicas.sequence import StepRows
 
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
@@ -232,22 +233,22 @@ class Runner:
         def read(hidden: torch.Tensor) -> None:
             for part, _ in wanted:
                 states, hidden = hidden[: part.num_rows], hidden[part.num_rows :]
-                if part.sequence.request.pooling is not None:
-                    part.sequence.pool(part.positions, states.double().cpu().numpy())
-                self._score(part, states)
+                scoring = part.sequence.scoring
+                assert scoring is not None
+                if scoring.pooling is not None:
+                    scoring.pool(part.positions, states.double().cpu().numpy())
+                self._score(part, scoring, states)
 
         inputs.read = read
 
-    def _score(self, part: StepRows, states: torch.Tensor) -> None:
+    def _score(self, part: StepRows, scoring: Scoring, states: torch.Tensor) -> None:
         """Give a sequence the log-probabilities of its prompt's tokens that follow these rows, [rows, H]."""
-        sequence, num_top = part.sequence, part.sequence.request.sampling.prompt_logprobs
         size = max(_MAX_LOGITS // self.vocab_size, 1)
-        rows = sequence.unscored(part)
-        for some in np.split(rows, range(size, len(rows), size)) if num_top is not None else []:
-            token_ids = [sequence.ids[position + 1] for position in part.positions[some]]
+        rows = scoring.unscored(part.positions)
+        for some in np.split(rows, range(size, len(rows), size)) if len(rows) else []:
+            token_ids = [part.sequence.ids[position + 1] for position in part.positions[some]]
             logits = self._decoder.logits(states[self._tensor(some)])
-            sequence.prompt_logprobs.append(prompt_logprobs(logits, token_ids, num_top or 0))
-            sequence.num_scored += len(some)
+            scoring.add(prompt_logprobs(logits, token_ids, scoring.num_top or 0), len(some))
 
     def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:
         both = zip(ordered, accumulate(part.num_rows for part in ordered), strict=True)

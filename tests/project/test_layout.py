@@ -54,6 +54,7 @@ LEVELS = {
         "config request vllm_options",
         "card queries",
         "fuse text",
+        "drawing scoring",
         "sequence",
         "connector",
         "model sessions",
