@@ -9,21 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mneme.cachetier.chunk.keys import Lineage
+from mneme.errors import MnemeError
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.documents import EXACT, HISTORY, TRUNCATED, BlendUsage, Declined, DocumentSpan, DocumentUsage
+from mneme.replicas.documents import TRUNCATED
+from mneme.replicas.drawing import Drawing
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.forest.paths import Path, Rows
-from mneme.replicas.fuse.blend import Blend
-from mneme.replicas.fuse.selectors import FloatArray
+from mneme.replicas.fuse.reuse import Reuse
 from mneme.replicas.load import Load
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptLogprobs, PromptUsage, Source
-from mneme.replicas.text.detokenizer import TextStream
-from mneme.replicas.text.matcher import Mask, Matcher
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
+from mneme.replicas.scoring import Scoring
 
-_SPARE = 256  # tokens that may come before the arrays of `TokenCounts` have to grow
 _CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")
 
 
@@ -77,38 +75,6 @@ class Origins:
         return ranges
 
 
-class TokenCounts:
-    """Says how often each token occurs in a growing list, as arrays that the sampler's penalties index with.
-
-    Adding a token costs the same however many there are; counting them anew would cost milliseconds a step.
-    """
-
-    def __init__(self, ids: collections.abc.Sequence[int]) -> None:
-        distinct, counts = np.unique(np.array(ids, np.int64), return_counts=True)
-        self._size = len(distinct)
-        self._ids, self._counts = _with_room(distinct), _with_room(counts)
-        self._index_by_id = dict(zip(distinct.tolist(), range(self._size), strict=True))
-
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """The distinct tokens; a view that is good until the next `add`."""
-        return self._ids[: self._size]
-
-    @property
-    def counts(self) -> npt.NDArray[np.int64]:
-        """Parallel to `ids`."""
-        return self._counts[: self._size]
-
-    def add(self, token_id: int) -> None:
-        index = self._index_by_id.setdefault(token_id, self._size)
-        if index == self._size:
-            if index == len(self._ids):
-                self._ids, self._counts = _with_room(self._ids), _with_room(self._counts)
-            self._ids[index], self._counts[index] = token_id, 0
-            self._size += 1
-        self._counts[index] += 1
-
-
 @dataclass(slots=True, eq=False)
 class ChunkChain:
     """Names the chunks of one sequence in the cache tier, from its root on."""
@@ -134,7 +100,6 @@ class Sequence:
     arrival: int  # FCFS order, kept through suspensions
     owner: Owner | None = None  # its session
     context: list[int] = field(default_factory=list)  # what is seen of `ids`: all of them, until a truncation
-    is_approximate: bool = False  # what it goes on from is: its session's earlier turns reuse documents in place
     root: Root | None = None  # where `context` goes on behind what a truncation kept
     event: bytes = b""  # under which the cache tier may have what the session saw, where its engine lacks `root`
     window: int | None = None  # tokens that `context` may have before it is truncated; None: it never outgrows
@@ -142,8 +107,7 @@ class Sequence:
     num_unseen: int = 0  # of the prompt, when its first token is drawn
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
-    blend: Blend | None = None  # how it reuses documents, if it does
-    declined: Declined = HISTORY  # why it does not
+    reuse: Reuse = field(default_factory=Reuse)  # how it uses documents
     parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
     leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
     load: Load | None = None  # of what the cache tier has of it
@@ -156,57 +120,17 @@ class Sequence:
     num_retries: int = 0  # steps that failed and were to be computed again
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events
-    end_token_ids: tuple[int, ...] = ()  # end the output
-    stop_text: TextStream | None = None  # follows the output where stop strings are given
+    drawing: Drawing = field(default_factory=Drawing)  # how its tokens are drawn, and with which its output ends
+    scoring: Scoring | None = None  # what is asked of its own prompt
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
-    seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
-    drawn: TokenCounts | None = None  # of the output, where there is a presence or frequency penalty
-    matcher: Matcher | None = None  # follows the output where there is a grammar
-    allowed: Mask | None = None  # what may be drawn, where `allowed_token_ids` says so
-    bad_words: tuple[tuple[int, ...], ...] = ()  # must not be in the output
-    pooled: FloatArray | None = None  # the sum of the first `num_pooled` hidden states of its prompt, or the last one
-    num_pooled: int = 0
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of its prompt's tokens behind the first
-    num_scored: int = 0  # of these
     is_ending: bool = False  # with the token that is on its way
     num_put_back: int = 0  # times that it went back to the queue because its KV is not what it should be
 
     def __post_init__(self) -> None:
         self.context = self.context or self.ids
         self.num_unseen = self.num_prompt - len(self.context)
-
-    def pool(self, positions: IntArray, hidden: FloatArray) -> None:
-        """Take the hidden states [rows, H] at these positions, in order; what is computed once more counts once."""
-        is_new = (positions >= self.num_pooled) & (positions < self.num_prompt)
-        if self.request.pooling == "last":
-            self.pooled = hidden[-1]
-        elif is_new.any():
-            self.pooled = hidden[is_new].sum(axis=0) + (0 if self.pooled is None else self.pooled)
-        self.num_pooled += int(is_new.sum())
-
-    def take_embedding(self) -> tuple[float, ...] | None:
-        """Return the embedding, once its output has begun."""
-        pooled, self.pooled = self.pooled, None
-        if pooled is None:
-            return None
-        assert self.num_pooled == self.num_prompt
-        return tuple((pooled / (1 if self.request.pooling == "last" else self.num_pooled)).tolist())
-
-    def unscored(self, part: StepRows) -> IntArray:
-        """Find the rows of a step, as indices, that tell something new of the next token of its prompt."""
-        if self.request.sampling.prompt_logprobs is None or self.num_scored >= self.num_prompt - 1:
-            return np.empty(0, np.int64)
-        positions = part.positions
-        return np.flatnonzero((positions >= self.num_scored) & (positions < self.num_prompt - 1))
-
-    def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """Return those of its prompt, once its output has begun; None: not asked for."""
-        num_top = self.request.sampling.prompt_logprobs
-        if num_top is None:
-            return None
-        assert self.num_scored == self.num_prompt - 1
-        pieces, self.prompt_logprobs = self.prompt_logprobs, []
-        return PromptLogprobs.joined(pieces, num_top)
+        if self.request.reads_prompt:
+            self.scoring = Scoring(self.num_prompt, self.request.pooling, self.request.sampling.prompt_logprobs)
 
     @property
     def is_over(self) -> bool:
@@ -224,8 +148,8 @@ class Sequence:
             self.num_unseen += len(self.context) - len(context)
         self.context = context
         self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
-        self.declined = TRUNCATED
-        self.blend, self.event = None, b""
+        self.reuse = Reuse(declined=TRUNCATED, is_history_approximate=self.reuse.is_history_approximate)
+        self.event = b""
         if self.chain is not None:
             self.chain.restart()
         self.drop_load()  # KV of what it saw before
@@ -235,16 +159,6 @@ class Sequence:
         if self.load is not None:
             self.load.close()
             self.load = None
-
-    @property
-    def is_probing(self) -> bool:
-        """Return whether its next rows are for choosing what is computed anew, and sample nothing."""
-        return self.blend is not None and self.blend.is_probing
-
-    @property
-    def is_comparing(self) -> bool:
-        """Return whether these are rows of documents."""
-        return self.blend is not None and self.blend.is_comparing
 
     @property
     def num_to_come(self) -> int:
@@ -260,35 +174,16 @@ class Sequence:
         """All output of the request, also what another engine had emitted before it was moved here."""
         return self.ids[self.num_prompt - self.request.output_offset :]
 
-    @property
-    def barred_ids(self) -> tuple[int, ...]:
-        """Return what may not be drawn now: ends before `min_tokens`, and what would complete a bad word."""
-        ends = self.end_token_ids if self.num_output < self.request.sampling.min_tokens else ()
-        if not self.bad_words:
-            return ends
-        first = self.num_prompt - self.request.output_offset  # of the output
-        begins = [(len(self.ids) - len(word) + 1, word) for word in self.bad_words]
-        found = [word for begin, word in begins if begin >= first and tuple(self.ids[begin:]) == word[:-1]]
-        return (*ends, *(word[-1] for word in found))
-
     def append(self, token_id: int) -> None:
         """Add an output token."""
         self.ids.append(token_id)
         if self.context is not self.ids:
             self.context.append(token_id)
-        if self.matcher is not None:
-            self.matcher.push(token_id)
-        for counts in (self.seen, self.drawn):
-            if counts is not None:
-                counts.add(token_id)
+        self.drawing.push(token_id)
 
     def finish_reason(self, token_id: int) -> str | None:
         """Return why the sequence ends with this token, which it has appended; None if it does not."""
-        if self.stop_text is not None:
-            self.stop_text.push([token_id])
-            if self.stop_text.stopped:
-                return "stop"
-        if token_id in self.end_token_ids or (self.matcher is not None and self.matcher.is_over):
+        if self.drawing.stops(token_id):
             return "stop"
         return "length" if self.num_output >= self.max_tokens else None
 
@@ -303,11 +198,11 @@ class Sequence:
             return
         for start, end in rows.loaded:
             self.note_origin(start, end, "host")
-        if self.blend is not None and len(self.blend.narrowed):
+        if len(self.reuse.narrowed):
             cached = [each for each in self.origins.ranges(self.num_prompt, rest="device") if each.source in _CACHED]
-            self.blend.note_narrowed(rows.spans, cached)
-        # A blend's own slots lie between what it reuses: they were never there before.
-        num_refilled = 0 if self.blend is not None and self.blend.uses else rows.num_refilled
+            self.reuse.note_narrowed(rows.spans, cached)
+        # Slots of its own between what it reuses were never there before.
+        num_refilled = 0 if self.reuse.uses else rows.num_refilled
         for start, end in rows.spans:
             middle = min(start + num_refilled, end)
             self.origins.note(start, middle, "dropped")
@@ -327,7 +222,7 @@ class Sequence:
         """
         num_seen = self.num_prompt - self.num_unseen
         ranges = self.origins.ranges(num_seen)
-        counted = collections.Counter[str](self.blend.narrowed_found if self.blend is not None else {})
+        counted = collections.Counter[str](self.reuse.narrowed_found)
         for start, end, source in ranges:
             counted[source] += end - start
         return PromptUsage(
@@ -338,60 +233,28 @@ class Sequence:
             truncated_tokens=self.num_unseen,
             disk_tokens=counted["disk"],
             peer_tokens=counted["peer"],
-            blend=self._blend_usage(ranges),
+            blend=self.reuse.usage(
+                self.request,
+                self.context if self.num_output == 0 else self.context[: -self.num_output],
+                [each for each in ranges if each.source in _CACHED],
+                has_history=self.root is not None,
+            ),
         )
 
-    def _blend_usage(self, ranges: collections.abc.Sequence[Origin]) -> BlendUsage | None:
-        order, is_approximate = self.request.document_order, self.is_approximate and self.root is not None
-        if not order:
-            why = "no document; its history reuses some behind other text"
-            return BlendUsage("off", why, (), (), is_history_approximate=True) if is_approximate else None
-        blend, documents = self.blend, self._document_usages(ranges)
-        if blend is not None and blend.uses:
-            usage = BlendUsage(blend.options.mode, blend.why, order, documents, blend.selector, blend.ratio)
-            is_measured = blend.is_measured and not is_approximate
-            num_documents, recomputed = blend.num_chosen + len(blend.reused), blend.num_recomputed
-            usage = usage._replace(reused=num_documents - recomputed, recomputed=recomputed, is_measured=is_measured)
-        else:
-            reason, why = self.declined if blend is None else blend.declined
-            usage = BlendUsage("off", why, order, documents, declined=reason)
-        return usage._replace(is_history_approximate=is_approximate)
 
-    def _document_usages(self, ranges: collections.abc.Sequence[Origin]) -> tuple[DocumentUsage, ...]:
-        cached = [each for each in ranges if each.source in _CACHED]
-        first_by_ids: dict[tuple[int, ...], DocumentSpan] = {}
-        usages = []
-        for span in self.request.documents:
-            num_by_source: collections.Counter[Source] = collections.Counter()
-            for found in cached[bisect_right(cached, span.start, key=lambda each: each.end) :]:
-                if found.start >= span.end:
-                    break
-                num_by_source[found.source] += min(found.end, span.end) - max(found.start, span.start)
-            num_reused, num_exact = 0, num_by_source.total()
-            if self.blend is not None and self.blend.uses:
-                num_reused = self.blend.num_reused_in(span.start, span.end)
-                num_exact = min(num_exact, max(self.blend.num_exact - span.start, 0))
-            first = first_by_ids.setdefault(tuple(self.context[span.start : span.end]), span)
-            source = num_by_source.most_common(1)[0][0] if num_by_source else "computed"
-            size = span.end - span.start
-            usage = DocumentUsage(span.name, span.start, size, num_exact, num_reused, source, "exact", EXACT.why)
-            usages.append(self._with_outcome(usage, span, first))
-        return tuple(usages)
+class End(NamedTuple):
+    """Says how a sequence ended, to every party to that (`Engine._finish`)."""
 
-    def _with_outcome(self, usage: DocumentUsage, span: DocumentSpan, first: DocumentSpan) -> DocumentUsage:
-        blend = self.blend
-        if blend is not None and blend.uses_any(span.start, span.end):
-            why = "its KV is reused behind other text" if usage.reused else "the selector chose all of its tokens"
-            if len(blend.narrowed) and not usage.reused:
-                why = "computed anew in the first layers, and its KV is reused in the others but for the farthest off"
-            if first is not span and usage.reused:
-                why = f"it has the tokens of {first.name}, and the same KV is reused"
-            return usage._replace(outcome="blended", why=why)
-        # The prompt's last token is always computed, as the answer is drawn from it.
-        if usage.exact >= usage.tokens - (span.end == len(self.context) - self.num_output):
-            return usage
-        why = self.declined.why if blend is None else blend.why_computed(span)
-        return usage._replace(outcome="computed", why=why)
+    sequence: Sequence
+    reason: str
+    error: str | MnemeError | None = (
+        None  # a message where the engine failed, a `MnemeError` where the request is sound
+    )
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether what was computed may be kept."""
+        return self.reason != "error" or isinstance(self.error, MnemeError)
 
 
 @dataclass(slots=True)
@@ -417,8 +280,7 @@ class StepRows:
         self.num_rows = self.end - start
         for start, end in self.spans[:-1]:
             self.num_rows += end - start
-        blend = self.sequence.blend
-        self.samples = self.end == len(self.sequence.context) and (blend is None or not blend.is_probing)
+        self.samples = self.end == len(self.sequence.context) and not self.sequence.reuse.is_probing
         self.is_shifted = self.shifts != [0] and any(self.shifts)
 
     @property
@@ -434,31 +296,29 @@ class StepRows:
     @property
     def is_read(self) -> bool:
         """Return whether hidden states of its rows are wanted."""
-        request = self.sequence.request
-        if request.sampling.prompt_logprobs is None:
-            return request.pooling is not None
-        return request.pooling is not None or len(self.sequence.unscored(self)) > 0
+        scoring = self.sequence.scoring
+        return scoring is not None and (scoring.pooling is not None or len(scoring.unscored(self.positions)) > 0)
 
     @property
     def probes(self) -> bool:
         """Return whether its rows tell what they look at of the sequence's documents."""
-        return self.sequence.is_probing and not self.sequence.is_comparing
+        return self.sequence.reuse.is_probing and not self.sequence.reuse.num_to_compare
 
     @property
     def is_special(self) -> bool:
         """Return whether its outcome is more than a token: what documents are chosen by, or what a prompt says."""
         sequence = self.sequence
-        if sequence.parent is not None:
+        if sequence.parent is not None or sequence.reuse.is_probing:
             return True
-        return not sequence.num_output and (sequence.blend is not None or sequence.request.reads_prompt)
+        return not sequence.num_output and bool(sequence.reuse.uses or sequence.scoring)
 
     @property
     def narrowed(self) -> IntArray:
         """Return which of its rows, as indices, may leave the pass between two layers."""
-        blend = self.sequence.blend
-        if blend is None or not len(blend.narrowed) or self.spans[0][0] > blend.narrowed[-1]:
+        narrowed = self.sequence.reuse.narrowed
+        if not len(narrowed) or self.spans[0][0] > narrowed[-1]:
             return np.empty(0, np.int64)
-        return np.flatnonzero(np.isin(self.positions, blend.narrowed))
+        return np.flatnonzero(np.isin(self.positions, narrowed))
 
     @property
     def positions(self) -> IntArray:
@@ -480,7 +340,3 @@ class StepRows:
 
 def _cut(origin: Origin, low: int, high: int) -> Origin:
     return origin._replace(start=max(origin.start, low), end=min(origin.end, high))
-
-
-def _with_room(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.concatenate((array, np.empty(len(array) // 2 + _SPARE, np.int64)))

@@ -6,7 +6,7 @@ Scheduler._admit              pages for what was found (`forest/paths.py: graft`
 Engine._launch    begin_step  chunks that the step completes; where steps are launched ahead, `save_launched` behind it
 Runner.prepare                loads and saves begin (`ChunkLoader`, `ChunkSaver`); layers are waited for, and told
 Engine._commit    end_step    what did not come is taken back, what is sound goes to the store
-Engine._finish    end         a request's last chunk
+Engine._finish    ended       a request's last chunk
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mneme.replicas.connector.save import ChunkSaver, SaveJob, SavePolicy
 from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page
+from mneme.replicas.sequence import End, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
-from mneme.replicas.sequence import StepRows
 
 _LOOK_AGAIN_S = 0.1  # since it was last looked whether a request that waits is to be asked for again
 _NUM_LOOKED_AT = 8  # of the queue, its head first
@@ -86,7 +86,7 @@ class KvConnector:
             return
         if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
             return
-        if sequence.blend is not None:  # what it reuses is asked for by itself
+        if sequence.reuse.gathers:  # what it reuses is asked for by itself
             return
         num_resident = sum(forest.resident(salt, context))
         if len(context) - num_resident < self.config.min_load_tokens:
@@ -144,11 +144,11 @@ class KvConnector:
             retract(lost)
         self.saver.end(unsound, is_doubtful=bool(lost))
 
-    def end(self, sequence: RunningSequence, *, is_sound: bool) -> None:
+    def ended(self, end: End) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""
-        sequence.drop_load()
-        if is_sound:
-            self.saver.save(self._saves.of_end(sequence))
+        end.sequence.drop_load()
+        if end.is_sound:
+            self.saver.save(self._saves.of_end(end.sequence))
 
     def abandon(self) -> None:
         """Give up what a failed step was to load and to save, and what was found for others."""

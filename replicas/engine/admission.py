@@ -9,10 +9,11 @@ from dataclasses import replace
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
 from mneme.replicas.documents import check_spans
+from mneme.replicas.drawing import Drawing, TokenCounts
 from mneme.replicas.forest.pages import Owner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.queue import WaitingQueue
-from mneme.replicas.sequence import Sequence, TokenCounts
+from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.sessions import TurnQueue
 from mneme.replicas.sessions.token_log import TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
@@ -99,17 +100,21 @@ def make_sequence(
         event=prompt.event if _goes_on(request, prompt) else b"",
         window=None if truncation is None else capacity,
         num_history=prompt.num_history,
-        end_token_ids=(*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)),
-        stop_text=_stop_stream(request, tokenizer),
-        allowed=None if params.allowed_token_ids is None else grammars.mask_of(params.allowed_token_ids),
-        bad_words=_bad_words(params, tokenizer),
+        drawing=Drawing(
+            end_token_ids=(*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)),
+            min_tokens=params.min_tokens,
+            bad_words=_bad_words(params, tokenizer),
+            allowed=None if params.allowed_token_ids is None else grammars.mask_of(params.allowed_token_ids),
+            stop_text=_stop_stream(request, tokenizer),
+        ),
     )
+    drawing, output_ids = sequence.drawing, sequence.output_ids
     if params.weighing.repetition_penalty != 1.0:
-        sequence.seen = TokenCounts(sequence.ids)
+        drawing.seen = TokenCounts(sequence.ids)
     if params.presence_penalty or params.frequency_penalty:
-        sequence.drawn = TokenCounts(sequence.output_ids)
+        drawing.drawn = TokenCounts(output_ids)
     if params.grammar is not None:
-        sequence.matcher = grammars.matcher(params.grammar, sequence.output_ids, request.num_choices)
+        drawing.matcher = grammars.matcher(params.grammar, output_ids, request.num_choices)
     return sequence
 
 

@@ -37,26 +37,27 @@ from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.documents import LEARNED_POSITIONS, NOT_SHARED, SLIDING_WINDOW, Declined
+from mneme.replicas.documents import HISTORY, LEARNED_POSITIONS, NOT_SHARED, SLIDING_WINDOW, Declined
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import learn
 from mneme.replicas.fuse.asked import AskedBeginnings
-from mneme.replicas.fuse.blend import make_blend
+from mneme.replicas.fuse.blend import decide
 from mneme.replicas.fuse.controller import Controller
 from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
+from mneme.replicas.fuse.reuse import Reuse
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
-from mneme.replicas.sequence import Sequence, StepRows
+from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
-from mneme.replicas.text.matcher import Grammars, without
+from mneme.replicas.text.matcher import Grammars
 
 if TYPE_CHECKING:
     import torch
@@ -171,6 +172,15 @@ class Engine:
         self._timeout_s = config.request_timeout_s
         self.deadlines = LazyHeap[str]()  # of requests
         self._outbox = Outbox(on_end=self.deadlines.discard, clock=clock)
+        # The parties to the end of a sequence, in order: chunks are saved while it has its pages, and its prompt is
+        # pinned before one of them can go. Its session comes last: the next turn begins when all else is done.
+        self._parties: tuple[Callable[[End], None], ...] = (
+            *(() if connector is None else (connector.ended,)),
+            self.scheduler.ended,
+            self._end_children,
+            self._outbox.ended,
+            self.pins.ended,
+        )
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated", "computed" of prompts
         self.num_finished = self._outbox.num_finished  # by finish_reason
         self.blends = self._outbox.blends
@@ -407,30 +417,14 @@ class Engine:
             grammars=self.grammars,
         )
         sequence.parent = parent
-        sequence.is_approximate = bool(sequence.event) and prompt.is_blended
+        sequence.reuse = self._reuse(sequence, is_approximate=bool(sequence.event) and prompt.is_blended)
         missing: list[list[int]] = []
-        if sequence.request.documents:
-            blend = self._cannot_blend or make_blend(
-                sequence.request,
-                self.sink_ids,
-                capacity=self.capacity,
-                num_layers=self.runner.num_layers,
-                controller=self._blends,
-                num_tokens=len(sequence.context),
-                num_exact=self._num_exact(sequence),
-                num_again=self._num_again(sequence),
-            )
-            if isinstance(blend, Declined):
-                sequence.declined = blend
-            else:
-                sequence.blend = blend
-                sequence.is_approximate &= sequence.root is not None  # else its history is computed exactly
-        if sequence.blend is not None:
-            has_history = sequence.root is not None
+        if sequence.reuse.gathers:
             sequence.leader = self._leader(sequence)
-            if sequence.leader is None:
-                missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
-            sequence.blend.num_missing = len(missing)
+        if sequence.leader is None:
+            has_history = sequence.root is not None
+            missing = sequence.reuse.missing(sequence.context, self.forest, has_history=has_history)
+        sequence.reuse.num_missing = len(missing)
         if self.connector is not None:
             self.connector.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
@@ -445,11 +439,29 @@ class Engine:
             )
             self._start(child, TurnPrompt(ids, ids, None, 0), sequence)
 
+    def _reuse(self, sequence: Sequence, *, is_approximate: bool) -> Reuse:
+        """Say how a sequence uses documents. `is_approximate`: its session's earlier turns reuse some in place."""
+        cannot = self._cannot_blend if sequence.request.documents else HISTORY
+        decided = cannot or decide(
+            sequence.request,
+            self.sink_ids,
+            capacity=self.capacity,
+            num_layers=self.runner.num_layers,
+            controller=self._blends,
+            num_tokens=len(sequence.context),
+            num_exact=self._num_exact(sequence),
+            num_again=self._num_again(sequence),
+        )
+        if isinstance(decided, Declined):
+            return Reuse(declined=decided, is_history_approximate=is_approximate)
+        decided.is_history_approximate = is_approximate and sequence.root is not None  # else that is computed exactly
+        return decided
+
     def _leader(self, sequence: Sequence) -> Sequence | None:
         """Find the first choice of a turn, if the turn is blended for that one and has no answer yet."""
         request = sequence.request
         first = self._sequence_by_id.get(f"{turn_name(request)}.0")
-        is_ahead = first is not None and first is not sequence and first.num_output == 0 and first.blend is not None
+        is_ahead = first is not None and first is not sequence and first.num_output == 0 and first.reuse.gathers
         return first if is_ahead and first is not None and first.context == sequence.context else None
 
     def _num_exact(self, sequence: Sequence) -> int:
@@ -493,9 +505,7 @@ class Engine:
             self._learn(batch, self._committed_s - began_s)
         for part, scores in self.runner.take_scores() if flight.is_special else ():
             sequence = part.sequence
-            if sequence.path is None or sequence.blend is None:  # it begins anew
-                continue
-            if sequence.blend.note_scores(scores, is_last=part.is_last):
+            if sequence.path is not None and sequence.reuse.note_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             sequence.is_ending = False
@@ -537,7 +547,7 @@ class Engine:
         self.pins.renew()
 
     def _append(self, sequence: Sequence, outcome: Sampled) -> None:
-        matcher, grammar = sequence.matcher, sequence.request.sampling.grammar
+        matcher, grammar = sequence.drawing.matcher, sequence.request.sampling.grammar
         if outcome.token_id is not None:
             sequence.append(outcome.token_id)
         if matcher is not None and matcher.error is not None and grammar is not None:
@@ -571,35 +581,26 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str, error: str | MnemeError | None = None) -> None:
         """End a sequence. `error`: a message where the engine failed, a `MnemeError` where the request is sound."""
-        request = sequence.request
-        is_sound = reason != "error" or isinstance(error, MnemeError)
-        kept = finished_turn(sequence, self._tokenizer) if request.session_id is not None and is_sound else None
-        if self.connector is not None:
-            self.connector.end(sequence, is_sound=is_sound)
-        self.scheduler.remove(sequence)
-        if request.leaves_nothing:
-            self.forest.drop_salts(lambda salt: salt == request.kv_salt, is_counted=False)
-        del self._sequence_by_id[request.request_id]
-        if sequence.parent is not None:
-            self.scheduler.note_gathered(sequence, sequence.parent)
-            if reason in ("stop", "length"):  # who waits for the same document finds it
-                document = request.salt, request.prompt_token_ids
-                children = [each for each in self._sequence_by_id.values() if each.parent is not None]
-                for child in children:
-                    if (child.request.salt, child.request.prompt_token_ids) == document:
-                        self._finish(child, "abort")
-            return
-        if sequence.blend is not None and sequence.blend.num_missing:
-            for child in [each for each in self._sequence_by_id.values() if each.parent is sequence]:
-                self._finish(child, "abort")
-        self._outbox.report(sequence, reason, error)
-        self.pins.finished(request.request_id, reason, error)
-        if request.kept and is_sound:
-            self.pins.keep(sequence)
+        end, has_session = End(sequence, reason, error), sequence.request.session_id is not None
+        kept = finished_turn(sequence, self._tokenizer) if has_session and end.is_sound else None
+        del self._sequence_by_id[sequence.request.request_id]
+        for party in self._parties:
+            party(end)
         before = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
-        following = self.sessions.end(request, kept)
+        following = self.sessions.end(sequence.request, kept)
         abandon_roots(self.forest, before, sequence, {each.root for each in self._sequence_by_id.values()})
         self._begin_next(following)
+
+    def _end_children(self, end: End) -> None:
+        """End the sequences that nobody waits for any more: its own children, and those that compute what it has."""
+        sequence, is_found = end.sequence, end.sequence.parent is not None and end.reason in ("stop", "length")
+        if not is_found and not sequence.reuse.num_missing:
+            return
+        document = sequence.request.salt, sequence.request.prompt_token_ids
+        for child in [each for each in self._sequence_by_id.values() if each.parent is not None]:
+            is_same = is_found and (child.request.salt, child.request.prompt_token_ids) == document
+            if is_same or child.parent is sequence:
+                self._finish(child, "abort")
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""
@@ -637,22 +638,18 @@ class Engine:
 
 def _sample_row(sequence: Sequence) -> SampleRow:
     """Say how the next token of a sequence is drawn."""
-    request, matcher = sequence.request, sequence.matcher
-    if matcher is not None and matcher.is_waiting:
-        matcher = None
-    barred_ids = sequence.barred_ids
-    mask = None if sequence.allowed is None else without(sequence.allowed, barred_ids)
-    if matcher is not None:
-        mask = matcher.mask(barred_ids)
+    request, drawing = sequence.request, sequence.drawing
+    first = sequence.num_prompt - request.output_offset
+    barred_ids, mask = drawing.limits(sequence.ids, first, sequence.num_output)
     return SampleRow(
         params=request.sampling,
         seed=request.sampling.seed or 0,
         choice_index=request.choice_index,
         position=request.output_offset + sequence.num_output,
-        barred_ids=barred_ids if mask is None else (),
+        barred_ids=barred_ids,
         mask=mask,
-        seen=sequence.seen,
-        drawn=sequence.drawn,
+        seen=drawing.seen,
+        drawn=drawing.drawn,
     )
 
 

@@ -15,7 +15,7 @@ from mneme.replicas.documents import BlendUsage
 from mneme.replicas.queries import ExplainedPrompt, ExplainedRange, ExplainedSampling
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent, is_of_request
-from mneme.replicas.sequence import Sequence, StepRows
+from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -78,6 +78,11 @@ class Outbox:
             for sequence in begun:
                 sequence.begun_s = now_s
 
+    def ended(self, end: End) -> None:
+        """Tell that a request has ended, if it is one that somebody sent."""
+        if end.sequence.parent is None:
+            self.report(end.sequence, end.reason, end.error)
+
     def report(
         self, sequence: Sequence, finish_reason: str | None = None, error: str | MnemeError | None = None
     ) -> None:
@@ -110,8 +115,9 @@ class Outbox:
             self._on_end(request_id)
         refusal = error if isinstance(error, MnemeError) else None
         message = None if error is None else str(error)
-        embedding = sequence.take_embedding() if fresh and sequence.request.pooling else None
-        of_prompt = sequence.take_prompt_logprobs() if fresh and usage is not None else None
+        scoring = sequence.scoring if fresh else None
+        embedding = None if scoring is None else scoring.take_embedding()
+        of_prompt = None if scoring is None or usage is None else scoring.take_prompt_logprobs()
         told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding, of_prompt)
         self._events.append(TokenEvent(*told))
 
@@ -133,7 +139,7 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
     """Return what the sequence leaves to its session if it ends now."""
     said = None
     if tokenizer is not None and sequence.request.prompt_text is not None:
-        said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.stop_text)
+        said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.drawing.stop_text)
     sees_all = sequence.context is sequence.ids and not (sequence.root is not None and sequence.root.is_blend)
     stored = b"" if sequence.num_output else sequence.event  # an answer without a root has computed all it sees anew
     seen = None if sees_all else Seen(array("i", sequence.context), sequence.root, stored)

@@ -32,7 +32,7 @@ from mneme.replicas.forest.paths import Path
 from mneme.replicas.queries import KnownPin, PinnedPrompt
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.scheduler import Scheduler
-from mneme.replicas.sequence import Sequence
+from mneme.replicas.sequence import End, Sequence
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import TokenLog, turn_name
 
@@ -114,14 +114,18 @@ class Pins:
         self._compute(entry)
         self._entries[name] = entry
 
-    def finished(self, request_id: str, reason: str, error: str | MnemeError | None) -> None:
-        """Pin a prompt as soon as its request ends, before a page of it can go; told of every request."""
-        entry = self._entry_by_request.pop(request_id, None)
-        if entry is None:
-            return
+    def ended(self, end: End) -> None:
+        """Pin what a request that has ended was sent to compute, or keeps of its prompt."""
+        entry = self._entry_by_request.pop(end.sequence.request.request_id, None)
+        if entry is not None:
+            self._computed(entry, end)
+        if end.sequence.request.kept and end.is_sound:
+            self._keep(end.sequence)
+
+    def _computed(self, entry: _Entry, end: End) -> None:
         entry.is_warming = False
-        if reason in ("error", "abort"):
-            refusal = error if isinstance(error, MnemeError) else None
+        if end.reason in ("error", "abort"):
+            refusal = end.error if isinstance(end.error, MnemeError) else None
             self._fail(entry, refusal or MnemeError("the engine failed; the prompt was not computed"))
         elif entry.keeps:
             try:
@@ -131,7 +135,7 @@ class Pins:
         else:
             entry.expires_at_s = self._entries.end_s(_OUTCOME_S)
 
-    def keep(self, sequence: Sequence) -> None:
+    def _keep(self, sequence: Sequence) -> None:
         """Pin what a request that has ended keeps of its prompt, as far as there is room; refuses nothing.
 
         A pin of the same tenant that the prompt goes on from, and that ends no later, is replaced.

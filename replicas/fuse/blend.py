@@ -17,32 +17,35 @@ Whatever of a document is gone again by then is computed with the text around it
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
-from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import (
     ALL_ANEW,
     ASKED_AGAIN,
     EVICTED,
     EXACT,
+    NO_ROOM,
     OFF,
     TOO_LONG,
     TOO_SHORT,
     BlendOptions,
+    BlendUsage,
     Declined,
     DocumentSpan,
+    DocumentUsage,
     Selector,
 )
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Root
 from mneme.replicas.forest.paths import DocumentUse, Path
 from mneme.replicas.fuse.controller import Controller, Work
+from mneme.replicas.fuse.reuse import Found, Reuse, num_within
 from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
 from mneme.replicas.request import GenerationRequest
 
@@ -51,33 +54,27 @@ DEFAULT_RATIO = 0.15  # of a document's tokens; CacheBlend's
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Blend:
-    """Says how one sequence reuses documents."""
+class Blend(Reuse):
+    """Reuses documents in place."""
+
+    gathers: ClassVar[bool] = True
 
     options: BlendOptions
     spans: tuple[DocumentSpan, ...]  # in order, of what the sequence sees; without those that are too short
     salt: str
     seed: int
     sink_ids: tuple[int, ...]  # what documents are computed behind
-    num_missing: int = 0  # prompts that are being computed for it
     root: Root | None = field(default=None, repr=False)  # of its path
-    # Positions, in order, whose rows may leave a pass.
-    narrowed: IntArray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
-    num_narrowed_from: Counter[str] = field(default_factory=Counter, repr=False)  # of them, whose KV was found there
+    num_narrowed_from: Counter[str] = field(default_factory=Counter, repr=False)  # of `narrowed`, whose KV was there
     base: Root | None = field(default=None, repr=False)  # of the path that it went on from, if that is its session's
     scores: FloatArray | None = field(default=None, repr=False)  # by position
     is_scored: bool = False  # they are complete
-    num_scored: int = 0  # of `reused`, in order, while they are compared
-    is_probing: bool = False  # its path is opened to get them
     num_layers: int = 2  # of the model
-    reused: IntArray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)  # positions, in order
     num_chosen: int = 0  # document tokens that the selector chose
     why: str = "the request asks for it"
     is_measured: bool = False  # a quality report allows it
     may_raise: Callable[[BlendOptions, Mapping[str, int]], BlendOptions] | None = None  # the ratio, under a load
-    uses: list[tuple[int, int]] = field(default_factory=list, repr=False)  # positions of what its path reuses
-    declined: Declined = EVICTED  # why that is nothing
-    num_exact: int = 0  # tokens that its path began with
+    declined: Declined = EVICTED
     num_again: int = 0  # tokens, from the first on, that are computed exactly: they were asked for before
 
     @property
@@ -86,7 +83,6 @@ class Blend:
 
     @property
     def ratio(self) -> float:
-        """The share of a document's tokens that is computed anew."""
         given = DEFAULT_RATIO if self.options.ratio is None else self.options.ratio
         return {"none": 0.0, "all": 1.0}.get(self.selector, given)
 
@@ -97,16 +93,13 @@ class Blend:
 
     @property
     def narrowed_found(self) -> dict[str, int]:
-        """Tokens of `narrowed` that were found, by source, in the mean over the layers behind the first."""
         kept = 1 - self.num_recomputed / max(self.num_chosen, 1)
         return {source: int(kept * number) for source, number in self.num_narrowed_from.items()}
 
-    def note_narrowed(self, spans: Iterable[tuple[int, int]], found: Iterable[tuple[int, int, str]]) -> None:
-        """Note where the KV of `narrowed` in `spans`, which a step computes in the first layers, was found."""
-        places = list(found)
+    def note_narrowed(self, spans: Iterable[tuple[int, int]], found: Sequence[Found]) -> None:
         for first, end in spans:
-            for start, stop, source in places:
-                self.num_narrowed_from[source] += _num_within(self.narrowed, max(start, first), min(stop, end))
+            for start, stop, source in found:
+                self.num_narrowed_from[source] += num_within(self.narrowed, max(start, first), min(stop, end))
 
     @property
     def settled_selector(self) -> Selector:
@@ -115,15 +108,11 @@ class Blend:
         return ends.get(self.ratio, self.selector)
 
     def note_loading(self, num_loaded: Mapping[str, int]) -> None:
-        """Note what of its documents is loaded in the step that its own rows are in, by where that comes from."""
         if self.may_raise is not None and not self.is_scored:
             self.options = self.may_raise(self.options, num_loaded)
 
     def missing(self, context: Sequence[int], forest: PrefixForest, *, has_history: bool) -> list[list[int]]:
-        """List the prompts to be computed before it can be opened: of documents, and what is before the first.
-
-        has_history  whether that is a session's, which goes on from KV that is approximate
-        """
+        """List the prompts of its documents that are not resident, and what is before the first."""
         num_exact = 0 if has_history else sum(forest.resident(self.salt, context))
         prompts = [self._alone(span, context) for span in self.spans if span.end > num_exact]
         if not has_history:
@@ -132,15 +121,13 @@ class Blend:
         return [ids for ids in distinct.values() if sum(forest.resident(self.salt, ids)) < len(ids)]
 
     def open(self, path: Path, context: Sequence[int], forest: PrefixForest) -> Path:
-        """Return a path that goes on from this one, which is given back, behind the documents; or the path itself.
-
-        The last token is never a document's: it is drawn from.
-        """
+        """See `Reuse.open`. The last token is never a document's: it is drawn from."""
         if self.root is not None and path.root is self.root:  # it goes on
             return path
         self.close(forest)  # what it had computed there is gone, in part, or was to be seen once
         first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
-        self.reused, self.num_chosen, self.is_probing = np.empty(0, np.int64), 0, False
+        self.reused = self.narrowed = np.empty(0, np.int64)
+        self.num_chosen, self.is_probing, self.num_to_compare = 0, False, 0
         self.uses, self.num_exact, self.declined = [], first, EXACT if first >= end else EVICTED
         uses = [] if first >= end else self._uses(first, end, context, forest)
         if not uses:
@@ -151,10 +138,10 @@ class Blend:
         wanted = [Wanted(use.start, use.end) for use in uses]
         how = "none" if is_probing else "all" if share == 1 else settled
         chosen = choose(how, wanted, share, self.seed, self.scores)
-        self.narrowed = chosen if settled == "hkvd" and not is_probing else chosen[:0]
+        narrowed = chosen if settled == "hkvd" and not is_probing else chosen[:0]
         reused = {position for use in uses for position in range(use.start, use.end)}.difference(chosen.tolist())
         private = [position for position in range(first, end) if position not in reused]
-        blended = forest.blend(path, uses, private, context, end, keeps_hidden=len(self.narrowed) > 0)
+        blended = forest.blend(path, uses, private, context, end, keeps_hidden=len(narrowed) > 0)
         for use in uses:
             forest.release(use.path)
         if blended is None:
@@ -162,26 +149,22 @@ class Blend:
         self.base = path.root if path.root.is_own else None
         forest.release(path)
         self.root, self.reused, self.num_chosen = blended.root, np.array(sorted(reused), np.int64), len(chosen)
-        self.is_probing, self.num_scored = is_probing, 0
+        self.narrowed, self.is_probing = narrowed, is_probing
         self.uses = [(use.start, use.end) for use in uses]
         if is_probing:
+            self.num_to_compare = len(self.reused) if self.selector == "hkvd" else 0
             self.scores = np.zeros(self.spans[-1].end)
         return blended
 
-    def close(self, forest: PrefixForest) -> None:
-        """Drop what was computed on its path, but nothing of what that went on from."""
+    def close(self, forest: PrefixForest) -> Root | None:
         if self.root is not None:
             forest.abandon(self.root, heir=self.root)
             self.root = None
+        return self.base
 
-    @property
-    def is_comparing(self) -> bool:
-        """Return whether rows of documents are to be computed as far as their keys can be compared."""
-        return self.is_probing and self.selector == "hkvd"
-
-    def next_compared(self, max_rows: int) -> IntArray:
-        """Return the positions of the rows that are compared next."""
-        return self.reused[self.num_scored : self.num_scored + max_rows]
+    def without_room(self, forest: PrefixForest) -> Reuse:
+        self.close(forest)
+        return Reuse(declined=NO_ROOM, is_history_approximate=self.is_history_approximate)
 
     def note_scores(self, scores: FloatArray, *, is_last: bool) -> bool:
         """Take scores of rows: what they look at of each of `reused`, or how far the next of these are off.
@@ -191,22 +174,16 @@ class Blend:
         Returns whether the path is to be opened again, from `base`.
         """
         assert self.scores is not None
-        if self.is_comparing:
+        if self.num_to_compare:
             self.scores[self.next_compared(len(scores))] = scores
-            self.num_scored += len(scores)
-            is_last = self.num_scored == len(self.reused)
+            self.num_to_compare -= len(scores)
+            is_last = not self.num_to_compare
         else:
             self.scores[self.reused] += scores
         self.is_probing, self.is_scored = not is_last, is_last
         return is_last
 
-    def uses_any(self, start: int, end: int) -> bool:
-        """Return whether its path reuses some of the positions [start, end)."""
-        index = bisect_right(self.uses, start, key=lambda use: use[1])
-        return index < len(self.uses) and self.uses[index][0] < end
-
     def why_computed(self, span: DocumentSpan) -> str:
-        """Say why a document is computed of which nothing is reused."""
         if span.end - span.start < max(self.options.min_tokens, 1):
             return TOO_SHORT.why
         if span.end <= self.num_again:
@@ -215,16 +192,21 @@ class Blend:
             return TOO_LONG.why
         return "computed for this request, as part of its prefix" if span.end <= self.num_exact else EVICTED.why
 
-    def num_reused_in(self, start: int, end: int) -> int:
-        """Count the positions in [start, end) whose KV was computed behind other text."""
-        return _num_within(self.reused, start, end)
-
     def place(self, ids: Sequence[int], context: Sequence[int]) -> tuple[int, int]:
-        """Return where one of `missing` stands first in the sequence, and how far that is behind its own place."""
         for span in self.spans:
             if self._alone(span, context) == ids:
                 return span.start, span.start - len(self.sink_ids)
         return 0, 0
+
+    def _usage(self, order: tuple[int, ...], documents: tuple[DocumentUsage, ...]) -> BlendUsage:
+        if not self.uses:
+            return Reuse._usage(self, order, documents)
+        return BlendUsage(
+            *(self.options.mode, self.why, order, documents, self.selector, self.ratio),
+            reused=self.num_chosen + len(self.reused) - self.num_recomputed,
+            recomputed=self.num_recomputed,
+            is_measured=self.is_measured,
+        )
 
     def _alone(self, span: DocumentSpan, context: Sequence[int]) -> list[int]:
         return [*self.sink_ids, *context[span.start : span.end]]
@@ -246,13 +228,7 @@ class Blend:
         return uses
 
 
-def _num_within(positions: IntArray, start: int, end: int) -> int:
-    """Count those of ascending positions that lie in [start, end), which may be empty."""
-    low, high = np.searchsorted(positions, (start, end))
-    return max(int(high - low), 0)
-
-
-def make_blend(
+def decide(
     request: GenerationRequest,
     sink_ids: tuple[int, ...],
     *,

@@ -137,14 +137,13 @@ class QuestionObserver:
     @classmethod
     def over(cls, part: StepRows, end_row: int, pool: KvPool, decoder: Decoder) -> QuestionObserver | None:
         """Observe what rows, which end before `end_row` of the step, see of documents; None if none of them ask."""
-        path, blend = part.sequence.path, part.sequence.blend
+        path = part.sequence.path
         assert path is not None
-        assert blend is not None
         positions = part.positions
         positions = positions[positions >= max(path.root.start, len(part.sequence.context) - NUM_ASKING)]
         if not len(positions):
             return None
-        slots, deltas = slots_of(path, pool.k_pages.shape[3], blend.reused)
+        slots, deltas = slots_of(path, pool.k_pages.shape[3], part.sequence.reuse.reused)
         device_slots = torch.from_numpy(slots).to(pool.slot_position.device)
         return cls(
             part=part,

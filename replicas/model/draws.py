@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mneme.replicas.drawing import TokenCounts
 from mneme.replicas.request import Logprobs, SamplingParams
-from mneme.replicas.sequence import TokenCounts
 
 
 class SampleRow(NamedTuple):

@@ -48,6 +48,7 @@ from mneme.replicas.model.draws import Draws, Expected, SampleRow
 from mneme.replicas.model.graphs import MakeGraphs, fill_in
 from mneme.replicas.model.sampler import prompt_logprobs, sample
 from mneme.replicas.model.timeline import Timeline
+from mneme.replicas.scoring import Scoring
 from mneme.replicas.sequence import StepRows
 
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
@@ -161,7 +162,7 @@ class Runner:
             rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
         self._observers, self._compared, self._fusor = [], [], None
-        if any(part.sequence.blend is not None for part in ordered):
+        if any(part.sequence.reuse.uses for part in ordered):
             self._follow_blends(inputs, ordered, slots)
         if is_read:
             self._read_prompts(inputs, ordered)
@@ -232,22 +233,22 @@ class Runner:
         def read(hidden: torch.Tensor) -> None:
             for part, _ in wanted:
                 states, hidden = hidden[: part.num_rows], hidden[part.num_rows :]
-                if part.sequence.request.pooling is not None:
-                    part.sequence.pool(part.positions, states.double().cpu().numpy())
-                self._score(part, states)
+                scoring = part.sequence.scoring
+                assert scoring is not None
+                if scoring.pooling is not None:
+                    scoring.pool(part.positions, states.double().cpu().numpy())
+                self._score(part, scoring, states)
 
         inputs.read = read
 
-    def _score(self, part: StepRows, states: torch.Tensor) -> None:
+    def _score(self, part: StepRows, scoring: Scoring, states: torch.Tensor) -> None:
         """Give a sequence the log-probabilities of its prompt's tokens that follow these rows, [rows, H]."""
-        sequence, num_top = part.sequence, part.sequence.request.sampling.prompt_logprobs
         size = max(_MAX_LOGITS // self.vocab_size, 1)
-        rows = sequence.unscored(part)
-        for some in np.split(rows, range(size, len(rows), size)) if num_top is not None else []:
-            token_ids = [sequence.ids[position + 1] for position in part.positions[some]]
+        rows = scoring.unscored(part.positions)
+        for some in np.split(rows, range(size, len(rows), size)) if len(rows) else []:
+            token_ids = [part.sequence.ids[position + 1] for position in part.positions[some]]
             logits = self._decoder.logits(states[self._tensor(some)])
-            sequence.prompt_logprobs.append(prompt_logprobs(logits, token_ids, num_top or 0))
-            sequence.num_scored += len(some)
+            scoring.add(prompt_logprobs(logits, token_ids, scoring.num_top or 0), len(some))
 
     def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:
         both = zip(ordered, accumulate(part.num_rows for part in ordered), strict=True)
@@ -266,11 +267,8 @@ class Runner:
         compared = []
         narrowed = []
         for part, end in zip(ordered, accumulate(part.num_rows for part in ordered), strict=True):
-            blend = part.sequence.blend
-            if blend is None:
-                continue
             if part.num_compared:
-                positions = blend.next_compared(part.num_compared)
+                positions = part.sequence.reuse.next_compared(part.num_compared)
                 rows = np.arange(end - part.num_compared, end)
                 compared.append((part, self._rows_of(_path(part), rows, positions)))
             elif len(rows := part.narrowed):
@@ -278,7 +276,7 @@ class Runner:
                 rows += end - part.num_rows
                 own = self._rows_of(_path(part), rows, positions)
                 own.private = self._tensor(slots[rows])
-                own.counts = filter_counts(self.num_layers, len(rows), blend.ratio)
+                own.counts = filter_counts(self.num_layers, len(rows), part.sequence.reuse.ratio)
                 narrowed.append(own)
         return compared, narrowed
 
@@ -384,7 +382,7 @@ class Runner:
         """The rows that a step is padded to for its graph; None: too many, or a blend looks into it."""
         if self.graphs is None:
             return None
-        blended = [part for part in ordered if part.sequence.blend is not None]
+        blended = [part for part in ordered if part.sequence.reuse.uses]
         if any(part.probes or part.num_compared or len(part.narrowed) for part in blended):
             return None
         return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))

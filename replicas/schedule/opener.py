@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from mneme.replicas.documents import NO_ROOM
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import Path, Spans
 from mneme.replicas.schedule.step_budget import StepBudget
@@ -45,9 +44,8 @@ class PathOpener:
         path.extend(sequence.context, len(sequence.context))
         if sequence.is_over and not (sequence.event and sequence.load is not None):
             return self.shorten(sequence, path, sequence.num_history)
-        if sequence.blend is not None:
-            path = sequence.blend.open(path, sequence.context, self._forest)
-            sequence.root = path.root if path.root.is_own else None
+        path = sequence.reuse.open(path, sequence.context, self._forest)
+        sequence.root = path.root if path.root.is_own else None
         return path
 
     def admit(self, sequence: Sequence, num_running: int, budget: StepBudget, *, num_kept: int = 0) -> bool:
@@ -70,10 +68,7 @@ class PathOpener:
         It is tried again without them, and finally with an empty cache.
         """
         if sequence.root is not None:
-            if sequence.blend is not None:
-                sequence.blend.close(self._forest)
-                sequence.declined = NO_ROOM
-            sequence.root = sequence.blend = None  # what it sees is computed anew
+            sequence.root, sequence.reuse = None, sequence.reuse.without_room(self._forest)  # it is computed anew
             path = self.open(sequence)
             if self._fits(path, sequence, 0, budget):
                 return path

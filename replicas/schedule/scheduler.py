@@ -38,7 +38,7 @@ from mneme.replicas.load import Load
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget, seconds_beside
-from mneme.replicas.sequence import Sequence, StepRows
+from mneme.replicas.sequence import End, Sequence, StepRows
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
@@ -92,7 +92,7 @@ class Scheduler:
                 num_resident = sum(self._forest.resident(sequence.request.salt, sequence.context))
             sequence.num_expected = max(len(sequence.context) - num_resident, 1)
             sequence.due_s += self._costs.prefill_s(sequence.num_expected, num_resident)
-        if sequence.leader is not None or (sequence.blend is not None and sequence.blend.num_missing):
+        if sequence.leader is not None or sequence.reuse.num_missing:
             self.gathering.append(sequence)
         else:
             self.waiting.add(sequence)
@@ -102,21 +102,19 @@ class Scheduler:
         for sequence in [each for each in self.gathering if each.leader is leader]:
             sequence.leader = None
             if leader.num_output:
-                sequence.blend, sequence.declined = copy(leader.blend), leader.declined
-                sequence.root = leader.root
+                sequence.reuse, sequence.root = copy(leader.reuse), leader.root
             self.gathering.remove(sequence)
             self.waiting.add(sequence)
 
     def note_gathered(self, child: Sequence, parent: Sequence) -> None:
         """Note that one of the prompts that a sequence waits for is there, or has ended in vain, if it still waits."""
-        blend = parent.blend
-        if blend is None or parent not in self.gathering:
+        if parent not in self.gathering:
             return
-        first, shift = blend.place(child.ids[: child.num_prompt], parent.context)
+        first, shift = parent.reuse.place(child.ids[: child.num_prompt], parent.context)
         for start, end, source in child.origins.ranges(child.num_prompt):
             parent.note_origin(max(start + shift, first), end + shift, source)
-        blend.num_missing -= 1
-        if not blend.num_missing:
+        parent.reuse.num_missing -= 1
+        if not parent.reuse.num_missing:
             self.gathering.remove(parent)
             self.waiting.add(parent)
 
@@ -130,17 +128,25 @@ class Scheduler:
         for parent in list(self.gathering):
             if parent.leader is not None:
                 continue
-            assert parent.blend is not None
             children = [s for s in self.running if s.parent is parent and s.load is None and not self._num_pending(s)]
-            if len(children) == parent.blend.num_missing:
+            if len(children) == parent.reuse.num_missing:
                 loaded: Counter[str] = Counter()
                 for child in children:
                     for start, end, source in child.origins.ranges(child.num_prompt):
                         loaded[source] += end - start
-                parent.blend.note_loading(loaded)
+                parent.reuse.note_loading(loaded)
                 for child in children:
                     self.note_gathered(child, parent)
         return len(self.gathering) < num_gathering
+
+    def ended(self, end: End) -> None:
+        """Forget a sequence. Its pages become cached, or go if it leaves nothing; its parent waits for it no more."""
+        self.remove(end.sequence)
+        request, parent = end.sequence.request, end.sequence.parent
+        if request.leaves_nothing:
+            self._forest.drop_salts(lambda salt: salt == request.kv_salt, is_counted=False)
+        if parent is not None:
+            self.note_gathered(end.sequence, parent)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; its pages become cached, its session's if it has one."""
@@ -175,11 +181,9 @@ class Scheduler:
         return not self.running and bool(self.waiting) and not self._is_ready(self.waiting.head)
 
     def reopen(self, sequence: Sequence) -> None:
-        """Let one that runs go back to the queue's front: its blend has chosen what is computed anew."""
-        assert sequence.blend is not None
+        """Let one that runs go back to the queue's front: it is known what of its documents is computed anew."""
         self._put_back([sequence])
-        sequence.blend.close(self._forest)
-        sequence.root = sequence.blend.base
+        sequence.root = sequence.reuse.close(self._forest)
 
     def retract(self, pages: Collection[Page]) -> None:
         """The KV of grafted pages did not come: who is on them, or on what was computed behind them, goes back to the
@@ -420,7 +424,7 @@ class Scheduler:
         """Give the rows that are left to prompts that were cut, the oldest first."""
         for index, part in enumerate(batch):
             path, ids = part.sequence.path, part.sequence.context
-            if part.end == len(ids) or part.sequence.load is not None or part.sequence.is_comparing:
+            if part.end == len(ids) or part.sequence.load is not None or part.sequence.reuse.num_to_compare:
                 continue
             assert path is not None
             num_rows = budget.num_rows(part.end)
@@ -472,7 +476,7 @@ class Scheduler:
     def _take_next(self, sequence: Sequence) -> StepRows | None:
         """Take a decode's row where that is the next slot of its own page; None: `_take_rows` looks at all else."""
         path = sequence.path
-        if path is None or sequence.load is not None or sequence.blend is not None or not sequence.num_output:
+        if path is None or sequence.load is not None or sequence.reuse.is_probing or not sequence.num_output:
             return None
         run = path.write_next(sequence.context)
         return None if run is None else StepRows(sequence, [(path.num_tokens - 1, path.num_tokens)], [run], [0])
@@ -483,7 +487,7 @@ class Scheduler:
         None if another prompt, which goes the same way, has them in this step, or if the cache tier is still asked for
         this one: while another prompt is computed nothing is lost by waiting, unless the answer is overdue.
         """
-        if sequence.is_comparing:
+        if sequence.reuse.num_to_compare:
             return self._take_compared(sequence, budget)
         path, ids = sequence.path, sequence.context
         assert path is not None
@@ -516,13 +520,12 @@ class Scheduler:
 
     def _take_compared(self, sequence: Sequence, budget: int) -> StepRows:
         """Take rows of documents behind all text between them, which they see."""
-        path, ids, blend = sequence.path, sequence.context, sequence.blend
+        path, ids = sequence.path, sequence.context
         assert path is not None
-        assert blend is not None
         num_text = path.num_pending(ids) - (len(ids) - path.num_tokens)
         rows = path.take_rows(ids, min(num_text, budget))
         sequence.note_rows(rows)
-        positions = blend.next_compared(max(budget - num_text, 0))
+        positions = sequence.reuse.next_compared(max(budget - num_text, 0))
         pieces = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
         spans = [*rows.spans, *((int(piece[0]), int(piece[-1]) + 1) for piece in pieces)]
         return StepRows(sequence, spans, rows.runs, rows.shifts + [0] * len(pieces), len(positions))
@@ -538,8 +541,8 @@ class Scheduler:
             if sequence.chain is not None:
                 sequence.chain.num_saved = 0
             num_children = sum(child.parent is sequence for child in sequences)
-            if sequence.blend is not None and num_children:  # they came in the step that is gone, and come again
-                sequence.blend.num_missing = num_children
+            if sequence.request.documents and num_children:  # they came in the step that is gone, and come again
+                sequence.reuse.num_missing = num_children
                 self.waiting.end(sequence)
                 self.gathering.append(sequence)
             else:
@@ -549,12 +552,7 @@ class Scheduler:
     def _num_pending(self, sequence: Sequence) -> int:
         """Count the rows before its next token: 1 in decode; 0 where all has KV and only the logits are missing."""
         assert sequence.path is not None
-        if sequence.blend is None and not sequence.path.gaps:
-            return len(sequence.context) - sequence.path.num_tokens
-        num_compared = 0
-        if sequence.blend is not None and sequence.is_comparing:
-            num_compared = len(sequence.blend.reused) - sequence.blend.num_scored
-        return num_compared + sequence.path.num_pending(sequence.context)
+        return sequence.reuse.num_to_compare + sequence.path.num_pending(sequence.context)
 
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)

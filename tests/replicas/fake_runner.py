@@ -270,8 +270,7 @@ def _is_plain(row: SampleRow) -> bool:
 
 
 def _num_scored(part: StepRows) -> int:
-    assert part.sequence.blend is not None
-    return part.num_compared or len(part.sequence.blend.reused)
+    return part.num_compared or len(part.sequence.reuse.reused)
 
 
 def written_slots(part: StepRows) -> list[Slot]:

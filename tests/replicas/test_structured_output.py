@@ -408,8 +408,9 @@ def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: L
     for request in (broken, sound):
         llm.engine.submit(request)
     sequence = next(each for each in llm.engine.scheduler.waiting if each.request.request_id == "broken")
-    assert sequence.matcher is not None
-    sequence.matcher.push(llm.tokenizer.encode("9", add_special_tokens=False)[-1])  # not allowed here
+    matcher = sequence.drawing.matcher
+    assert matcher is not None
+    matcher.push(llm.tokenizer.encode("9", add_special_tokens=False)[-1])  # not allowed here
     ends = {}
     while llm.engine.has_work:
         ends |= {event.request_id: event for event in llm.engine.step() if event.finish_reason}

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest
+from mneme.replicas.drawing import TokenCounts
 from mneme.replicas.model import sampler
 from mneme.replicas.model.draws import SampleRow
 from mneme.replicas.model.sampler import sample, uniform
 from mneme.replicas.request import SamplingParams
-from mneme.replicas.sequence import TokenCounts
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
 

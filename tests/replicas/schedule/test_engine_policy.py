@@ -258,7 +258,7 @@ def test_one_request_that_breaks_does_not_fail_its_batch(caplog: pytest.LogCaptu
     engine = make_engine()
     for name in ("a", "b"):
         engine.submit(make_request(name, [1, 2]))
-    next(iter(engine.scheduler.waiting)).stop_text = Broken()  # type: ignore[assignment]
+    next(iter(engine.scheduler.waiting)).drawing.stop_text = Broken()  # type: ignore[assignment]
     events = run(engine)
     assert [e.finish_reason for e in events if e.request_id == "a"] == ["error"]
     assert tokens_of(events, "b") == continuation([1, 2], 4, 5)
