@@ -249,8 +249,8 @@ def test_a_pod_that_ends_sees_streams_and_replicas() -> None:
         port = door.getsockname()[1]
         function = function.replace("1F40", f"{port:04X}").replace("ServeReplica:mneme", f"ServeReplica:{application}")
 
-        def is_busy(seconds: int = 0) -> bool:
-            command = ["bash", "-c", f"{function}\nSECONDS={seconds}; busy"]
+        def is_busy(seconds: int = 0, drains: str = "1") -> bool:
+            command = ["bash", "-c", f"{function}\nSECONDS={seconds} drains={drains}; busy"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             assert done.stderr == ""
             return done.returncode == 0
@@ -258,6 +258,7 @@ def test_a_pod_that_ends_sees_streams_and_replicas() -> None:
         assert not is_busy()
         with socket.create_connection(("127.0.0.1", port)), door.accept()[0]:
             assert is_busy(3000)
+            assert is_busy(drains="")
         for deployment, is_awaited in (("ingress", True), ("engine", False), ("engine-2", False)):
             title = f"ray::ServeReplica:{application}:{deployment}"
             with subprocess.Popen(["bash", "-c", f"exec -a {title} sleep 60"]) as replica:
@@ -265,6 +266,7 @@ def test_a_pod_that_ends_sees_streams_and_replicas() -> None:
                     os.sched_yield()
                 assert is_busy()
                 assert is_busy(3000) is is_awaited  # longer than any start takes
+                assert not is_busy(drains="")  # nobody ends it
                 replica.kill()
         assert not is_busy()
 
