@@ -217,6 +217,9 @@ class Load:
         with self._condition:
             if self.is_asking:
                 return self.left_s() <= 0
+            if self.state is LoadState.READING and "thread" not in self._owners:  # the part before is in its pages
+                self._owners.add("thread")
+                self._on_part(self)
             is_waited_for = self.state is LoadState.READING and not is_alone
             if is_waited_for and self.left_s() > 0:
                 return False
@@ -263,7 +266,7 @@ class Load:
     def read_ahead(self) -> None:
         """Read what is not in this node's memory, layer by layer, on a thread of its own, which leaves it then.
 
-        What is read in parts is read on by a thread when a step has begun to load the part before.
+        A further part is read when the one before it is in its pages.
         """
         try:
             while (part := self._next_part()) is not None:
@@ -288,12 +291,7 @@ class Load:
             if self._num_read >= end and self.plan is not None:
                 self._left_s = self.plan.may_wait_s
             self._update_state()
-            goes_on = self._num_read < len(self.sources) and self._owners == {"engine"}
-            if goes_on:
-                self._owners.add("thread")
         self._budget.wake()
-        if goes_on:
-            self._on_part(self)
 
     def take(self, index: int, layer: int) -> U8Array | Miss:
         """Return the bytes of a chunk's layer, checked; waits for those being read. Each is taken once."""
@@ -361,7 +359,7 @@ class Load:
 
     def _read_layer(self, index: int, layer: int, part: range) -> None:
         num_bytes = self.sources[index].header.layer_bytes
-        if not self._budget.has(num_bytes):
+        if not self._budget.has(num_bytes) and not any(self._layers[: part.start]):  # of the part before
             self._set_ready(part)  # as far as it can be: it goes on when the engine takes what was read
         if not self._budget.take(num_bytes, lambda: index < self._num_begun, lambda: index >= self._num_sound):
             return

@@ -215,6 +215,45 @@ def test_an_answer_of_the_store_is_seen_whole() -> None:
     assert (seen, load.state) == ([True], LoadState.READY)
 
 
+def test_a_further_part_is_not_ready_before_it_is_in_memory() -> None:
+    """Its read waits for the room of the part before, which a step still loads."""
+    asked = threading.Event()
+
+    class SeenBudget(ReadBudget):
+        def take(self, *args: Any) -> bool:
+            asked.set()
+            return super().take(*args)
+
+    store, parts = FakeStore(edge="disk"), [range(1), range(1, 3)]
+    store.chunks = {chunk.header.key: chunk for chunk in chain_of(IDS)}
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
+    budget = SeenBudget(2 * chain_of(IDS)[0].header.payload_bytes)
+    budget.num_used = chain_of(IDS)[0].header.payload_bytes  # by others
+    with ThreadPoolExecutor(1) as threads:
+        load = Load(
+            query, 0, budget, lambda: 1.0, wait_s=0.0, timeout_s=5.0,
+            on_part=lambda load: reading.append(threads.submit(load.read_ahead)),
+        )  # fmt: skip
+        reading: list[Any] = []
+        load.found(
+            store.locate(query, 1.0), LoadPlan(num_chunks=3, may_wait_s=9.0, predicted_ttft_s=1.0, step_chunks=1), parts
+        )
+        load.read_ahead()
+        assert (load.state, load.num_at_once(5)) == (LoadState.READY, 1)
+        load.begin(1)
+        asked.clear()
+        assert not load.is_ready(is_alone=False)
+        assert asked.wait(TIMEOUT_S)
+        assert not load.is_ready(is_alone=False)
+        budget.give(chain_of(IDS)[0].header.payload_bytes)
+        for layer in range(NUM_LAYERS):
+            load.take(0, layer)
+        reading[0].result(TIMEOUT_S)
+        assert (load.is_ready(is_alone=False), load.num_at_once(5), len(reading)) == (True, 2, 1)
+        load.close()
+    assert (budget.num_used, store.num_open) == (0, 0)
+
+
 class NoPages:
     """Nothing is copied."""
 
