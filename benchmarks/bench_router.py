@@ -145,7 +145,7 @@ def deploy() -> dict[str, Any]:
     from ray.serve.config import RequestRouterConfig
 
     class NoOp:
-        async def submit_many(self, requests: Sequence[Any], replica_id: str = "", subscriber: str = "") -> list[None]:
+        async def call(self, method: str, requests: Sequence[Any], **_: str) -> list[None]:
             return [None] * len(requests)
 
     handles = {}
@@ -183,8 +183,8 @@ async def placed_by_us(handle: Any) -> Call:
 
 def placed_by_ray(handle: Any) -> Call:
     """The same call, for whichever replica Ray's router chooses."""
-    method = handle.options(method_name="submit_many", _by_reference=False)
-    return lambda request: method.options(session_id=request.session_id).remote(requests=[request])
+    call = handle.options(method_name="call", _by_reference=False)
+    return lambda request: call.options(session_id=request.session_id).remote(method="submit_many", requests=[request])
 
 
 async def call_times_ms(calls: dict[str, Call], num_calls: int) -> dict[str, list[float]]:
