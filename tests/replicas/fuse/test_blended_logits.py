@@ -200,7 +200,7 @@ def test_keys_that_are_compared_in_several_steps_choose_the_same(checkpoint: tup
         ask(engine, "a", prompt_of([1, 2, 0]), 1, selector="hkvd", ratio=0.3)
         sequence = engine._sequence_by_id["a"]
         run(engine)
-        chosen.append(sequence.reuse.narrowed.tolist())
+        chosen.append(sequence.blend.narrowed.tolist())
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == count(151, first_share(3, 0.3))
 
