@@ -17,7 +17,7 @@ from mneme.replicas.documents import TRUNCATED
 from mneme.replicas.drawing import Drawing
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.forest.paths import Path, Rows
-from mneme.replicas.fuse.reuse import Reuse
+from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.load import Load
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
 from mneme.replicas.scoring import Scoring
@@ -107,7 +107,7 @@ class Sequence:
     num_unseen: int = 0  # of the prompt, when its first token is drawn
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
-    reuse: Reuse = field(default_factory=Reuse)  # how it uses documents
+    blend: Blend = field(default_factory=Blend)  # how it uses documents
     parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
     leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
     load: Load | None = None  # of what the cache tier has of it
@@ -148,7 +148,7 @@ class Sequence:
             self.num_unseen += len(self.context) - len(context)
         self.context = context
         self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
-        self.reuse = Reuse(declined=TRUNCATED, is_history_approximate=self.reuse.is_history_approximate)
+        self.blend = Blend(declined=TRUNCATED, is_history_approximate=self.blend.is_history_approximate)
         self.event = b""
         if self.chain is not None:
             self.chain.restart()
@@ -198,11 +198,11 @@ class Sequence:
             return
         for start, end in rows.loaded:
             self.note_origin(start, end, "host")
-        if len(self.reuse.narrowed):
+        if len(self.blend.narrowed):
             cached = [each for each in self.origins.ranges(self.num_prompt, rest="device") if each.source in _CACHED]
-            self.reuse.note_narrowed(rows.spans, cached)
+            self.blend.note_narrowed(rows.spans, cached)
         # Slots of its own between what it reuses were never there before.
-        num_refilled = 0 if self.reuse.uses else rows.num_refilled
+        num_refilled = 0 if self.blend.uses else rows.num_refilled
         for start, end in rows.spans:
             middle = min(start + num_refilled, end)
             self.origins.note(start, middle, "dropped")
@@ -222,7 +222,7 @@ class Sequence:
         """
         num_seen = self.num_prompt - self.num_unseen
         ranges = self.origins.ranges(num_seen)
-        counted = collections.Counter[str](self.reuse.narrowed_found)
+        counted = collections.Counter[str](self.blend.narrowed_found)
         for start, end, source in ranges:
             counted[source] += end - start
         return PromptUsage(
@@ -233,7 +233,7 @@ class Sequence:
             truncated_tokens=self.num_unseen,
             disk_tokens=counted["disk"],
             peer_tokens=counted["peer"],
-            blend=self.reuse.usage(
+            blend=self.blend.usage(
                 self.request,
                 self.context if self.num_output == 0 else self.context[: -self.num_output],
                 [each for each in ranges if each.source in _CACHED],
@@ -280,7 +280,7 @@ class StepRows:
         self.num_rows = self.end - start
         for start, end in self.spans[:-1]:
             self.num_rows += end - start
-        self.samples = self.end == len(self.sequence.context) and not self.sequence.reuse.is_probing
+        self.samples = self.end == len(self.sequence.context) and not self.sequence.blend.is_probing
         self.is_shifted = self.shifts != [0] and any(self.shifts)
 
     @property
@@ -302,20 +302,20 @@ class StepRows:
     @property
     def probes(self) -> bool:
         """Return whether its rows tell what they look at of the sequence's documents."""
-        return self.sequence.reuse.is_probing and not self.sequence.reuse.num_to_compare
+        return self.sequence.blend.is_probing and not self.sequence.blend.num_to_compare
 
     @property
     def is_special(self) -> bool:
         """Return whether its outcome is more than a token: what documents are chosen by, or what a prompt says."""
         sequence = self.sequence
-        if sequence.parent is not None or sequence.reuse.is_probing:
+        if sequence.parent is not None or sequence.blend.is_probing:
             return True
-        return not sequence.num_output and bool(sequence.reuse.uses or sequence.scoring)
+        return not sequence.num_output and bool(sequence.blend.uses or sequence.scoring)
 
     @property
     def narrowed(self) -> IntArray:
         """Return which of its rows, as indices, may leave the pass between two layers."""
-        narrowed = self.sequence.reuse.narrowed
+        narrowed = self.sequence.blend.narrowed
         if not len(narrowed) or self.spans[0][0] > narrowed[-1]:
             return np.empty(0, np.int64)
         return np.flatnonzero(np.isin(self.positions, narrowed))

@@ -86,7 +86,7 @@ class KvConnector:
             return
         if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
             return
-        if sequence.reuse.gathers:  # what it reuses is asked for by itself
+        if sequence.blend.spans:  # what it reuses is asked for by itself
             return
         num_resident = sum(forest.resident(salt, context))
         if len(context) - num_resident < self.config.min_load_tokens:

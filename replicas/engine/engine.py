@@ -44,11 +44,10 @@ from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import learn
 from mneme.replicas.fuse.asked import AskedBeginnings
-from mneme.replicas.fuse.blend import decide
+from mneme.replicas.fuse.blend import Blend, decide
 from mneme.replicas.fuse.controller import Controller
 from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
-from mneme.replicas.fuse.reuse import Reuse
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
@@ -417,14 +416,14 @@ class Engine:
             grammars=self.grammars,
         )
         sequence.parent = parent
-        sequence.reuse = self._reuse(sequence, is_approximate=bool(sequence.event) and prompt.is_blended)
+        sequence.blend = self._blend(sequence, is_approximate=bool(sequence.event) and prompt.is_blended)
         missing: list[list[int]] = []
-        if sequence.reuse.gathers:
+        if sequence.blend.spans:
             sequence.leader = self._leader(sequence)
         if sequence.leader is None:
             has_history = sequence.root is not None
-            missing = sequence.reuse.missing(sequence.context, self.forest, has_history=has_history)
-        sequence.reuse.num_missing = len(missing)
+            missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
+        sequence.blend.num_missing = len(missing)
         if self.connector is not None:
             self.connector.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
@@ -439,7 +438,7 @@ class Engine:
             )
             self._start(child, TurnPrompt(ids, ids, None, 0), sequence)
 
-    def _reuse(self, sequence: Sequence, *, is_approximate: bool) -> Reuse:
+    def _blend(self, sequence: Sequence, *, is_approximate: bool) -> Blend:
         """Say how a sequence uses documents. `is_approximate`: its session's earlier turns reuse some in place."""
         cannot = self._cannot_blend if sequence.request.documents else HISTORY
         decided = cannot or decide(
@@ -453,7 +452,7 @@ class Engine:
             num_again=self._num_again(sequence),
         )
         if isinstance(decided, Declined):
-            return Reuse(declined=decided, is_history_approximate=is_approximate)
+            return Blend(declined=decided, is_history_approximate=is_approximate)
         decided.is_history_approximate = is_approximate and sequence.root is not None  # else that is computed exactly
         return decided
 
@@ -461,7 +460,7 @@ class Engine:
         """Find the first choice of a turn, if the turn is blended for that one and has no answer yet."""
         request = sequence.request
         first = self._sequence_by_id.get(f"{turn_name(request)}.0")
-        is_ahead = first is not None and first is not sequence and first.num_output == 0 and first.reuse.gathers
+        is_ahead = first is not None and first is not sequence and first.num_output == 0 and bool(first.blend.spans)
         return first if is_ahead and first is not None and first.context == sequence.context else None
 
     def _num_exact(self, sequence: Sequence) -> int:
@@ -505,7 +504,7 @@ class Engine:
             self._learn(batch, self._committed_s - began_s)
         for part, scores in self.runner.take_scores() if flight.is_special else ():
             sequence = part.sequence
-            if sequence.path is not None and sequence.reuse.note_scores(scores, is_last=part.is_last):
+            if sequence.path is not None and sequence.blend.note_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             sequence.is_ending = False
@@ -594,7 +593,7 @@ class Engine:
     def _end_children(self, end: End) -> None:
         """End the sequences that nobody waits for any more: its own children, and those that compute what it has."""
         sequence, is_found = end.sequence, end.sequence.parent is not None and end.reason in ("stop", "length")
-        if not is_found and not sequence.reuse.num_missing:
+        if not is_found and not sequence.blend.num_missing:
             return
         document = sequence.request.salt, sequence.request.prompt_token_ids
         for child in [each for each in self._sequence_by_id.values() if each.parent is not None]:

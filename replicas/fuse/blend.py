@@ -17,19 +17,21 @@ Whatever of a document is gone again by then is computed with the text around it
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 
+from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import (
     ALL_ANEW,
     ASKED_AGAIN,
     EVICTED,
     EXACT,
+    HISTORY,
     NO_ROOM,
     OFF,
     TOO_LONG,
@@ -45,37 +47,49 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Root
 from mneme.replicas.forest.paths import DocumentUse, Path
 from mneme.replicas.fuse.controller import Controller, Work
-from mneme.replicas.fuse.reuse import Found, Reuse, num_within
 from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
-from mneme.replicas.request import GenerationRequest
+from mneme.replicas.request import GenerationRequest, Source
 
 DEFAULT_SELECTOR: Selector = "hkvd"
 DEFAULT_RATIO = 0.15  # of a document's tokens; CacheBlend's
+_NONE: IntArray = np.empty(0, np.int64)
+
+Found = tuple[int, int, Source]  # positions [start, end) whose KV was found, and where
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Blend(Reuse):
-    """Reuses documents in place."""
+class Blend:
+    """Says how one sequence uses its documents. Without `spans` it reuses none in place: so does a plain sequence.
 
-    gathers: ClassVar[bool] = True
+    Scheduler and engine ask every sequence's what must be computed before that may start (`missing`), for its path
+    (`open`), for rows beside those of its text (`num_to_compare`, `next_compared`), and what its usage says (`usage`).
+    """
 
-    options: BlendOptions
-    spans: tuple[DocumentSpan, ...]  # in order, of what the sequence sees; without those that are too short
-    salt: str
-    seed: int
-    sink_ids: tuple[int, ...]  # what documents are computed behind
+    options: BlendOptions = field(default_factory=BlendOptions)
+    spans: tuple[DocumentSpan, ...] = ()  # in order, of what the sequence sees; without those that are too short
+    salt: str = ""
+    seed: int = 0
+    sink_ids: tuple[int, ...] = ()  # what documents are computed behind
+    declined: Declined = HISTORY  # why it reuses nothing in place
+    is_history_approximate: bool = False  # earlier turns of its session reuse documents in place
+    num_missing: int = 0  # prompts that are being computed for it
     root: Root | None = field(default=None, repr=False)  # of its path
-    num_narrowed_from: Counter[str] = field(default_factory=Counter, repr=False)  # of `narrowed`, whose KV was there
     base: Root | None = field(default=None, repr=False)  # of the path that it went on from, if that is its session's
+    uses: list[tuple[int, int]] = field(default_factory=list, repr=False)  # positions of what its path reuses
+    reused: IntArray = field(default_factory=lambda: _NONE, repr=False)  # positions, in order
+    narrowed: IntArray = field(default_factory=lambda: _NONE, repr=False)  # those whose rows may leave a pass
+    num_narrowed_from: Counter[str] = field(default_factory=Counter, repr=False)  # of them, whose KV was found there
     scores: FloatArray | None = field(default=None, repr=False)  # by position
     is_scored: bool = False  # they are complete
+    is_probing: bool = False  # its next rows are for choosing what is computed anew, and sample nothing
+    num_to_compare: int = 0  # rows of documents, the last of `reused`, which are computed to be compared
     num_layers: int = 2  # of the model
     num_chosen: int = 0  # document tokens that the selector chose
+    num_exact: int = 0  # tokens that its path began with
+    num_again: int = 0  # tokens, from the first on, that are computed exactly: they were asked for before
     why: str = "the request asks for it"
     is_measured: bool = False  # a quality report allows it
     may_raise: Callable[[BlendOptions, Mapping[str, int]], BlendOptions] | None = None  # the ratio, under a load
-    declined: Declined = EVICTED
-    num_again: int = 0  # tokens, from the first on, that are computed exactly: they were asked for before
 
     @property
     def selector(self) -> Selector:
@@ -83,6 +97,7 @@ class Blend(Reuse):
 
     @property
     def ratio(self) -> float:
+        """The share of a document's tokens that is computed anew."""
         given = DEFAULT_RATIO if self.options.ratio is None else self.options.ratio
         return {"none": 0.0, "all": 1.0}.get(self.selector, given)
 
@@ -93,10 +108,12 @@ class Blend(Reuse):
 
     @property
     def narrowed_found(self) -> dict[str, int]:
+        """Tokens of `narrowed` that were found, by source, in the mean over the layers behind the first."""
         kept = 1 - self.num_recomputed / max(self.num_chosen, 1)
         return {source: int(kept * number) for source, number in self.num_narrowed_from.items()}
 
     def note_narrowed(self, spans: Iterable[tuple[int, int]], found: Sequence[Found]) -> None:
+        """Note where the KV of `narrowed` in `spans`, which a step computes in the first layers, was found."""
         for first, end in spans:
             for start, stop, source in found:
                 self.num_narrowed_from[source] += num_within(self.narrowed, max(start, first), min(stop, end))
@@ -108,11 +125,17 @@ class Blend(Reuse):
         return ends.get(self.ratio, self.selector)
 
     def note_loading(self, num_loaded: Mapping[str, int]) -> None:
+        """Note what of its documents is loaded in the step that its own rows are in, by where that comes from."""
         if self.may_raise is not None and not self.is_scored:
             self.options = self.may_raise(self.options, num_loaded)
 
     def missing(self, context: Sequence[int], forest: PrefixForest, *, has_history: bool) -> list[list[int]]:
-        """List the prompts of its documents that are not resident, and what is before the first."""
+        """List the prompts to be computed before it can be opened: of documents, and what is before the first.
+
+        has_history  whether that is a session's, which goes on from KV that is approximate
+        """
+        if not self.spans:
+            return []
         num_exact = 0 if has_history else sum(forest.resident(self.salt, context))
         prompts = [self._alone(span, context) for span in self.spans if span.end > num_exact]
         if not has_history:
@@ -121,12 +144,17 @@ class Blend(Reuse):
         return [ids for ids in distinct.values() if sum(forest.resident(self.salt, ids)) < len(ids)]
 
     def open(self, path: Path, context: Sequence[int], forest: PrefixForest) -> Path:
-        """See `Reuse.open`. The last token is never a document's: it is drawn from."""
+        """Return a path that goes on from this one, which is given back, behind the documents; or the path itself.
+
+        The last token is never a document's: it is drawn from.
+        """
+        if not self.spans:
+            return path
         if self.root is not None and path.root is self.root:  # it goes on
             return path
         self.close(forest)  # what it had computed there is gone, in part, or was to be seen once
         first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
-        self.reused = self.narrowed = np.empty(0, np.int64)
+        self.reused = self.narrowed = _NONE
         self.num_chosen, self.is_probing, self.num_to_compare = 0, False, 0
         self.uses, self.num_exact, self.declined = [], first, EXACT if first >= end else EVICTED
         uses = [] if first >= end else self._uses(first, end, context, forest)
@@ -157,14 +185,21 @@ class Blend(Reuse):
         return blended
 
     def close(self, forest: PrefixForest) -> Root | None:
+        """Drop what was computed on its path; returns the session's root which that went on from, if there is one."""
         if self.root is not None:
             forest.abandon(self.root, heir=self.root)
             self.root = None
         return self.base
 
-    def without_room(self, forest: PrefixForest) -> Reuse:
+    def without_room(self, forest: PrefixForest) -> Blend:
+        """Return what is left of it where its pages did not fit."""
         self.close(forest)
-        return Reuse(declined=NO_ROOM, is_history_approximate=self.is_history_approximate)
+        return Blend(declined=NO_ROOM, is_history_approximate=self.is_history_approximate) if self.spans else self
+
+    def next_compared(self, max_rows: int) -> IntArray:
+        """Return the positions of the rows that are compared next."""
+        first = len(self.reused) - self.num_to_compare
+        return self.reused[first : first + max_rows]
 
     def note_scores(self, scores: FloatArray, *, is_last: bool) -> bool:
         """Take scores of rows: what they look at of each of `reused`, or how far the next of these are off.
@@ -173,7 +208,8 @@ class Blend(Reuse):
 
         Returns whether the path is to be opened again, from `base`.
         """
-        assert self.scores is not None
+        if self.scores is None:  # the sequence is truncated, and begins anew
+            return False
         if self.num_to_compare:
             self.scores[self.next_compared(len(scores))] = scores
             self.num_to_compare -= len(scores)
@@ -183,7 +219,9 @@ class Blend(Reuse):
         self.is_probing, self.is_scored = not is_last, is_last
         return is_last
 
-    def why_computed(self, span: DocumentSpan) -> str:
+    def _why_computed(self, span: DocumentSpan) -> str:
+        if not self.spans:
+            return self.declined.why
         if span.end - span.start < max(self.options.min_tokens, 1):
             return TOO_SHORT.why
         if span.end <= self.num_again:
@@ -193,20 +231,70 @@ class Blend(Reuse):
         return "computed for this request, as part of its prefix" if span.end <= self.num_exact else EVICTED.why
 
     def place(self, ids: Sequence[int], context: Sequence[int]) -> tuple[int, int]:
+        """Return where one of `missing` stands first in the sequence, and how far that is behind its own place."""
         for span in self.spans:
             if self._alone(span, context) == ids:
                 return span.start, span.start - len(self.sink_ids)
         return 0, 0
 
+    def usage(
+        self, request: GenerationRequest, ids: Sequence[int], found: Sequence[Found], *, has_history: bool
+    ) -> BlendUsage | None:
+        """Say how the documents were used of a prompt that has `ids`; None: there are none, and all is exact."""
+        is_approximate = self.is_history_approximate and has_history
+        if request.document_order:
+            usage = self._usage(request.document_order, self._documents(request.documents, ids, found))
+            is_measured = usage.is_measured and not is_approximate
+            return usage._replace(is_measured=is_measured, is_history_approximate=is_approximate)
+        why = "no document; its history reuses some behind other text"
+        return BlendUsage("off", why, (), (), is_history_approximate=True) if is_approximate else None
+
     def _usage(self, order: tuple[int, ...], documents: tuple[DocumentUsage, ...]) -> BlendUsage:
         if not self.uses:
-            return Reuse._usage(self, order, documents)
+            return BlendUsage("off", self.declined.why, order, documents, declined=self.declined.reason)
         return BlendUsage(
             *(self.options.mode, self.why, order, documents, self.selector, self.ratio),
             reused=self.num_chosen + len(self.reused) - self.num_recomputed,
             recomputed=self.num_recomputed,
             is_measured=self.is_measured,
         )
+
+    def _documents(
+        self, spans: Sequence[DocumentSpan], ids: Sequence[int], found: Sequence[Found]
+    ) -> tuple[DocumentUsage, ...]:
+        first_by_ids: dict[tuple[int, ...], DocumentSpan] = {}
+        usages = []
+        for span in spans:
+            num_by_source: Counter[Source] = Counter()
+            for start, end, source in found[bisect_right(found, span.start, key=lambda each: each[1]) :]:
+                if start >= span.end:
+                    break
+                num_by_source[source] += min(end, span.end) - max(start, span.start)
+            num_reused, num_exact = num_within(self.reused, span.start, span.end), num_by_source.total()
+            if self.uses:
+                num_exact = min(num_exact, max(self.num_exact - span.start, 0))
+            first = first_by_ids.setdefault(tuple(ids[span.start : span.end]), span)
+            most = num_by_source.most_common(1)[0][0] if num_by_source else "computed"
+            size = span.end - span.start
+            usage = DocumentUsage(span.name, span.start, size, num_exact, num_reused, most, "exact", EXACT.why)
+            usages.append(self._with_outcome(usage, span, first, is_last=span.end == len(ids)))
+        return tuple(usages)
+
+    def _with_outcome(
+        self, usage: DocumentUsage, span: DocumentSpan, first: DocumentSpan, *, is_last: bool
+    ) -> DocumentUsage:
+        index = bisect_right(self.uses, span.start, key=lambda use: use[1])
+        if index < len(self.uses) and self.uses[index][0] < span.end:
+            why = "its KV is reused behind other text" if usage.reused else "the selector chose all of its tokens"
+            if len(self.narrowed) and not usage.reused:
+                why = "computed anew in the first layers, and its KV is reused in the others but for the farthest off"
+            if first is not span and usage.reused:
+                why = f"it has the tokens of {first.name}, and the same KV is reused"
+            return usage._replace(outcome="blended", why=why)
+        # The prompt's last token is always computed, as the answer is drawn from it.
+        if usage.exact >= usage.tokens - is_last:
+            return usage
+        return usage._replace(outcome="computed", why=self._why_computed(span))
 
     def _alone(self, span: DocumentSpan, context: Sequence[int]) -> list[int]:
         return [*self.sink_ids, *context[span.start : span.end]]
@@ -226,6 +314,12 @@ class Blend(Reuse):
             else:
                 uses.append(DocumentUse(path, low, high, span.start - len(self.sink_ids)))
         return uses
+
+
+def num_within(positions: IntArray, start: int, end: int) -> int:
+    """Count those of ascending positions that lie in [start, end), which may be empty."""
+    low, high = np.searchsorted(positions, (start, end))
+    return max(int(high - low), 0)
 
 
 def decide(
@@ -276,6 +370,7 @@ def decide(
         salt=request.salt,
         seed=request.sampling.seed or 0,
         sink_ids=sink_ids,
+        declined=EVICTED,
         num_layers=num_layers,
         why=why,
         may_raise=may_raise,

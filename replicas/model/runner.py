@@ -162,7 +162,7 @@ class Runner:
             rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
         self._observers, self._compared, self._fusor = [], [], None
-        if any(part.sequence.reuse.uses for part in ordered):
+        if any(part.sequence.blend.uses for part in ordered):
             self._follow_blends(inputs, ordered, slots)
         if is_read:
             self._read_prompts(inputs, ordered)
@@ -268,7 +268,7 @@ class Runner:
         narrowed = []
         for part, end in zip(ordered, accumulate(part.num_rows for part in ordered), strict=True):
             if part.num_compared:
-                positions = part.sequence.reuse.next_compared(part.num_compared)
+                positions = part.sequence.blend.next_compared(part.num_compared)
                 rows = np.arange(end - part.num_compared, end)
                 compared.append((part, self._rows_of(_path(part), rows, positions)))
             elif len(rows := part.narrowed):
@@ -276,7 +276,7 @@ class Runner:
                 rows += end - part.num_rows
                 own = self._rows_of(_path(part), rows, positions)
                 own.private = self._tensor(slots[rows])
-                own.counts = filter_counts(self.num_layers, len(rows), part.sequence.reuse.ratio)
+                own.counts = filter_counts(self.num_layers, len(rows), part.sequence.blend.ratio)
                 narrowed.append(own)
         return compared, narrowed
 
@@ -382,7 +382,7 @@ class Runner:
         """The rows that a step is padded to for its graph; None: too many, or a blend looks into it."""
         if self.graphs is None:
             return None
-        blended = [part for part in ordered if part.sequence.reuse.uses]
+        blended = [part for part in ordered if part.sequence.blend.uses]
         if any(part.probes or part.num_compared or len(part.narrowed) for part in blended):
             return None
         return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))

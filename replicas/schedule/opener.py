@@ -44,7 +44,7 @@ class PathOpener:
         path.extend(sequence.context, len(sequence.context))
         if sequence.is_over and not (sequence.event and sequence.load is not None):
             return self.shorten(sequence, path, sequence.num_history)
-        path = sequence.reuse.open(path, sequence.context, self._forest)
+        path = sequence.blend.open(path, sequence.context, self._forest)
         sequence.root = path.root if path.root.is_own else None
         return path
 
@@ -68,7 +68,7 @@ class PathOpener:
         It is tried again without them, and finally with an empty cache.
         """
         if sequence.root is not None:
-            sequence.root, sequence.reuse = None, sequence.reuse.without_room(self._forest)  # it is computed anew
+            sequence.root, sequence.blend = None, sequence.blend.without_room(self._forest)  # it is computed anew
             path = self.open(sequence)
             if self._fits(path, sequence, 0, budget):
                 return path

@@ -270,7 +270,7 @@ def _is_plain(row: SampleRow) -> bool:
 
 
 def _num_scored(part: StepRows) -> int:
-    return part.num_compared or len(part.sequence.reuse.reused)
+    return part.num_compared or len(part.sequence.blend.reused)
 
 
 def written_slots(part: StepRows) -> list[Slot]:

@@ -202,7 +202,7 @@ def test_keys_that_are_compared_in_several_steps_choose_the_same(checkpoint: tup
         sequence = next(iter(engine.scheduler.waiting)).parent  # whose documents are computed first
         run(engine)
         assert sequence is not None
-        chosen.append(sequence.reuse.narrowed.tolist())
+        chosen.append(sequence.blend.narrowed.tolist())
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == count(151, first_share(3, 0.3))
 

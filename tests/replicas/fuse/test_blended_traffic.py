@@ -571,3 +571,21 @@ def test_what_is_behind_a_reused_document_is_told_from_exact_kv() -> None:
     found = {lineage for _, _, lineage in runner.slots.values()}
     assert found >= {*exact[:2], *lineages("", A)}  # the text before, and the document alone
     assert not found & set(exact[2:])
+
+
+def test_documents_that_come_when_an_answer_has_begun_are_reused_from_then() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    blend = BlendOptions(mode="selective", selector="hkvd", ratio=0.3, min_tokens=1)
+    request = blended("late", [(0, 1), A, (3,), B, (2, 2)], blend, 6)
+    engine.submit(request)
+    for number in range(3):
+        engine.abort(f"late/child-{number}")  # nothing is there to be reused
+    events = engine.step()
+    engine.submit(blended("other", [(4,), A, B, (2,)], num_tokens=1))
+    while not tokens_of(events, "other"):
+        events += engine.step()
+    engine.scheduler.reopen(engine.scheduler.running[0])  # as if it had been suspended, and its own pages evicted
+    engine.forest.drop_prefix("", [0, 1])
+    events += run(engine, 100)
+    assert tokens_of(events, "late") == continuation(list(request.prompt_token_ids), 6, 5)
+    assert usage_of([event for event in events if event.request_id == "late"]).cached_tokens == 0
