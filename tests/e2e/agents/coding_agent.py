@@ -32,8 +32,8 @@ from workloads import write_chat_llama
 from tests.e2e.replica_processes import cpu_seconds
 from tests.e2e.server_process import SERVE, ServerProcess, free_port
 
-NUM_TURNS = 20
-PARTS = (range(0, 7), range(7, 14), range(14, NUM_TURNS))  # before the kill, up to the restart, behind it
+NUM_TURNS = 9
+PARTS = (range(0, 3), range(3, 6), range(6, NUM_TURNS))  # before the kill, up to the restart, behind it
 TARGET = 0.95
 MAX_CONTEXT = 16_384
 SHAPE = {
