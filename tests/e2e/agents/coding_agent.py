@@ -1,4 +1,4 @@
-"""A coding agent's session of twenty turns, in OpenAI's and in Anthropic's format, over a kill and a restart.
+"""A coding agent's session of nine turns, in OpenAI's and in Anthropic's format, over a kill and a restart.
 
 The session is written here, from the public formats: instructions and tools of some thousand tokens, then in each turn
 a call and a result of some hundred tokens, which grow. Two replicas of a random Llama of 16,384 tokens of context, with

@@ -20,7 +20,6 @@ from mneme.cluster.wire.anthropic import MessagesRequest
 from mneme.cluster.wire.responses import ResponsesRequest, chat_messages
 from tests.e2e.agents.coding_agent import (
     NOUNS,
-    NUM_TURNS,
     SCRIPT,
     SHAPE,
     SYSTEM,
@@ -41,6 +40,7 @@ from tests.e2e.replica_processes import cpu_seconds
 pytestmark = pytest.mark.e2e
 
 CHUNK_TOKENS = 256  # the tier has whole chunks of what is no session
+NUM_TURNS = 20
 KILLED, PARALLEL, INTERRUPTED, COMPACTED = 6, (4, 11), 9, 14
 SUMMARY = "The tests of the engine fail in load_page; pages are read before they are written. Next: mend the order."
 NOTE = "Files on disk changed since they were read."
