@@ -27,8 +27,9 @@ HOW: dict[str, Any] = {
 
 @pytest.fixture
 def client() -> Iterator[Any]:
-    with serving() as server:
-        yield anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0, _strict_response_validation=True)
+    how = {"api_key": "x", "max_retries": 0, "_strict_response_validation": True}
+    with serving() as server, anthropic.Anthropic(base_url=server.url, **how) as client:
+        yield client
 
 
 def test_an_agents_turn_is_answered_streamed_and_counted(client: Any) -> None:
