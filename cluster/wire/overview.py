@@ -21,7 +21,8 @@ class SessionList(TypedDict):
 class ShownRequest(TypedDict):
     """A request that ended, or was refused behind its admission.
 
-    outcome  a finish reason, the code of an error, or "client_gone"
+    outcome   a finish reason, the code of an error, or "client_gone"
+    trace_id  of its `traceparent`, or of the spans that were made for it
     """
 
     id: str
@@ -31,6 +32,7 @@ class ShownRequest(TypedDict):
     ended_at: float  # seconds since 1970
     outcome: str
     replica: str | None
+    trace_id: str | None
     session: bool
     choices: int
     prompt_tokens: int

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from mneme.cluster.http.body import ClientGone
 from mneme.cluster.http.completion_answers import usage_object
 from mneme.cluster.http.stream import RunResponse
-from mneme.cluster.metrics.traces import Times
+from mneme.cluster.metrics.traces import Times, trace_id_of
 from mneme.cluster.wire.answers import ExplainedRoute
 from mneme.cluster.wire.overview import ShownRequest
 from mneme.errors import MnemeError
@@ -38,6 +38,7 @@ def shown_request(
         "ended_at": ended_at,
         "outcome": outcome_of(choices, error),
         "replica": routes[-1]["replica"] if routes else None,
+        "trace_id": trace_id_of(request.headers),
         "session": choices[0].request.session_id is not None,
         "choices": len(choices),
         "prompt_tokens": usage["prompt_tokens"],

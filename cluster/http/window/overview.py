@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mneme.cluster.http.api_state import ApiState, Service
 from mneme.cluster.http.sessions import session_name, session_object
+from mneme.cluster.metrics.page import SOURCES
 from mneme.cluster.serve.engine_client import ask_tier, newest
 from mneme.cluster.tenancy import kv_salt
 from mneme.cluster.wire.overview import (
@@ -35,7 +36,6 @@ from mneme.replicas import queries
 from mneme.replicas.request import SessionKey
 
 _PAUSE_S, _IDLE_PAUSES = 1.0, 15  # between two looks at the figures, while somebody listens
-_SOURCES = ("device", "host", "disk", "peer", "recomputed", "dropped")
 
 
 async def list_sessions(service: Service, request: Request) -> SessionList:
@@ -100,7 +100,7 @@ async def kv_tiers(service: Service, request: Request) -> KvTiers:
             held = figures.get(key, {})
             if held.get("total"):
                 tiers.append(_of_replica(replica_id, tier, held, page_tokens))
-        sources.update({name: figures.get("tokens", {}).get(name, 0) for name in _SOURCES})
+        sources.update({name: figures.get("tokens", {}).get(name, 0) for name in SOURCES})
     for node in await _nodes(service):
         for tier, key in (("node memory", "host"), ("node disk", "disk")):
             if (held := node.get(key)) is not None:
@@ -217,7 +217,7 @@ class _Figures:
             sums = Counter[str]()
             for figures in (await self._service.stats()).values():
                 sums.update({f"pages_{name}": count for name, count in figures.get("moved_pages", {}).items()})
-                sums.update({f"tokens_{name}": figures.get("tokens", {}).get(name, 0) for name in _SOURCES})
+                sums.update({f"tokens_{name}": figures.get("tokens", {}).get(name, 0) for name in SOURCES})
             moved = sums - self._sums  # a replica that is gone takes its counts along: nothing negative is told
             if moved and self._sums:
                 found.append({"type": "kv.moved", "at": at, "data": dict(moved)})

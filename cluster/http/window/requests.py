@@ -46,6 +46,9 @@ class RequestLog:
         own = [each for of_tenant, each in reversed(self._requests) if of_tenant == tenant]
         return own[:count]
 
+    def find(self, tenant: str, request_id: str) -> ShownRequest | None:
+        return next((each for each in self.last(tenant, MAX_REQUESTS) if each["id"] == request_id), None)
+
     def add(self, tenant: str, request: ShownRequest) -> None:
         self._requests.append((tenant, request))
         for listener in self._listeners:

@@ -10,12 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.cluster.http.body import BodyReader, HeldBody
 from mneme.cluster.http.guard import OPEN_PATHS
+from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.grammar import GrammarChecker
@@ -164,6 +166,37 @@ def test_prompts_are_text_or_ids() -> None:
 def test_long_headers_are_refused_before_the_body_is_read() -> None:
     response = post("/v1/chat/completions", CHAT, headers={"X-Padding": "x" * 40_000})
     assert (response.status_code, response.json()["error"]["param"]) == (413, "headers")
+
+
+def test_each_request_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mneme.requests")
+    key = {"keys": (ApiKey(name="team-a", sha256=sha256_of("secret")),)}
+    headers = {"Authorization": "Bearer secret", "X-Request-ID": "mine", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    answered = post("/v1/chat/completions", CHAT, headers=headers, **key)
+    post("/v1/chat/completions", {**CHAT, "n": 0}, headers=headers, **key)
+    post("/v1/chat/completions", CHAT, **key)
+    get("/health", **key)
+    first, refused, unknown = (record.request for record in caplog.records)
+    usage = answered.json()["usage"]
+    assert (first["tenant"], first["given_id"], first["status"], first["outcome"]) == ("team-a", "mine", 200, "stop")
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert first["trace_id"] == "ab" * 16
+    assert first["kv_details"]["recomputed"] > 0
+    assert first["first_token_ms"] <= first["total_ms"]
+    assert (refused["tenant"], refused["status"], refused["outcome"]) == ("team-a", 400, "invalid_value")
+    assert (unknown["tenant"], unknown["status"], unknown["outcome"]) == (None, 401, "invalid_api_key")
+
+
+def test_figures_of_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    config = HttpConfig(keys=tuple(ApiKey(name=f"team-{name}", sha256=sha256_of(name)) for name in "ab"))
+    with TestClient(build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], config)) as client:
+        for name in "aab":
+            client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {name}"})
+        text = client.get("/metrics").text
+    assert 'mneme_tenant_requests_total{ingress="local",outcome="stop",tenant="team-a"} 2.0' in text
+    computed = 'mneme_tenant_prompt_tokens_total{ingress="local",source="recomputed",tenant="team-%s"} '
+    of_a, of_b = (float(text.partition(computed % name)[2].split()[0]) for name in "ab")
+    assert of_a > of_b > 0
 
 
 def test_prompts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
