@@ -124,6 +124,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add_of_laboratory("bench")
 
     doctor = commands.add_parser("doctor", help="what this machine has, and what would keep a cluster from starting")
+    doctor.add_argument(
+        "model", nargs="?", help="say of this model, too, whether it is served here; as `serve` names it"
+    )
     doctor.add_argument("--port", type=int, default=8000, metavar="N", help="the port of `mneme serve` (default 8000)")
     doctor.add_argument("--json", action="store_true", help="one line of JSON")
     doctor.set_defaults(run=_doctor)
@@ -257,7 +260,7 @@ def _replicas(text: str) -> dict[str, Any]:
 def _doctor(args: argparse.Namespace) -> int:
     from mneme.cluster.cli.doctor import doctor
 
-    return doctor(port=args.port, as_json=args.json)
+    return doctor(port=args.port, as_json=args.json, model=args.model)
 
 
 if __name__ == "__main__":
