@@ -123,10 +123,13 @@ class Event(TypedDict):
 
     request.ended  a `ShownRequest`
     replica.state  `model`, `state`, `reason`, `ready`: when any of them changed
+    replica.came   `model`, `replica`: it takes requests
+    replica.left   likewise: it was drained, replaced or lost
     kv.moved       tokens or pages since the event before, by counter; for admins, and where there are no keys
+    fault          likewise what went wrong with KV, nodes of the cache tier and graphs, by the labels of its metric
     lost           `events` that this listener was too slow for
     """
 
-    type: Literal["request.ended", "replica.state", "kv.moved", "lost"]
+    type: Literal["request.ended", "replica.state", "replica.came", "replica.left", "kv.moved", "fault", "lost"]
     at: float
     data: dict[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mneme.cluster.http.api_state import ApiState, Service
 from mneme.cluster.http.sessions import session_name, session_object
+from mneme.cluster.metrics.families import FAULTS, summed
 from mneme.cluster.metrics.page import SOURCES
 from mneme.cluster.serve.engine_client import ask_tier, newest
 from mneme.cluster.tenancy import kv_salt
@@ -203,7 +204,8 @@ class _Figures:
     def __init__(self, service: Service, has_sums: bool) -> None:
         self._service, self._has_sums = service, has_sums
         self._states: dict[str, dict[str, Any]] = {}
-        self._sums = Counter[str]()
+        self._replicas: dict[str, set[str]] = {}
+        self._sums, self._faults = Counter[str](), Counter[str]()
 
     async def changes(self) -> list[Event]:
         at, found = self._service.requests.clock(), list[Event]()
@@ -213,16 +215,38 @@ class _Figures:
             if self._states.get(api.model.id) != state:
                 self._states[api.model.id] = state
                 found.append({"type": "replica.state", "at": at, "data": {"model": api.model.id, **state}})
+            found += self._moves(api, at)
         if self._has_sums:
+            reports = list((await self._service.stats()).values())
             sums = Counter[str]()
-            for figures in (await self._service.stats()).values():
+            for figures in reports:
                 sums.update({f"pages_{name}": count for name, count in figures.get("moved_pages", {}).items()})
                 sums.update({f"tokens_{name}": figures.get("tokens", {}).get(name, 0) for name in SOURCES})
-            moved = sums - self._sums  # a replica that is gone takes its counts along: nothing negative is told
-            if moved and self._sums:
+            faults = _faults(reports)
+            # A replica that is gone takes its counts along: nothing negative is told.
+            if self._sums and (moved := sums - self._sums):
                 found.append({"type": "kv.moved", "at": at, "data": dict(moved)})
-            self._sums = sums
+            if self._sums and (failed := faults - self._faults):
+                found.append({"type": "fault", "at": at, "data": dict(failed)})
+            self._sums, self._faults = sums, faults
         return found
+
+    def _moves(self, api: ApiState, at: float) -> Iterator[Event]:
+        """Tell which replicas came and went."""
+        now, before = set(api.client.replica_ids()), self._replicas.get(api.model.id)
+        self._replicas[api.model.id] = now
+        for name in sorted(now ^ before) if before is not None else ():
+            about = {"model": api.model.id, "replica": name}
+            yield {"type": "replica.came" if name in now else "replica.left", "at": at, "data": about}
+
+
+def _faults(reports: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Count what went wrong, by the labels of its metric."""
+    found = Counter[str]()
+    for metric in summed(FAULTS, [{**each, **(each.get("cache") or {})} for each in reports]):
+        for sample in metric.samples:
+            found[" ".join(sample.labels.values()) or "graph capture"] += int(sample.value)
+    return found
 
 
 def number_of(request: Request, name: str, default: int, least: int, most: int) -> int:

@@ -95,6 +95,23 @@ def test_a_chat_is_a_session_whose_answers_say_what_was_found(browser: Any, serv
     page.close()
 
 
+def test_documents_are_asked_about_twice_side_by_side(browser: Any, server: Server) -> None:
+    said: list[str] = []
+    page = opened(browser, server.url, said)
+    page.wait_for_selector("text=tiny: ready")
+    page.locator("#chat-form summary").click()
+    page.fill("#chat-documents", "the fox\n---\nthe dog\nand more\n-----\n")
+    page.check("#chat-beside")
+    page.fill("#chat-text", "who?")
+    page.click("#chat-form button:text('Send')")
+    page.locator("#chat .columns small button").nth(1).wait_for()
+    assert [request.blend.mode for request in server.engine.requests] == ["selective", "off"]
+    assert [len(request.documents) for request in server.engine.requests] == [2, 2]
+    assert [request.session_id for request in server.engine.requests] == [None, None]
+    assert said == []
+    page.close()
+
+
 def test_a_key_is_asked_for_and_used(browser: Any) -> None:
     with watched(HttpConfig(api_keys=(KEY,))) as server:
         page = opened(browser, server.url, [])

@@ -167,6 +167,27 @@ def test_events_tell_of_requests_and_of_replicas_that_go(monkeypatch: pytest.Mon
         assert (gone["type"], gone["data"]["state"], gone["data"]["ready"]) == ("replica.state", "loading", 0)
 
 
+def test_events_tell_of_replicas_that_come_and_go_and_admins_of_faults() -> None:
+    ids, store = ["a", "b"], {"actors_lost": 0, "disk_miss_bad_checksum": 0, "disk_miss_absent": 1}
+
+    async def stats() -> dict[str, dict[str, Any]]:
+        return {"a": {"tokens": {"device": 5}, "cache": {"store": store}}}
+
+    with serving() as server, httpx.stream("GET", f"{server.url}/v1/events", timeout=30) as stream:
+        server.engine.replica_ids = lambda: ids  # type: ignore[method-assign]
+        server.engine.stats = stats  # type: ignore[method-assign]
+        lines = stream.iter_lines()
+        events_of(lines, 1)
+        ids[:] = ["b", "c"]
+        left, came = events_of(lines, 2)
+        assert (left["type"], left["data"]["replica"]) == ("replica.left", "a")
+        assert (came["type"], came["data"]["replica"]) == ("replica.came", "c")
+        store |= {"actors_lost": 1, "disk_miss_bad_checksum": 2, "disk_miss_absent": 5}
+        moved, fault = events_of(lines, 2)
+        assert moved["type"] == "kv.moved"
+        assert (fault["type"], fault["data"]) == ("fault", {"actors_lost": 1, "disk bad_checksum": 2})
+
+
 def test_a_listener_that_is_slow_is_told_what_it_lost_and_too_many_are_refused() -> None:
     import asyncio
 
