@@ -179,12 +179,13 @@ def test_events_tell_of_replicas_that_come_and_go_and_admins_of_faults() -> None
     ids, store = ["a", "b"], {"actors_lost": 0, "disk_miss_bad_checksum": 0, "disk_miss_absent": 1}
 
     async def stats() -> dict[str, dict[str, Any]]:
-        return {"a": {"tokens": {"device": 5}, "cache": {"store": store}}}
+        return {"a": {"tokens": {"device": store["disk_miss_absent"]}, "cache": {"store": store}}}
 
-    with serving() as server, httpx.stream("GET", f"{server.url}/v1/events", timeout=30) as stream:
+    with ExitStack() as stack:
+        server = stack.enter_context(serving())
         server.engine.replica_ids = lambda: ids  # type: ignore[method-assign]
         server.engine.stats = stats  # type: ignore[method-assign]
-        lines = stream.iter_lines()
+        lines = stack.enter_context(httpx.stream("GET", f"{server.url}/v1/events", timeout=30)).iter_lines()
         events_of(lines, 1)
         ids[:] = ["b", "c"]
         left, came = events_of(lines, 2)
