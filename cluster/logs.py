@@ -62,7 +62,7 @@ def log_request(line: Mapping[str, Any]) -> None:
           `ShownRequest` says of tokens by source, times and replica
     """
     _requests.info(
-        "%s %s %s request=%s given_id=%s tenant=%s outcome=%s ms=%.1f",
+        "%s %r %s request=%s given_id=%s tenant=%s outcome=%s ms=%.1f",  # a path may have the end of a line in it
         *(line[name] for name in ("method", "path", "status", "id", "given_id", "tenant", "outcome", "total_ms")),
         extra={"request": line},
     )

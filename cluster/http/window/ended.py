@@ -29,6 +29,7 @@ def shown_request(
     """Describe a request that ended, with an error or without."""
     choices, state = response.choices, request.state
     usage = usage_object(choices)
+    has_run = any(choice.num_tokens or choice.finish_reason for choice in choices)  # else nothing is known of its KV
     first_s = min((choice.first_s for choice in choices if choice.first_s is not None), default=None)
     return {
         "id": state.request_id,
@@ -43,7 +44,7 @@ def shown_request(
         "choices": len(choices),
         "prompt_tokens": usage["prompt_tokens"],
         "completion_tokens": usage["completion_tokens"],
-        "kv_details": usage["kv_details"],
+        "kv_details": usage["kv_details"] if has_run else choices[0].usage._replace(prompt_tokens=0).kv_details(),
         "queue_ms": choices[0].usage.queue_s * 1e3,
         "first_token_ms": None if first_s is None else (first_s - state.received_s) * 1e3,
         "total_ms": (response.api.clock() - state.received_s) * 1e3,

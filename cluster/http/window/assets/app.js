@@ -330,12 +330,18 @@ async function* eventsOf(answer) {
 
 async function listen() {
   for (;;) {
+    const hidden = new AbortController(), hide = () => { if (document.hidden) hidden.abort(); };
+    document.addEventListener("visibilitychange", hide);
     try {
+      if (document.hidden) throw new Error("the tab is hidden");
       const known = await json("/v1/requests?last=100");
       known.data.reverse().forEach(addRequest);
-      for await (const data of eventsOf(await ask("/v1/events"))) say(JSON.parse(data));
+      for await (const data of eventsOf(await ask("/v1/events", { signal: hidden.signal }))) say(JSON.parse(data));
     } catch (error) {
-      $("about").textContent = `not connected: ${error.message}`;
+      if (!document.hidden) $("about").textContent = `not connected: ${error.message}`;
+    } finally {
+      hidden.abort();
+      document.removeEventListener("visibilitychange", hide);
     }
     await new Promise((resolve) => setTimeout(resolve, 2000));
   }
@@ -343,7 +349,10 @@ async function listen() {
 
 // ---- chat
 
-let session = crypto.randomUUID(), hasTurns = false;
+// `crypto.randomUUID` is there only on pages that came over TLS or from this machine.
+const newSession = () => Array.from(crypto.getRandomValues(new Uint8Array(16)), (each) => each.toString(16).padStart(2, "0")).join("");
+
+let session = newSession(), hasTurns = false;
 
 function showSession() {
   $("chat-session").textContent = `session ${session.slice(0, 8)}`;
@@ -427,7 +436,7 @@ $("key-form").addEventListener("submit", (event) => {
 $("chat-form").addEventListener("submit", chat);
 $("chat-text").addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey) chat(event); });
 $("chat-new").addEventListener("click", () => {
-  session = crypto.randomUUID();
+  session = newSession();
   hasTurns = false;
   $("chat").replaceChildren();
   showSession();
