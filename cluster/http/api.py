@@ -238,8 +238,9 @@ def _worst(conditions: Mapping[str, Condition]) -> answers.Worst:
 
 
 async def _metrics(service: Service, request: Request) -> Response:
-    """Figures for Prometheus."""
-    return Response(await service.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    """Figures for Prometheus; those of API keys, to an admin's."""
+    with_tenants = request.state.is_admin or not service.needs_key
+    return Response(await service.metrics.render(with_tenants=with_tenants), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 async def _version(service: Service, request: Request) -> answers.Version:

@@ -72,8 +72,8 @@ class MetricsPage:
             for source in SOURCES:
                 self._tenant_prompts[(*labels, ("source", source))] += line["kv_details"][source]
 
-    async def render(self) -> bytes:
-        """Write the page in Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
+    async def render(self, *, with_tenants: bool = False) -> bytes:
+        """Write the page in Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`; tenants' figures are admins' alone."""
         answers = await asyncio.gather(*(client.stats() for client in self._clients.values()))
         stats = dict(zip(self._clients, answers, strict=True))
         engines = [
@@ -91,7 +91,9 @@ class MetricsPage:
             for state in STATES
         }
         state = metric("mneme_state", "1 for the state that a model is in.", states)
-        return generate_latest(_Found([state, *self._metrics(stats, wanted), *cache_metrics(nodes, engines)]))
+        of_tenants = self._of_tenants() if with_tenants else ()
+        metrics = [state, *self._metrics(stats, wanted), *of_tenants, *cache_metrics(nodes, engines)]
+        return generate_latest(_Found(metrics))
 
     async def _num_wanted(self) -> int | None:
         """Ask in threads how many replicas there should be; None if that takes long, or is not known of a model."""
@@ -137,13 +139,6 @@ class MetricsPage:
             }
             yield metric(name, description, took)
         yield metric("mneme_http_responses_total", "Answers of this ingress.", self._responses)
-        text = "Requests of API keys that were let in, by how they ended (a finish reason, or an error's code)."
-        yield metric("mneme_tenant_requests_total", text, self._tenant_requests)
-        text = "Tokens of prompts of an API key's requests, by where their KV came from."
-        yield metric("mneme_tenant_prompt_tokens_total", text, self._tenant_prompts)
-        yield metric(
-            "mneme_tenant_generated_tokens_total", "Tokens of answers to an API key's requests.", self._tenant_generated
-        )
         said = [{**each["gpu"], "age_s": each.get("age_s", 0)} for each in engines if each.get("gpu")]
         gpus = {gpu["gpu"]: gpu for gpu in said}  # replicas may share one
         yield from summed(GPUS if gpus else (), list(gpus.values()), by=("gpu",))
@@ -156,6 +151,15 @@ class MetricsPage:
         }
         yield metric("vllm:kv_cache_usage_perc", "Share of pages in use; 1 is all.", usage)
         yield from self.latencies.collect()
+
+    def _of_tenants(self) -> Iterator[Metric]:
+        text = "Requests of API keys that were let in, by how they ended (a finish reason, or an error's code)."
+        yield metric("mneme_tenant_requests_total", text, self._tenant_requests)
+        text = "Tokens of prompts of an API key's requests, by where their KV came from."
+        yield metric("mneme_tenant_prompt_tokens_total", text, self._tenant_prompts)
+        yield metric(
+            "mneme_tenant_generated_tokens_total", "Tokens of answers to an API key's requests.", self._tenant_generated
+        )
 
 
 def _kv_usage(engine: Mapping[str, Any]) -> float:

@@ -123,7 +123,7 @@ class Event(TypedDict):
 
     request.ended  a `ShownRequest`
     replica.state  `model`, `state`, `reason`, `ready`: when any of them changed
-    replica.came   `model`, `replica`: it takes requests
+    replica.came   `model`, `replica`: Serve has started it; `replica.state` says when more are ready
     replica.left   likewise: it was drained, replaced or lost
     kv.moved       tokens or pages since the event before, by counter; for admins, and where there are no keys
     fault          likewise what went wrong with KV, nodes of the cache tier and graphs, by the labels of its metric

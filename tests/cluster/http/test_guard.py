@@ -188,11 +188,14 @@ def test_each_request_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_figures_of_a_key(caplog: pytest.LogCaptureFixture) -> None:
-    config = HttpConfig(keys=tuple(ApiKey(name=f"team-{name}", sha256=sha256_of(name)) for name in "ab"))
+    keys = [ApiKey(name=f"team-{name}", sha256=sha256_of(name)) for name in "ab"]
+    config = HttpConfig(api_keys=("admin",), keys=tuple(keys))
     with TestClient(build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], config)) as client:
         for name in "aab":
             client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {name}"})
-        text = client.get("/metrics").text
+        for nobody in ({}, {"Authorization": "Bearer a"}, {"Authorization": "Bearer wrong"}):
+            assert "team-" not in client.get("/metrics", headers=nobody).raise_for_status().text
+        text = client.get("/metrics", headers={"Authorization": "Bearer admin"}).text
     assert 'mneme_tenant_requests_total{ingress="local",outcome="stop",tenant="team-a"} 2.0' in text
     computed = 'mneme_tenant_prompt_tokens_total{ingress="local",source="recomputed",tenant="team-%s"} '
     of_a, of_b = (float(text.partition(computed % name)[2].split()[0]) for name in "ab")

@@ -299,7 +299,7 @@ function say(event) {
   const text = {
     "request.ended": () => `request ${data.id.slice(0, 12)}: ${data.outcome}, ${count(data.completion_tokens)} tokens in ${ms(data.total_ms)}`,
     "replica.state": () => `${data.model}: ${data.state}${data.reason ? ` (${data.reason})` : ""}, ${data.ready} replicas ready`,
-    "replica.came": () => `${data.model}: replica ${data.replica} takes requests`,
+    "replica.came": () => `${data.model}: replica ${data.replica} has been started`,
     "replica.left": () => `${data.model}: replica ${data.replica} was drained, replaced or lost`,
     fault: () => `fault: ${Object.entries(data).map(([name, value]) => `${name.replaceAll("_", " ")} ${count(value)}`).join(", ")}`,
     "kv.moved": () => Object.entries(data).map(([name, value]) => `${name.replace("_", " ")}: ${count(value)}`).join(", "),
