@@ -101,7 +101,7 @@ def report(rng: random.Random, replica: int, seq: int, **values: Any) -> Replica
 def choices(num_calls: int) -> dict[str, float]:
     """Times of choices among many replicas with much KV, and of taking reports between them."""
     rng, names = random.Random(SEED), [f"replica-{i}" for i in range(NUM_REPLICAS)]
-    chooser = ReplicaChooser(RouterConfig(index_blocks=2 * NUM_BLOCKS))
+    chooser = ReplicaChooser(RouterConfig(), index_blocks=2 * NUM_BLOCKS)
     chooser.set_replicas(names)
     half = LONG_PROMPT // 2
     systems = [tuple(rng.randrange(32_000) for _ in range(half)) for _ in range(NUM_SYSTEM)]

@@ -23,7 +23,6 @@ from typing_extensions import TypedDict  # pydantic's condition before Python 3.
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.config import check_range
 from mneme.errors import ConfigError
-from mneme.replicas.report import BLOCK_TOKENS
 from mneme.router.token_hashes import text_hash
 
 F64 = NDArray[np.float64]
@@ -32,6 +31,12 @@ Flags = NDArray[np.bool_]
 MINE: Final = "mneme"  # predicted seconds: `prices`
 PolicyName = Literal["mneme", "random", "least-loaded", "hash"]
 
+LOAD_SLACK = 4  # requests above the bound on load: below a handful, load says nothing
+_RUNNING_TOKENS = 16  # what one running request costs a new one, in tokens of prefill
+_MOVE_TOKENS = 256  # what it costs a session, hint or prefix to leave its home, beyond the KV that is known there
+# How often a request's prefill and loads are paid for again, by others who wait: docs/decisions/routing.md has what
+# 0.25 and 4 did instead.
+_WORK_WEIGHT = 2.0
 _CHUNK_TOKENS = 256  # that an edge brings at once
 _RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
 _MAX_S = 1e6  # of any term
@@ -49,24 +54,10 @@ class RouterConfig:
     """Says how affinity is weighed against load."""
 
     policy: PolicyName = MINE  # another: by that rule alone, as a measure of what this one is worth
-    block_tokens: int = BLOCK_TOKENS  # tokens per hashed block; replicas report blocks of the default
-    index_blocks: int = 1_000_000  # blocks remembered per ingress
-    load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
-    load_slack: int = 4  # ...plus this many requests: below a handful, load says nothing
-    running_tokens: int = 16  # what one running request costs a new one, in tokens of prefill
-    move_tokens: int = (
-        256  # what it costs a session, hint or prefix to leave its home, beyond the KV that is known there
-    )
-    work_weight: float = 2.0  # how often a request's prefill and loads are paid for again, by others who wait
+    load_factor: float = 1.25  # a replica takes at most this multiple of the mean load, and four requests
 
     def __post_init__(self) -> None:
-        check_range("router.block_tokens", self.block_tokens, 1, 4096)
-        check_range("router.index_blocks", self.index_blocks, 1, 10**8)
         check_range("router.load_factor", self.load_factor, 1.0, 100.0)
-        check_range("router.load_slack", self.load_slack, 0, 10**6)
-        check_range("router.running_tokens", self.running_tokens, 0, 10**6)
-        check_range("router.move_tokens", self.move_tokens, 0, 10**9)
-        check_range("router.work_weight", self.work_weight, 0.0, 100.0)
 
 
 class Loads(NamedTuple):
@@ -207,7 +198,7 @@ def alike(figures: F64) -> F64:
     return figures
 
 
-def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
+def prices(loads: Loads, asked: Asked) -> Prices:
     """Price all candidates."""
     figures, usual = loads.figures, loads.usual
     behind = asked.num_tokens - asked.matched
@@ -241,16 +232,16 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
         (brought > 0) * loads.late_load_s,
         decode_s,
         loads.overhead_s,
-        loads.running * config.running_tokens * row_s,
-        work_s * config.work_weight / num_holders**2,
-        is_away * config.move_tokens * token_s(usual),
+        loads.running * _RUNNING_TOKENS * row_s,
+        work_s * _WORK_WEIGHT / num_holders**2,
+        is_away * _MOVE_TOKENS * token_s(usual),
     ]
     return Prices(*np.maximum(np.fmin(terms, _MAX_S), 0))  # NaN is the worst
 
 
-def load_bound(total_running: int, num_replicas: int, config: RouterConfig) -> int:
+def load_bound(total_running: int, num_replicas: int, factor: float) -> int:
     """The most requests that any replica may have after one more was placed; at least one replica has fewer."""
-    return math.ceil(config.load_factor * (total_running + 1) / num_replicas) + config.load_slack
+    return math.ceil(factor * (total_running + 1) / num_replicas) + LOAD_SLACK
 
 
 def rendezvous(key: str, replica_hashes: U64) -> U64:

@@ -30,7 +30,7 @@ class Mneme(Router):
 
     def __init__(self, rng: random.Random, world: World, policy: PolicyName = MINE) -> None:
         self._world = world
-        self._chooser = ReplicaChooser(RouterConfig(policy=policy, index_blocks=10**7), world.clock, rng)
+        self._chooser = ReplicaChooser(RouterConfig(policy=policy), world.clock, rng, index_blocks=10**7)
         self._reservations: dict[int, Reservation] = {}
         self._grain = max(world.block_tokens // BLOCK_TOKENS, 1)
         self._lives: Counter[int] = Counter()

@@ -143,7 +143,7 @@ def test_a_file_that_is_no_configuration_is_named_with_the_place(
 
 def test_the_printed_configuration_has_every_key_and_parses_back(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["http.api_keys=[a, b]", "engine.warm_prompts=[{system: be brief}, {text: a b, ttl_s: 60}]"]
-    keys += ["engine.truncation.keep_first=4", "router.move_tokens=128"]
+    keys += ["engine.truncation.keep_first=4", "router.load_factor=1.5"]
     given = [word for key in keys for word in ("--set", key)]
     assert main(["serve", "m", "--port", "9000", *given, "--print-config"]) == 0
     printed = parse(ClusterConfig, yaml.safe_load(capsys.readouterr().out))
