@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Keys of what only a cluster has; a default changes nothing, anything else is refused.
 _OF_CLUSTERS = (
     *("models", "autoscale", "cpus_per_replica", "gpus_per_replica", "drain_grace_s", "router", "ingress", "ray"),
-    *("http.max_connections_per_address", "cache.directory_shards"),
+    "http.max_connections_per_address",
 )
 _LAST_EVENTS_S = 0.1  # what streams still say is written within that
 _HTTP_S = 3  # for connections that are still open then

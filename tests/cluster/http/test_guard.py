@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from mneme.cluster.config import HttpConfig
+from mneme.cluster.http import body as body_module
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.cluster.http.body import BodyReader, HeldBody
@@ -42,7 +43,7 @@ def test_without_a_key_nothing_is_read(authorization: str | None) -> None:
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
 def test_what_needs_no_key_reads_no_body(path: str, method: str) -> None:
     with (
-        serving(config=HttpConfig(api_keys=("secret-a",), body_idle_timeout_s=60.0)) as server,
+        serving(config=HttpConfig(api_keys=("secret-a",))) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=50) as connection,
     ):
         connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode())
@@ -221,7 +222,9 @@ def test_new_grammars_wait_for_each_other_and_not_for_ever(monkeypatch: pytest.M
     assert sorted(asyncio.run(run())) == [200] * MAX_COMPILING + [429]
 
 
-def test_bodies_that_are_being_read_share_a_budget() -> None:
+def test_bodies_that_are_being_read_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 1024)
+
     async def run() -> list[int]:
         release = asyncio.Event()
 
@@ -230,7 +233,7 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
             await release.wait()
             yield b"{}"
 
-        async with concurrently(FakeEngineClient(TOKENIZER), max_body_bytes=1024, max_held_body_bytes=1024) as client:
+        async with concurrently(FakeEngineClient(TOKENIZER), max_body_bytes=1024) as client:
             headers = {"content-type": "application/json"}
             first = asyncio.ensure_future(client.post("/tokenize", content=slow(), headers=headers))
             statuses = []
@@ -248,7 +251,7 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
 
 def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
     """The first may have half, and the next half of what is left; each may have one."""
-    reader = BodyReader(HttpConfig(max_body_bytes=1024, max_held_body_bytes=8 * 1024))
+    reader = BodyReader(1024, 8 * 1024)
 
     def filled(tenant: str) -> list[HeldBody]:
         bodies = []
@@ -270,7 +273,8 @@ def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[BadRequestChecker]:
-    with serving(config=HttpConfig(body_idle_timeout_s=2.0)) as server:
+    with pytest.MonkeyPatch.context() as patched, serving() as server:
+        patched.setattr(body_module, "BODY_IDLE_S", 2.0)
         checker = BadRequestChecker(server.url)
         yield checker
         checker.close()

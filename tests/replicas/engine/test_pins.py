@@ -140,7 +140,8 @@ def test_room_that_is_taken_while_a_prompt_is_computed_refuses_the_pin(caplog: p
 
 
 def test_a_tenant_has_so_many_pins_and_sees_its_own_alone() -> None:
-    engine = make_engine(num_pages=64, page_size=4, max_pins=2)
+    engine = make_engine(num_pages=64, page_size=4)
+    engine.pins.max_pins = 2
     for name in ("a", "b"):
         warm(engine, name, [1, 2, 3], salt=name)  # another salt is no other quota
     with pytest.raises(InvalidRequest, match="may have 2 pins"):
@@ -207,7 +208,7 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
 def test_configured_prompts_are_computed_once_for_all_tenants_and_stay() -> None:
     runner = FakeRunner(200, 4, vocab_size=400)
     engine = Engine(runner, None, EngineConfig(max_waiting=2))  # type: ignore[arg-type]
-    prompts = [WarmPrompt(system="be brief"), WarmPrompt(text="the quick brown fox", ttl_s=60.0), WarmPrompt(text="a")]
+    prompts = [WarmPrompt(system="be brief"), WarmPrompt(text="the quick brown fox"), WarmPrompt(text="a")]
     warm_before_traffic(engine, TOKENIZER, prompts)
     ids = TOKENIZER.encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n")
     system = [{"role": "system", "content": "be brief"}]
@@ -257,9 +258,7 @@ def test_configured_prompts_that_do_not_fit_are_named() -> None:
         warm_before_traffic(engine, tiny_tokenizer(None), [without])
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"system": ""}, {"system": "a", "text": "b"}, {"text": "a", "ttl_s": 0}, {"prompt": "a"}, "a"]
-)
+@pytest.mark.parametrize("given", [{}, {"system": ""}, {"system": "a", "text": "b"}, {"prompt": "a"}, "a"])
 def test_configured_prompts_are_checked(given: Any) -> None:
     with pytest.raises(ConfigError, match="warm_prompts"):
         parse(EngineConfig, {"warm_prompts": [given]}, "engine")
@@ -435,7 +434,8 @@ def test_a_mark_that_goes_on_from_another_takes_its_place_unless_that_stays_long
 
 
 def test_marks_make_room_for_each_other_and_never_refuse_a_request() -> None:
-    engine = make_engine(num_pages=32, page_size=4, max_pins=3)
+    engine = make_engine(num_pages=32, page_size=4)
+    engine.pins.max_pins = 3
     warm(engine, "own", [4, 3] * 2, tenant=tenant_id(""))
     for index in range(5):
         engine.submit(keeping(f"r{index}", [index] * 6, (4, 60.0 + index)))
