@@ -11,16 +11,15 @@ it is done for all candidates at once, in arrays: a choice among a hundred takes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.ma  # the first median would import it, and a request wait 10 ms for that
 from numpy.typing import NDArray
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
-from mneme.cachetier.policy.cost_model import CostModel
 from mneme.config import check_range
 from mneme.errors import ConfigError
 from mneme.router.token_hashes import text_hash
@@ -40,7 +39,9 @@ _WORK_WEIGHT = 2.0
 _CHUNK_TOKENS = 256  # that an edge brings at once
 _RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
 _MAX_S = 1e6  # of any term
-# Columns of a replica's figures.
+# Columns of a replica's figures: three terms each of prefill and decode, as calibrated, and of what is brought from its
+# host tier, its node's cache and other nodes'; a step's rows, bytes of a token's KV, and what prefill and decode take
+# in times of their calibration.
 _PREFILL, _DECODE, _HOST, _NODE, _PEER, _STEP_ROWS, _KV_BYTES, _SCALES = 0, 3, 6, 9, 12, 15, 16, 17
 # SplitMix64's last steps.
 _SPLIT_MIX = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
@@ -161,18 +162,12 @@ class ShownRoute(TypedDict):
     candidates: list[RouteCandidate]
 
 
-def figures_of(cost: Mapping[str, Any]) -> F64:
-    """Read what a replica says of its costs: prefill and decode as calibrated, and what they take in times of that.
-
-    Raises `ConfigError`.
-    """
-    model = CostModel.from_mapping(cost)
-    calibration = model.calibration
-    edges = model.terms_of("host") + model.found_terms("host") + model.found_terms("peer_host")
-    terms = [*calibration.prefill, *calibration.decode, *edges]
-    figures = np.array([*terms, model.step_rows, calibration.kv_bytes_per_token, *model.step_scales])
-    if not (np.isfinite(figures).all() and (figures >= 0).all() and figures[_PREFILL : _PREFILL + 3].any()):
-        raise ConfigError("cost model: must be finite, and a prefill must take time")
+def figures_of(cost: Sequence[float]) -> F64:
+    """Check what a replica says of its costs (`CostModel.figures`); raises `ConfigError`."""
+    figures = np.array(cost, np.float64)
+    is_sound = len(figures) == len(UNKNOWN) and np.isfinite(figures).all() and (figures >= 0).all()
+    if not (is_sound and figures[_PREFILL:_DECODE].any() and figures[_STEP_ROWS]):
+        raise ConfigError("costs: must be finite, and a prefill must take time")
     return figures
 
 

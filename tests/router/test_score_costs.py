@@ -26,7 +26,7 @@ _costs = st.fixed_dictionaries(
 @given(_costs, st.integers(2, 20_000), st.integers(0, 20_000), st.integers(1, 64), st.integers(0, 10**6))
 def test_a_prompt_beside_streams(costs: dict, num_tokens: int, matched: int, running: int, context: int) -> None:
     model, matched = CostModel.from_mapping(costs), min(matched, num_tokens - 1)
-    figures = alike(figures_of(costs)[None])
+    figures = alike(figures_of(model.figures())[None])
     none, loads = np.zeros(1), np.array([[float(running)], [float(context)]])
     found = prices(
         Loads(figures, figures, none, *loads, none),
@@ -42,7 +42,7 @@ def test_a_prompt_beside_streams(costs: dict, num_tokens: int, matched: int, run
 @given(_costs, st.sampled_from(["in_host", "in_node", "at_peers"]), st.integers(1, 79))
 def test_what_is_brought(costs: dict, place: str, num_chunks: int) -> None:
     model = CostModel.from_mapping(costs)
-    figures, none = alike(figures_of(costs)[None]), np.zeros(1)
+    figures, none = alike(figures_of(model.figures())[None]), np.zeros(1)
     brought = dict.fromkeys(("in_host", "in_node", "at_peers"), none) | {place: np.array([256.0 * num_chunks])}
     asked = Asked(20_480, none, brought["in_host"], brought["in_node"], brought["at_peers"], none, np.zeros(1, bool))
     found = prices(Loads(figures, figures, none, none, none, none), asked)
