@@ -70,6 +70,7 @@ LEVELS = {
         "serve",
         "metrics run",
         "http",
+        "backends",
         "app local",
         "cli",
     ),
