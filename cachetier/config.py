@@ -15,13 +15,6 @@ SESSION_LOG_BYTES = 1 << 30  # of token logs beside a disk's chunks; k8s/chart a
 LoadPolicy = Literal["auto", "always", "never"]
 
 
-def check_ttl(name: str, ttl_s: float) -> None:
-    """Check a lifetime; raises `ConfigError`. 0 is refused: chunks would be served until their age is checked."""
-    check_range(name, ttl_s, 0, 1e9)
-    if not ttl_s:
-        raise ConfigError(f"{name}: must be over 0 (got {ttl_s})")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskTierConfig:
     """A folder for chunks and session logs that outlive a restart."""
@@ -59,7 +52,7 @@ class CacheConfig:
             raise ConfigError(f"cache.chunk_tokens: {rule} (got {self.chunk_tokens})")
         if self.host_bytes is not None:
             check_range("cache.host_bytes", self.host_bytes, 0, 2**48)
-        if self.ttl_s is not None:
-            check_ttl("cache.ttl_s", self.ttl_s)
+        if self.ttl_s is not None:  # with 0 chunks would be served until their age is checked
+            check_range("cache.ttl_s", self.ttl_s, 1e-3, 1e9)
         if self.tenant_bytes is not None:
             check_range("cache.tenant_bytes", self.tenant_bytes, 0, 2**60)

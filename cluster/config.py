@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"auto|\S+:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """Bounds on what one client can make this process hold or wait for."""
+    """Says who may call, how much a client may make this process hold, and how answers are read."""
 
     api_keys: tuple[str, ...] = ()  # secrets of admins; without keys of any kind everyone may call, as one tenant
     keys_file: str | None = None  # tenants, with their limits; `mneme keys` edits it, and a change is read at once
