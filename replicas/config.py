@@ -18,18 +18,6 @@ MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmPrompt:
-    """A system prompt, as the chat template writes it before any user's message, or the beginning of a text."""
-
-    system: str | None = None  # this, or:
-    text: str | None = None  # the beginning of a prompt, as it is
-
-    def __post_init__(self) -> None:
-        if bool(self.system) == bool(self.text):
-            raise ConfigError("warm_prompts: each has either a system prompt or a text")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Configures one engine on one device. Sizes that are None are chosen from the model and the machine."""
 
@@ -60,7 +48,9 @@ class EngineConfig:
     max_sessions: int = 10_000  # 0: no request is part of a session
     # auto: what the model says of sampling holds where a request says nothing (generation_config.json).
     generation_config: GenerationConfigUse = "auto"
-    warm_prompts: tuple[WarmPrompt, ...] = ()  # public: computed and pinned before there is traffic
+    # System prompts that are computed and pinned before there is traffic, for all tenants: as the chat template writes
+    # them before any user's message; of a model without one, how prompts begin.
+    warm_prompts: tuple[str, ...] = ()
     blend: BlendOptions = field(default_factory=BlendOptions)  # of what a request does not say of its documents
     truncation: Truncation = field(default_factory=Truncation)  # of sessions that outgrow the context window
 
@@ -80,5 +70,7 @@ class EngineConfig:
         check_range("engine.max_waiting", self.max_waiting, 1, 2**20)
         if self.request_timeout_s is not None:
             check_range("engine.request_timeout_s", self.request_timeout_s, 0.001, MAX_TIMEOUT_S)
+        if not all(self.warm_prompts):
+            raise ConfigError("engine.warm_prompts: must not be empty texts")
         check_range("engine.session_ttl_s", self.session_ttl_s, 0, 10**9)
         check_range("engine.max_sessions", self.max_sessions, 0, 10**9)

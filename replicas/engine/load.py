@@ -31,7 +31,7 @@ from mneme.kernels.native import library as native_library
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
 from mneme.replicas.card import sampling_defaults, shard_paths
-from mneme.replicas.config import EngineConfig, WarmPrompt
+from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.device_pages import make_chunk_pages
 from mneme.replicas.connector.save import ChunkSaver
@@ -488,7 +488,7 @@ def model_fingerprint(
     )
 
 
-def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[WarmPrompt]) -> None:
+def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
     """Compute and pin the configured prompts for all tenants; raises `ConfigError` if one cannot be."""
     names: list[tuple[int, PinName]] = []
     for index, prompt in enumerate(prompts):
@@ -514,11 +514,11 @@ def _begin_warming(engine: Engine, named: tuple[int, PinName], ids: tuple[int, .
         engine.step()  # others wait already: their turn first
 
 
-def _warm_ids(tokenizer: Tokenizer, prompt: WarmPrompt, index: int) -> list[int]:
+def _warm_ids(tokenizer: Tokenizer, prompt: str, index: int) -> list[int]:
     try:
-        if prompt.text:
-            return tokenizer.encode(prompt.text, add_special_tokens=True)
-        messages = [{"role": "system", "content": prompt.system}]
+        if not tokenizer.has_chat_template:
+            return tokenizer.encode(prompt, add_special_tokens=True)
+        messages = [{"role": "system", "content": prompt}]
         return conversation_prefix(tokenizer.render_chat, tokenizer.encode_rendered, messages)
     except MnemeError as error:
         raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None

@@ -15,7 +15,7 @@ WARM_SYSTEM = "You are the librarian of the end-to-end tests"
 SETTINGS = (
     *("--set", f"engine.kv_cache_bytes={16 * 2**20}"),
     *("--set", "engine.dtype=float32"),
-    *("--set", f"engine.warm_prompts=[{{system: {WARM_SYSTEM}}}]"),
+    *("--set", f"engine.warm_prompts=[{WARM_SYSTEM}]"),
 )
 SMALL_PAGES, PAGE_SIZE = 48, 32  # a few conversations
 KEY, CONNECTIONS = "door", 100
