@@ -68,7 +68,7 @@ class Talker:
         self._tokenizer = Tokenizer.load(model_directory(MODEL))
         config = EngineConfig(
             device="cpu", dtype=DTYPE, num_pages=num_pages, page_size=PAGE_SIZE, num_threads=1,
-            max_sessions=max_sessions, max_session_tokens=10**9, session_ttl_s=1e8, max_batch_tokens=2048,
+            max_sessions=max_sessions, session_ttl_s=1e8, max_batch_tokens=2048,
         )  # fmt: skip
         self.engine = load_engine(MODEL, config, tokenizer=self._tokenizer)
         self._num_turns = 0

@@ -31,6 +31,7 @@ from typing import Any
 
 from harness import Run, at_most, options_of
 
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.report import ReplicaReport, pack
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.router.chooser import ReplicaChooser, Reservation
@@ -44,14 +45,14 @@ SEED = 0
 ADDED_P50_TARGET_MS = 0.5
 NUM_REPLICAS, NUM_BLOCKS, LONG_PROMPT, NUM_SYSTEM, NUM_ON_NODE = 100, 1_000_000, 2048, 8, 8
 CHOICE_P50_TARGET_MS, CHOICE_P99_TARGET_MS = 0.3, 1.0
-COST = {
+COST = CostModel.from_mapping({
     "prefill": [0.01, 1e-4, 1e-9],
     "decode": [0.01, 1e-4, 1e-8],
     "edges": {},
     "step_rows": 2048,
     "kv_bytes_per_token": 131_072,
     "scales": {},
-}
+}).figures()  # fmt: skip
 OURS = "ours"
 ROUTERS = {
     OURS: "mneme.router.serve_router.MnemeRequestRouter",
@@ -101,7 +102,7 @@ def report(rng: random.Random, replica: int, seq: int, **values: Any) -> Replica
 def choices(num_calls: int) -> dict[str, float]:
     """Times of choices among many replicas with much KV, and of taking reports between them."""
     rng, names = random.Random(SEED), [f"replica-{i}" for i in range(NUM_REPLICAS)]
-    chooser = ReplicaChooser(RouterConfig(index_blocks=2 * NUM_BLOCKS))
+    chooser = ReplicaChooser(RouterConfig(), index_blocks=2 * NUM_BLOCKS)
     chooser.set_replicas(names)
     half = LONG_PROMPT // 2
     systems = [tuple(rng.randrange(32_000) for _ in range(half)) for _ in range(NUM_SYSTEM)]

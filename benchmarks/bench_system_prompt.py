@@ -86,10 +86,14 @@ class Replica:
         """An empty engine; the last one is of no use any more."""
         self._decoder.share = arm.share
         config = EngineConfig(
-            prefix_sharing=arm.prefix_sharing, share=arm.share, max_running=max_running,
-            max_batch_tokens=max_batch_tokens, max_waiting=8192, max_waiting_tokens=None,
-        )  # fmt: skip
-        return Engine(self._runner, None, config)
+            prefix_sharing=arm.prefix_sharing,
+            max_running=max_running,
+            max_batch_tokens=max_batch_tokens,
+            max_waiting=8192,
+        )
+        engine = Engine(self._runner, None, config)
+        engine.limits.max_tokens = 2**40
+        return engine
 
     def serve(
         self, engine: Engine, prompts: list[list[int]], num_new: int, *, gap_s: float = 0.0, until_first: bool = False,

@@ -154,9 +154,7 @@ class EngineReads:
         terms = (0.0, 1.0, 0.0)  # of a row: a question may take its time
         costs = CostModel(Calibration(prefill=terms, decode=terms, step_rows=1, kv_bytes_per_token=1))
         controller = LoadController(costs, num_layers=shape.num_layers, loads_all=True)
-        self._loads = Loads(
-            store, controller, costs, read_buffer_bytes=CacheConfig().read_buffer_bytes, clock=time.monotonic
-        )
+        self._loads = Loads(store, controller, costs, clock=time.monotonic)
         self._is_found = threading.Event()
         self._loads.on_answer = self._is_found.set
         self._load: Load | None = None

@@ -14,8 +14,8 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from starlette.types import ASGIApp
 
+from mneme.cluster.backends import load_backend
 from mneme.cluster.config import ClusterConfig, from_mapping
-from mneme.cluster.http.api_state import Backend
 from mneme.cluster.serve.autoscaling import serve_options
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.serve.gpus import EnginePlacement, place_models
@@ -115,5 +115,5 @@ def _load_engine(*args: Any, **kwargs: Any) -> Any:
 def _build_api(clients: Sequence[EngineClient], config: ClusterConfig) -> ASGIApp:
     from mneme.cluster.http.api import build_api
 
-    backends = list(map(Backend.load, clients, config.each_model()))
+    backends = list(map(load_backend, clients, config.each_model()))
     return build_api(backends, config.http, ingress=own_replica_id())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mneme.cachetier.config import CacheConfig
-from mneme.cluster.keys import ApiKey, KeyList, Keyring, environment_keys
+from mneme.cluster.keys import Keyring
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig
@@ -23,64 +23,37 @@ MIB = 2**20
 SETTLE_S = 2.0  # when the server stops: for what is being saved to reach the cache tier
 
 
-_HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
 _ADDRESS = re.compile(r"auto|\S+:[0-9]{1,5}")
-# What clients send with all requests of a conversation or an agent: aiperf, OpenCode, Codex, Claude Code, Dynamo, SMG,
-# LiteLLM.
-AFFINITY_HEADERS = (
-    "X-Correlation-ID",
-    "X-Session-Affinity",
-    "session-id",
-    "x-claude-code-session-id",
-    "X-Dynamo-Session-ID",
-    "X-SMG-Routing-Key",
-    "x-litellm-session-id",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """Bounds on what one client can make this process hold or wait for."""
+    """Says who may call, how much a client may make this process hold, and how answers are read."""
 
     api_keys: tuple[str, ...] = ()  # secrets of admins; without keys of any kind everyone may call, as one tenant
-    keys: tuple[ApiKey, ...] = ()  # tenants, with their limits
-    keys_file: str | None = None  # read again when it changes; `mneme keys` edits it
+    keys_file: str | None = None  # tenants, with their limits; `mneme keys` edits it, and a change is read at once
     max_body_bytes: int = 8 * 2**20  # of one request
-    max_held_body_bytes: int = 256 * 2**20  # of all requests whose bodies are being read
-    max_header_bytes: int = 32 * 2**10  # of one request, with its first line
-    body_timeout_s: float = 60.0  # from the headers to the last byte of the body
-    body_idle_timeout_s: float = 10.0  # between two pieces of it
-    client_stall_timeout_s: float = 60.0  # how long a client may leave a stream unread
-    affinity_headers: tuple[str, ...] = AFFINITY_HEADERS  # one value, one replica; the first that is given counts
     tool_call_parser: str = "auto"  # how the model writes tool calls: docs/tools.md; auto: found by its chat template
     reasoning_parser: str = "auto"  # how it writes reasoning; auto: likewise
     tool_parser_plugin: str | None = None  # a Python file with formats of one's own for both
-    strip_client_lines: bool = True  # x-anthropic-...: lines at the head of a system prompt, in /v1/messages
     otlp_endpoint: str | None = None  # where spans of requests are sent: OTLP over HTTP, with `mneme[otel]`
     shutdown_grace_s: float = 0.5  # how long answers go on when the server stops; then they end with an error
     max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64
 
     def __post_init__(self) -> None:
         check_range("http.max_body_bytes", self.max_body_bytes, 1024, 2**30)
-        check_range("http.max_held_body_bytes", self.max_held_body_bytes, self.max_body_bytes, 2**40)
-        check_range("http.max_header_bytes", self.max_header_bytes, 1024, 2**20)
         check_range("http.max_connections_per_address", self.max_connections_per_address, 1, 2**20)
-        for name in ("body_timeout_s", "body_idle_timeout_s", "client_stall_timeout_s"):
-            check_range(f"http.{name}", getattr(self, name), 0.01, 86_400)
         check_range("http.shutdown_grace_s", self.shutdown_grace_s, 0, 86_400)
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
             raise ConfigError("http.api_keys: each key is ASCII text without spaces around it")
-        KeyList(keys=self.keys)  # no two alike
         with_plugin(self.tool_parser_plugin).check(self.tool_call_parser, self.reasoning_parser)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError("http.otlp_endpoint: must begin with http:// or https://")
-        if not all(_HEADER_NAME.fullmatch(name) for name in self.affinity_headers):
-            raise ConfigError("http.affinity_headers: each is the name of a header, of letters, digits and -")
 
     def keyring(self, clock: Callable[[], float] = time.monotonic) -> Keyring:
         """Read the keys; raises `ConfigError` if their file is bad."""
         file = None if self.keys_file is None else Path(self.keys_file).expanduser()
-        return Keyring(self.api_keys, self.keys, file, clock=clock)
+        return Keyring(self.api_keys, file, clock=clock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +76,6 @@ class RayConfig:
 
     address: str | None = None  # of a running cluster, or auto: the one that this machine is part of
     object_store_bytes: int = 192 * MIB  # of shared memory; two fifths of it are the cache tier's unless that says
-    temp_dir: str | None = None  # None: a fresh directory under the system's; removed at the end
 
     def __post_init__(self) -> None:
         check_range("ray.object_store_bytes", self.object_store_bytes, 80 * MIB, 2**44)
@@ -219,10 +191,8 @@ def load_config(
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> ClusterConfig:
-    """Parse a configuration, with the keys of this process's environment; raises `ConfigError`."""
+    """Parse a configuration, and read its file of keys; raises `ConfigError`."""
     config = parse(ClusterConfig, mapping)
-    keys = environment_keys()
-    config = replace(config, http=replace(config.http, keys=(*config.http.keys, *keys))) if keys else config
     config.http.keyring()
     return config
 

@@ -1,8 +1,8 @@
 """API keys: whom a secret belongs to, what that caller may do, and how much of it in a minute.
 
-Keys come from the configuration, from the environment (`MNEME_KEYS`), or from a file that `mneme keys` edits and that
-a running ingress reads again when it changes. Of a secret only its SHA-256 is kept: secrets are drawn from 256 bits,
-so a slow hash would protect nothing more. Limits hold in each ingress process.
+Keys come from the configuration, which has secrets of admins, or from a file of tenants that `mneme keys` edits and
+that a running ingress reads again when it changes. Of a secret only its SHA-256 is kept: secrets are drawn from 256
+bits, so a slow hash would protect nothing more. Limits hold in each ingress process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import hmac
 import logging
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,15 +93,6 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not text in UTF-8") from None
-
-
-def environment_keys() -> tuple[ApiKey, ...]:
-    """Read the list of keys in `MNEME_KEYS`, if it is set; raises `ConfigError`."""
-    text = os.environ.get("MNEME_KEYS", "")
-    keys = read_keys(text, "MNEME_KEYS")
-    if text and not keys:
-        raise ConfigError("MNEME_KEYS: has no keys, and must not stand for a server without any")
-    return keys
 
 
 def sha256_of(secret: str) -> str:
@@ -191,17 +181,13 @@ class Keyring:
     def __init__(
         self,
         secrets: Sequence[str] = (),
-        keys: Sequence[ApiKey] = (),
         file: Path | None = None,
         *,
         clock: Clock,
     ) -> None:
         """`secrets` are plain ones of admins without limits. Raises `ConfigError` if the file is bad."""
         self._clock = clock
-        self._given = [
-            *(ApiKey(name=f"key-{i}", sha256=sha256_of(s), role="admin") for i, s in enumerate(secrets)),
-            *keys,
-        ]
+        self._given = [ApiKey(name=f"key-{i}", sha256=sha256_of(s), role="admin") for i, s in enumerate(secrets)]
         self._file = file
         self._meters: dict[ApiKey, Meter] = {}
         self._keys: list[ApiKey] = []

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from mneme.cluster.backends import load_backend
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.http.api import build_api
-from mneme.cluster.http.api_state import Backend
 from mneme.cluster.run.environment import bound_socket
 from mneme.cluster.run.lifecycle import Foreground, check_files
 from mneme.cluster.serve import http_protocol
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Keys of what only a cluster has; a default changes nothing, anything else is refused.
 _OF_CLUSTERS = (
     *("models", "autoscale", "cpus_per_replica", "gpus_per_replica", "drain_grace_s", "router", "ingress", "ray"),
-    *("http.max_connections_per_address", "cache.directory_shards"),
+    "http.max_connections_per_address",
 )
 _LAST_EVENTS_S = 0.1  # what streams still say is written within that
 _HTTP_S = 3  # for connections that are still open then
@@ -134,7 +134,7 @@ class LocalServer(Foreground):
 
     async def _serve(self, engine: EngineLoop, bound: socket.socket) -> None:
         client = LocalEngineClient(engine, gpu=_gpu_of(engine), on_failure=self._fail)
-        api = build_api([Backend.load(client, self.config)], self.config.http, ingress=NAME)
+        api = build_api([load_backend(client, self.config)], self.config.http, ingress=NAME)
         engine.start()  # it freezes what collections of garbage need not look at, the API too
         await client.open()
         server = uvicorn.Server(

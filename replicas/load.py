@@ -45,11 +45,11 @@ class ReadBudget:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_used = 0
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._condition = threading.Condition()
 
     def has(self, num_bytes: int) -> bool:
-        return self.num_used + num_bytes <= self._num_bytes
+        return self.num_used + num_bytes <= self.num_bytes
 
     def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
         """Wait for room, unless it is urgent. False if nobody wants these bytes any more.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 GivenUp = Literal["lookup", "waiting", "loading"]  # what of a load took too long; the last: within a step
 GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
@@ -30,7 +30,7 @@ class ReplicaReport:
     running, waiting  requests
     context_tokens   that running requests see
     free_page_share  of the device's pages: those that nobody holds
-    cost             `CostModel.as_mapping`, coefficients and scales; None: nothing new of it
+    cost             `CostModel.figures`; None: nothing new of it
     device, host     hashes of blocks (`pack`) that are there now: on the device; in the engine's host tier alone
     gone             that are in neither any more
     is_snapshot      `device` and `host` are all there is
@@ -46,7 +46,7 @@ class ReplicaReport:
     waiting: int
     context_tokens: int
     free_page_share: float
-    cost: Mapping[str, Any] | None = None
+    cost: tuple[float, ...] | None = None
     device: bytes = b""
     host: bytes = b""
     gone: bytes = b""

@@ -65,6 +65,7 @@ from mneme.router.token_hashes import block_hashes
 
 logger = logging.getLogger(__name__)
 
+INDEX_BLOCKS = 1_000_000  # that an ingress remembers, of replicas and of nodes each
 SILENT_S = 5.0  # a replica with work that has said nothing for so long: a step takes very long, or its reports are lost
 _MANY = 1e6  # requests: more than any replica has
 _TRANSIT_S = 0.02  # a report that comes may have been written before what was admitted since then
@@ -280,6 +281,7 @@ class ReplicaChooser:
     config: RouterConfig
     clock: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)  # of the rule `random`
+    index_blocks: int = INDEX_BLOCKS
     decisions: Counter[str] = field(init=False, default_factory=Counter)  # by reason
     # Of requests that were answered: seconds to the first token, and tokens of prompts that were not computed.
     accuracy: defaultdict[str, float] = field(init=False, default_factory=lambda: defaultdict(float))
@@ -301,8 +303,8 @@ class ReplicaChooser:
     _unique: itertools.count[int] = field(init=False, default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._index = PrefixIndex(self.config.index_blocks)
-        self._in_tier = PrefixIndex(self.config.index_blocks)
+        self._index = PrefixIndex(self.index_blocks)
+        self._in_tier = PrefixIndex(self.index_blocks)
         self._private = Bounded(_MAX_PRIVATE)
         self.set_replicas(())
 
@@ -406,7 +408,7 @@ class ReplicaChooser:
         is_away[preferences.argmax()] = False
         running, age_s = table[:, _RUNNING], np.maximum(now_s - table[:, _REPORTED_S], 0)  # NaN stays
         is_silent = (age_s > SILENT_S) & ((running > 0) | (table[:, _SILENT] > 0))
-        is_eligible = running + 1 <= load_bound(int(running.sum()), len(replica_ids), self.config)
+        is_eligible = running + 1 <= load_bound(int(running.sum()), len(replica_ids), self.config.load_factor)
         priced: Prices | None = None
         try:
             self._send_again(now_s)
@@ -417,7 +419,7 @@ class ReplicaChooser:
                 self._usual = self._figures.mean(axis=0, keepdims=True)
             figures = self._figures[kept] if exclude else self._figures
             loads = _loads_of(table, figures, self._usual, age_s, is_silent, self._late_load_s(now_s))
-            priced = prices(loads, asked, self.config)
+            priced = prices(loads, asked)
         except Exception:
             logger.exception("requests are routed without prices")
             nothing = np.zeros(len(replica_ids))
@@ -484,25 +486,24 @@ class ReplicaChooser:
         is_away: Flags,
         now_s: float,
     ) -> Asked:
-        size = self.config.block_tokens
         found = self._index.match(chains[0], now_s)
-        matched = np.array([found.blocks.get(r, 0) for r in replica_ids]) * float(size)
+        matched = np.array([found.blocks.get(r, 0) for r in replica_ids]) * float(BLOCK_TOKENS)
         in_host, in_node, at_peers, reused = np.zeros((4, len(replica_ids)))
         if found.host_blocks:
-            in_host = np.array([found.host_blocks.get(r, 0) for r in replica_ids]) * float(size)
+            in_host = np.array([found.host_blocks.get(r, 0) for r in replica_ids]) * float(BLOCK_TOKENS)
             matched -= in_host
         if len(self._in_tier):
             nodes = self._in_tier.match(chains[0], now_s).blocks
             if nodes:
-                by_node = np.array([nodes.get(node, 0) for node in self._node_numbers]) * float(size)
+                by_node = np.array([nodes.get(node, 0) for node in self._node_numbers]) * float(BLOCK_TOKENS)
                 own = by_node[node_numbers.astype(int)]
-                best = (node_numbers > 0) * float(max(nodes.values()) * size)
+                best = (node_numbers > 0) * float(max(nodes.values()) * BLOCK_TOKENS)
                 in_node = np.maximum(own - matched - in_host, 0)
                 at_peers = np.maximum(best - matched - in_host - in_node, 0)
         for chain in chains[1:]:
             blocks = self._index.match(chain, now_s).blocks
             if blocks:
-                reused = reused + np.array([blocks.get(r, 0) for r in replica_ids]) * float(size)
+                reused = reused + np.array([blocks.get(r, 0) for r in replica_ids]) * float(BLOCK_TOKENS)
         left = np.maximum(num_tokens - matched - in_host - in_node - at_peers, 0)
         return Asked(num_tokens, matched, in_host, in_node, at_peers, np.minimum(reused, left), is_away)
 
@@ -519,8 +520,7 @@ class ReplicaChooser:
 
     def _follow(self, replica_id: str, report: ReplicaReport) -> None:
         """Let the index have what a report says."""
-        is_of_load = not (report.device or report.host or report.gone or report.is_snapshot)
-        if is_of_load or self.config.block_tokens != BLOCK_TOKENS:
+        if not (report.device or report.host or report.gone or report.is_snapshot):
             return
         if report.is_snapshot:
             self._index.forget(replica_id)
@@ -531,8 +531,7 @@ class ReplicaChooser:
 
     def _send(self, chain: Sequence[int], replica_id: str, now_s: float) -> None:
         """Note what a replica will have: until it says so itself, if it says such things."""
-        says_so = self._loads[replica_id].order.epoch is not None and self.config.block_tokens == BLOCK_TOKENS
-        if says_so:
+        if self._loads[replica_id].order.epoch is not None:
             self._index.record_sent(chain, replica_id, now_s)
         else:
             self._index.record(chain, replica_id)
@@ -579,8 +578,8 @@ class ReplicaChooser:
             ("surplus_tokens", max(-missing, 0)),
         ):
             self.accuracy[name] += amount
-        if brought and missing > self.config.block_tokens:  # the tier has lost it, as far as is known
-            self._in_tier.drop(reservation.chain[cached_tokens // self.config.block_tokens :])
+        if brought and missing > BLOCK_TOKENS:  # the tier has lost it, as far as is known
+            self._in_tier.drop(reservation.chain[cached_tokens // BLOCK_TOKENS :])
 
     def _late_load_s(self, now_s: float) -> float:
         while self._late_loads and not 0 <= now_s - self._late_loads[0][0] <= _LATE_LOADS_S:
@@ -605,7 +604,7 @@ class ReplicaChooser:
 
     def _chain(self, token_ids: Sequence[int], salt: str) -> list[int]:
         try:
-            return block_hashes(token_ids, salt=salt, block_tokens=self.config.block_tokens)
+            return block_hashes(token_ids, salt=salt)
         except (struct.error, TypeError):  # no ids of any vocabulary: the engine says so
             return []
 

@@ -11,19 +11,17 @@ it is done for all candidates at once, in arrays: a choice among a hundred takes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.ma  # the first median would import it, and a request wait 10 ms for that
 from numpy.typing import NDArray
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
-from mneme.cachetier.policy.cost_model import CostModel
 from mneme.config import check_range
 from mneme.errors import ConfigError
-from mneme.replicas.report import BLOCK_TOKENS
 from mneme.router.token_hashes import text_hash
 
 F64 = NDArray[np.float64]
@@ -32,10 +30,18 @@ Flags = NDArray[np.bool_]
 MINE: Final = "mneme"  # predicted seconds: `prices`
 PolicyName = Literal["mneme", "random", "least-loaded", "hash"]
 
+LOAD_SLACK = 4  # requests above the bound on load: below a handful, load says nothing
+_RUNNING_TOKENS = 16  # what one running request costs a new one, in tokens of prefill
+_MOVE_TOKENS = 256  # what it costs a session, hint or prefix to leave its home, beyond the KV that is known there
+# How often a request's prefill and loads are paid for again, by others who wait: docs/decisions/routing.md has what
+# 0.25 and 4 did instead.
+_WORK_WEIGHT = 2.0
 _CHUNK_TOKENS = 256  # that an edge brings at once
 _RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
 _MAX_S = 1e6  # of any term
-# Columns of a replica's figures.
+# Columns of a replica's figures: three terms each of prefill and decode, as calibrated, and of what is brought from its
+# host tier, its node's cache and other nodes'; a step's rows, bytes of a token's KV, and what prefill and decode take
+# in times of their calibration.
 _PREFILL, _DECODE, _HOST, _NODE, _PEER, _STEP_ROWS, _KV_BYTES, _SCALES = 0, 3, 6, 9, 12, 15, 16, 17
 # SplitMix64's last steps.
 _SPLIT_MIX = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
@@ -49,24 +55,10 @@ class RouterConfig:
     """Says how affinity is weighed against load."""
 
     policy: PolicyName = MINE  # another: by that rule alone, as a measure of what this one is worth
-    block_tokens: int = BLOCK_TOKENS  # tokens per hashed block; replicas report blocks of the default
-    index_blocks: int = 1_000_000  # blocks remembered per ingress
-    load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
-    load_slack: int = 4  # ...plus this many requests: below a handful, load says nothing
-    running_tokens: int = 16  # what one running request costs a new one, in tokens of prefill
-    move_tokens: int = (
-        256  # what it costs a session, hint or prefix to leave its home, beyond the KV that is known there
-    )
-    work_weight: float = 2.0  # how often a request's prefill and loads are paid for again, by others who wait
+    load_factor: float = 1.25  # a replica takes at most this multiple of the mean load, and four requests
 
     def __post_init__(self) -> None:
-        check_range("router.block_tokens", self.block_tokens, 1, 4096)
-        check_range("router.index_blocks", self.index_blocks, 1, 10**8)
         check_range("router.load_factor", self.load_factor, 1.0, 100.0)
-        check_range("router.load_slack", self.load_slack, 0, 10**6)
-        check_range("router.running_tokens", self.running_tokens, 0, 10**6)
-        check_range("router.move_tokens", self.move_tokens, 0, 10**9)
-        check_range("router.work_weight", self.work_weight, 0.0, 100.0)
 
 
 class Loads(NamedTuple):
@@ -170,18 +162,12 @@ class ShownRoute(TypedDict):
     candidates: list[RouteCandidate]
 
 
-def figures_of(cost: Mapping[str, Any]) -> F64:
-    """Read what a replica says of its costs: prefill and decode as calibrated, and what they take in times of that.
-
-    Raises `ConfigError`.
-    """
-    model = CostModel.from_mapping(cost)
-    calibration = model.calibration
-    edges = model.terms_of("host") + model.found_terms("host") + model.found_terms("peer_host")
-    terms = [*calibration.prefill, *calibration.decode, *edges]
-    figures = np.array([*terms, model.step_rows, calibration.kv_bytes_per_token, *model.step_scales])
-    if not (np.isfinite(figures).all() and (figures >= 0).all() and figures[_PREFILL : _PREFILL + 3].any()):
-        raise ConfigError("cost model: must be finite, and a prefill must take time")
+def figures_of(cost: Sequence[float]) -> F64:
+    """Check what a replica says of its costs (`CostModel.figures`); raises `ConfigError`."""
+    figures = np.array(cost, np.float64)
+    is_sound = len(figures) == len(UNKNOWN) and np.isfinite(figures).all() and (figures >= 0).all()
+    if not (is_sound and figures[_PREFILL:_DECODE].any() and figures[_STEP_ROWS]):
+        raise ConfigError("costs: must be finite, and a prefill must take time")
     return figures
 
 
@@ -207,7 +193,7 @@ def alike(figures: F64) -> F64:
     return figures
 
 
-def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
+def prices(loads: Loads, asked: Asked) -> Prices:
     """Price all candidates."""
     figures, usual = loads.figures, loads.usual
     behind = asked.num_tokens - asked.matched
@@ -241,16 +227,16 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
         (brought > 0) * loads.late_load_s,
         decode_s,
         loads.overhead_s,
-        loads.running * config.running_tokens * row_s,
-        work_s * config.work_weight / num_holders**2,
-        is_away * config.move_tokens * token_s(usual),
+        loads.running * _RUNNING_TOKENS * row_s,
+        work_s * _WORK_WEIGHT / num_holders**2,
+        is_away * _MOVE_TOKENS * token_s(usual),
     ]
     return Prices(*np.maximum(np.fmin(terms, _MAX_S), 0))  # NaN is the worst
 
 
-def load_bound(total_running: int, num_replicas: int, config: RouterConfig) -> int:
+def load_bound(total_running: int, num_replicas: int, factor: float) -> int:
     """The most requests that any replica may have after one more was placed; at least one replica has fewer."""
-    return math.ceil(config.load_factor * (total_running + 1) / num_replicas) + config.load_slack
+    return math.ceil(factor * (total_running + 1) / num_replicas) + LOAD_SLACK
 
 
 def rendezvous(key: str, replica_hashes: U64) -> U64:

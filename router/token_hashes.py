@@ -16,19 +16,19 @@ from mneme.replicas.report import BLOCK_TOKENS, first_digest, next_digest, pack,
 _HASH_BYTES = 8
 
 
-def block_hashes(token_ids: Sequence[int], *, salt: str = "", block_tokens: int = BLOCK_TOKENS) -> list[int]:
+def block_hashes(token_ids: Sequence[int], *, salt: str = "") -> list[int]:
     """One 64-bit hash per full block; a tail that fills no block has none.
 
     Raises `struct.error` for what is no int32.
     """
-    num_tokens = len(token_ids) // block_tokens * block_tokens
+    num_tokens = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
     some = token_ids[:num_tokens]
     # An array takes twice as long to make, and none to give its bytes.
     if isinstance(some, array) and some.typecode == "i":
         packed = some.tobytes()
     else:
         packed = struct.pack(f"{num_tokens}i", *some)
-    stride = 4 * block_tokens
+    stride = 4 * BLOCK_TOKENS
     digests, digest = [], first_digest(salt)
     for start in range(0, len(packed), stride):
         digest = next_digest(digest, packed[start : start + stride])

@@ -50,14 +50,6 @@ class FileOperations:
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, list(buffers), offset)
 
-    def sync_folder(self, path: str) -> None:
-        """Wait until the names in it are on the disk."""
-        fd = os.open(path, _FOLDER_FLAGS)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
 

@@ -23,7 +23,7 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import PatientFiles
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.announcer import Announcer
-from mneme.cachetier.distributed.directory import DirectoryShards, Span, spans_of
+from mneme.cachetier.distributed.directory import DirectoryLink, Span, spans_of
 from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready
 from mneme.cachetier.distributed.objects import HeldObjects, RayMemory, Refs
 from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
@@ -72,7 +72,7 @@ class NodeActor:
         self._is_first = is_first and not ray.get_runtime_context().was_current_actor_reconstructed
         self._epoch = time.time_ns()
         self._memory = RayMemory(identity.object_bytes)
-        self._directory = DirectoryShards(identity.namespace, config.directory_shards)
+        self._directory = DirectoryLink(identity.namespace)
         self._cache: NodeCache | None = None  # None until the files are listed
         self._problem = ""  # why there is no disk tier
         self._lookups, self._reads, self._puts = (ThreadPoolExecutor(n, name) for n, name in _POOLS)
@@ -220,7 +220,6 @@ class NodeActor:
         disk = self._unless_unusable(lambda: make_disk_tier(config, files=PatientFiles()))
         self._announcer = Announcer(
             identity.node_id,
-            config.directory_shards,
             lambda: cache.snapshot(),
             self._directory.send,
             epoch=self._epoch,

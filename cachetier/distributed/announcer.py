@@ -1,9 +1,8 @@
-"""A node's side of the directory: what came and went is told to each shard, in batches and in order.
+"""A node's side of the directory: what came and went is told to it, in batches and in order.
 
-A shard that missed something, or that is new, says so and is told everything. An announcement whose answer does not
-come is not repeated: its number is used up, so the shard sees a gap at the next one, at the latest at a sign of life.
-A shard that is silent is sent signs of life alone until it answers: an account of all that a node holds takes a second.
-Each shard has a thread of its own, so none that hangs silences the node at others.
+A directory that missed something, or that is new, says so and is told everything. An announcement whose answer does not
+come is not repeated: its number is used up, so the directory sees a gap at the next one, at the latest at a sign of
+life. While it is silent it is sent signs of life alone: an account of all that a node holds takes a second.
 """
 
 from __future__ import annotations
@@ -14,26 +13,25 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mneme.cachetier.distributed.directory import SEND_TIMEOUT_S, Announcement, Clock, Reply, shard_of
+from mneme.cachetier.distributed.directory import SEND_TIMEOUT_S, Announcement, Clock, Reply
 from mneme.cachetier.node.index import Change
 from mneme.primitives import Worker
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`
-BATCH_CHANGES = 1000  # of one announcement: a shard takes some 3 ms for it
-MAX_PENDING = 100_000  # changes of a shard; more, and it is told everything instead
+BATCH_CHANGES = 1000  # of one announcement: the directory takes some 3 ms for it
+MAX_PENDING = 100_000  # changes; more, and it is told everything instead
 _SETTLE_S = 0.05  # that changes may wait for others to go with them
 _RETRY_S = 0.5  # after an announcement that was not answered
 
-Send = Callable[[int, Announcement], Reply | None]  # to a shard, in bounded time; None: there was no answer
+Send = Callable[[Announcement], Reply | None]  # in bounded time; None: there was no answer
 
 
 class Announcer:
-    """Tells all shards; `changed` may be called from any thread."""
+    """Tells the directory; `changed` may be called from any thread, `step` from one, its own once that is started."""
 
     def __init__(
         self,
         node: str,
-        num_shards: int,
         snapshot: Callable[[], Iterable[Change]],
         send: Send,
         *,
@@ -42,48 +40,33 @@ class Announcer:
     ) -> None:
         """`snapshot` says what the node holds. What it leaves out or has too much, `changed` says afterwards.
 
-        `epoch`: above that of all who announced for this node before. The wall clock will do: shards say if it is not.
+        `epoch`: above that of all who announced for this node before. The wall clock will do: the directory says if it
+        is not.
         """
         self.snapshot, self.send = snapshot, send
         self.counters: Counter[str] = Counter()
-        self.shards = [ShardAnnouncer(self, number, node, epoch, clock) for number in range(num_shards)]
-
-    def start(self) -> None:
-        for shard in self.shards:
-            shard.thread.start()
-
-    def stop(self) -> None:
-        for timeout_s in (0.0, SEND_TIMEOUT_S):  # all are told before one is waited for
-            for shard in self.shards:
-                shard.is_stopped = True
-                shard.thread.close(timeout_s)
-
-    def changed(self, changes: Sequence[Change]) -> None:
-        """Queue changes; they are announced in this order."""
-        for change in changes:
-            shard = self.shards[shard_of(change.key, len(self.shards))]
-            with shard.lock:
-                shard.pending.append(change)
-            shard.thread.wake()
-
-    def held_of(self, number: int) -> list[Change]:
-        """Return what the node holds of a shard's keys."""
-        return [change for change in self.snapshot() if shard_of(change.key, len(self.shards)) == number]
-
-
-class ShardAnnouncer:
-    """Tells one shard; calls come from one thread, its own once that is started."""
-
-    def __init__(self, announcer: Announcer, number: int, node: str, epoch: int, clock: Clock) -> None:
-        self._announcer, self._number, self._node, self._epoch, self._clock = announcer, number, node, epoch, clock
+        self._node, self._epoch, self._clock = node, epoch, clock
         self._seq = 0
         self._wants_all = True
         self._sent_s = float("-inf")
         self._retry_at_s: float | None = None  # while it does not answer
-        self.lock = threading.Lock()  # of what is pending
+        self._lock = threading.Lock()  # of what is pending
         self.pending: deque[Change] = deque()
-        self.is_stopped = False
-        self.thread = Worker("announcer", self.step, self._count_error, settle_s=_SETTLE_S)
+        self._is_stopped = False
+        self._thread = Worker("announcer", self.step, self._count_error, settle_s=_SETTLE_S)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._thread.close(SEND_TIMEOUT_S)
+
+    def changed(self, changes: Sequence[Change]) -> None:
+        """Queue changes; they are announced in this order."""
+        with self._lock:
+            self.pending.extend(changes)
+        self._thread.wake()
 
     def step(self) -> float:
         """Tell what is due; for how many seconds nothing is, but for changes."""
@@ -103,8 +86,8 @@ class ShardAnnouncer:
 
     def _tell_changes(self) -> None:
         """Or, where there are none, that the node lives."""
-        while not self._wants_all and not self.is_stopped:
-            with self.lock:
+        while not self._wants_all and not self._is_stopped:
+            with self._lock:
                 changes = [self.pending.popleft() for _ in range(min(BATCH_CHANGES, len(self.pending)))]
             is_silent = self._clock() - self._sent_s >= SIGN_OF_LIFE_S
             if not (changes or is_silent) or not self._tell(changes):
@@ -112,14 +95,14 @@ class ShardAnnouncer:
 
     def _tell_all(self) -> None:
         self._clear_pending()
-        held = self._announcer.held_of(self._number)
-        self._announcer.counters["told_all"] += 1
+        held = list(self.snapshot())
+        self.counters["told_all"] += 1
         if all(self._tell(*part) for part in _parts(held)):
             self._wants_all = False
 
     def _clear_pending(self) -> None:
         """The snapshot that is taken after this has them."""
-        with self.lock:
+        with self._lock:
             self.pending.clear()
 
     def _tell(self, changes: Sequence[Change], is_first: bool = False, is_last: bool = False) -> bool:
@@ -128,11 +111,11 @@ class ShardAnnouncer:
             node=self._node, epoch=self._epoch, seq=self._seq, changes=changes, is_first=is_first, is_last=is_last
         )
         self._seq += 1
-        reply = self._announcer.send(self._number, said)
+        reply = self.send(said)
         self._sent_s = self._clock()
         self._retry_at_s = self._sent_s + _RETRY_S if reply is None else None
         if reply is None:
-            self._announcer.counters["announce_unanswered"] += 1
+            self.counters["announce_unanswered"] += 1
             return False
         if reply.epoch > self._epoch:  # another of this node's name announced, or the clock was set back
             self._epoch, self._seq, self._wants_all = reply.epoch + 1, 0, True
@@ -141,7 +124,7 @@ class ShardAnnouncer:
         return not reply.wants_all
 
     def _count_error(self) -> None:
-        self._announcer.counters["announce_error"] += 1
+        self.counters["announce_error"] += 1
 
 
 def _parts(changes: Sequence[Change]) -> Iterator[tuple[Sequence[Change], bool, bool]]:

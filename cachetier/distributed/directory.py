@@ -1,13 +1,13 @@
-"""The directory: which nodes hold which chunks, as far as they have said; in shards, each a Ray actor.
+"""The directory: which nodes hold which chunks, as far as they have said; a Ray actor.
 
 Soft state: every entry is some node's word, kept no longer than that node speaks. A node numbers what it announces
 within an *epoch*, which ends with its process or earlier. A higher epoch voids all that was said in lower ones; a gap
-in the numbers makes the shard ask for everything anew, and what the node said before is void once the last part of that
-has come. A node that is silent is not offered, later forgotten. So no entry outlives its node; and a node that is asked
+in the numbers makes it ask for everything anew, and what the node said before is void once the last part of that has
+come. A node that is silent is not offered, later forgotten. So no entry outlives its node; and a node that is asked
 in vain announces that what it was asked for is gone.
 
-A shard is a detached actor under a name of its own, restarted wherever there is room when it dies. It comes back empty,
-asks each node for everything, and is whole again a moment later. Its calls come one after the other, and each takes
+It is a detached actor, restarted wherever there is room when it dies. It comes back empty, asks each node for
+everything, and is whole again a moment later. Its calls come one after the other, and each takes
 milliseconds at most: what a lost node had is removed a part at a time, while others announce.
 """
 
@@ -51,7 +51,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """Says what a node says to one shard; without changes it says that the node lives."""
+    """Says what a node says; without changes it says that the node lives."""
 
     node: str
     epoch: int
@@ -96,7 +96,7 @@ class _Node:
 
 
 class Directory:
-    """Is one shard of the directory."""
+    """Keeps what nodes have announced."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -245,10 +245,6 @@ def _places(helds: Iterable[_Held], node_by_holder: dict[int, str]) -> tuple[Pla
     return tuple(places.values())
 
 
-def shard_of(key: bytes, num_shards: int) -> int:
-    return key[0] % num_shards
-
-
 class Span(NamedTuple):
     """The chunks [first, first + num_chunks) of a chain, at one node."""
 
@@ -301,28 +297,27 @@ def _preference(
     return place.node == own_node, place.tier == "host", length, place.node
 
 
-def directory_shard(namespace: str, number: int) -> Any:
-    """The shard's actor, made if there is none."""
-    options = {"name": f"directory-{number}", "namespace": namespace, "lifetime": "detached", "get_if_exists": True}
+def directory_actor(namespace: str) -> Any:
+    """The actor, made if there is none."""
+    options = {"name": "directory", "namespace": namespace, "lifetime": "detached", "get_if_exists": True}
     return ray.remote(Directory).options(num_cpus=0, max_restarts=-1, **options).remote()
 
 
-class DirectoryShards:
-    """All shards, as one node sees them."""
+class DirectoryLink:
+    """The directory, as one node sees it."""
 
-    def __init__(self, namespace: str, num_shards: int) -> None:
-        """Blocks until Ray knows the actors, not until they are up."""
-        self._namespace = namespace
-        self._shards = [directory_shard(namespace, number) for number in range(num_shards)]
+    def __init__(self, namespace: str) -> None:
+        """Blocks until Ray knows the actor, not until it is up."""
+        self._namespace, self._actor = namespace, directory_actor(namespace)
         self._breaker = Breaker()
         self.counters: Counter[str] = Counter()
 
-    def send(self, number: int, said: Announcement) -> Reply | None:
+    def send(self, said: Announcement) -> Reply | None:
         """See `announcer.Send`; not from an event loop."""
         try:
-            reply: Reply = ray.get(self._shards[number].announce.remote(said), timeout=SEND_TIMEOUT_S)
+            reply: Reply = ray.get(self._actor.announce.remote(said), timeout=SEND_TIMEOUT_S)
         except ActorDiedError:  # for good: somebody ended it
-            self._shards[number] = directory_shard(self._namespace, number)
+            self._actor = directory_actor(self._namespace)
             self.counters["shard_lost"] += 1
             return None
         except RayError:
@@ -330,36 +325,22 @@ class DirectoryShards:
         return reply
 
     async def lookup(self, keys: Sequence[bytes], timeout_s: float) -> list[tuple[Place, ...]]:
-        """Places of each key; nothing of a shard that does not answer in time."""
+        """Places of each key; nothing if the directory does not answer in time."""
         if not keys:
             return []
         if not self._breaker.allows():
             self.counters["lookup_not_asked"] += 1
             return [()] * len(keys)
-        by_shard: dict[int, list[int]] = {}
-        for index, key in enumerate(keys):
-            by_shard.setdefault(shard_of(key, len(self._shards)), []).append(index)
-        asked = [self._shards[shard].lookup.remote([keys[i] for i in indices]) for shard, indices in by_shard.items()]
-        answers = await asyncio.gather(*(_answer(ref, timeout_s) for ref in asked))
-        places: list[tuple[Place, ...]] = [()] * len(keys)
-        for indices, answer in zip(by_shard.values(), answers, strict=True):
-            for index, each in zip(indices, answer or (), strict=answer is not None):
-                places[index] = each
-        if None in answers:
-            self.counters["lookup_unanswered"] += answers.count(None)
+        answer = asyncio.wrap_future(self._actor.lookup.remote(keys).future())
+        try:
+            places: list[tuple[Place, ...]] = await asyncio.wait_for(answer, timeout_s)
+        except (TimeoutError, RayError):
+            self.counters["lookup_unanswered"] += 1
             self._breaker.failed()
-        else:
-            self._breaker.succeeded()
+            return [()] * len(keys)
+        self._breaker.succeeded()
         return places
 
     def not_reached(self, node: str) -> None:
         """Do nothing: nobody waits for it to arrive."""
-        for shard in self._shards:
-            shard.not_reached.remote(node)
-
-
-async def _answer(ref: Any, timeout_s: float) -> list[tuple[Place, ...]] | None:
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
-    except (TimeoutError, RayError):
-        return None
+        self._actor.not_reached.remote(node)

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.chunk.keys import KEY_BYTES, Lineage, LineageKind
-from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.config import WRITE_BUFFER_BYTES, CacheConfig
 from mneme.cachetier.distributed.actor import NodeActor
 from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready, find_actor, named_actors, node_actor_name
 from mneme.cachetier.distributed.ray_store import RayChunkStore
@@ -47,8 +47,10 @@ def start_cache_tier(
     """
     identity = own_identity(config, application, session_ttl_s)
     _await_node(config, identity, timeout_s)
-    put_bytes = min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes))
-    store = RayChunkStore(_nodes(config, identity), put_bytes=put_bytes, ttl_s=_shortest_ttl_s(config))
+    put_bytes = min(WRITE_BUFFER_BYTES, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes))
+    store = RayChunkStore(
+        _nodes(config, identity), put_bytes=put_bytes, ttl_s=math.inf if config.ttl_s is None else config.ttl_s
+    )
     store.locate(_nothing(), _FIRST_LOOKUP_S)  # connections and imports are not the first request's to wait for
     return store
 
@@ -144,12 +146,6 @@ def _await_node(config: CacheConfig, identity: NodeIdentity, timeout_s: float) -
             raise ConfigError(ready.problem)
         logger.info("cache tier: the actor of node=%s is made again: another configuration", identity.name)
     logger.error("cache tier: node=%s has no actor of this configuration", identity.name)
-
-
-def _shortest_ttl_s(config: CacheConfig) -> float:
-    """The shortest time that a chunk is kept in any tier."""
-    ttls = (config.ttl_s, None if config.disk is None else config.disk.ttl_s)
-    return min((each for each in ttls if each is not None), default=math.inf)
 
 
 def _nothing() -> ChainQuery:

@@ -20,7 +20,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import HostPut, Miss, TierName
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES, Change
-from mneme.cachetier.node.memory import ChunkMemory
+from mneme.cachetier.node.memory import FREE_SHARE, ChunkMemory
 from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
 from mneme.cachetier.node.tiers import NodeTiers, OnChange
@@ -50,10 +50,11 @@ class NodeCache:
         on_change: OnChange | None = None,
         tail_delay_s: float = TAIL_DELAY_S,
         has_threads: bool = True,
+        free_share: float = FREE_SHARE,
     ) -> None:
         """`clock` must not jump. Without threads `step` and `writer.step` are the caller's to call."""
         self._config, self._clock = config, clock
-        self._tiers = tiers = NodeTiers(config, memory, host_bytes, disk, clock, on_change)
+        self._tiers = tiers = NodeTiers(config, memory, host_bytes, disk, clock, on_change, free_share)
         self._host, self._disk, self._lock = tiers.host, disk, tiers.lock
         self._search = ChainSearch(tiers.host, disk)
         self._promoter = Promoter(tiers)

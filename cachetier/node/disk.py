@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from enum import Enum
 
 from mneme.cachetier.chunk.file import ChunkReader, file_bytes, open_chunk, write_chunk
@@ -37,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
+MAX_FILES = 1_000_000  # a chunk is one: at 34 MB each, of an 8B model, 34 TB
 _HARMLESS = (Miss.BUSY, Miss.OTHER_TOKENS)  # say nothing against the file
 _TOUCH_AGAIN_S = 60.0  # the time of a file is set no more often; it orders chunks after a restart
 _MAX_HEADERS = 4096  # that are kept in memory, some 3 KB each: a chain that is asked for again is found without files
@@ -151,17 +151,19 @@ class DiskTier(Tier):
         files: FileOperations | None = None,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
+        ttl_s: float | None = None,
         tenant_bytes: int | None = None,
+        max_files: int = MAX_FILES,
     ) -> None:
         """`policy` ranks blocks of 4 KB; `clock` must not jump, `wall_clock` may; `tenant_bytes` is each tenant's."""
         super().__init__(
             NodeIndex(clock),
             policy,
             config.capacity_bytes,
-            max_chunks=config.max_files,
+            max_chunks=max_files,
             tenant_bytes=tenant_bytes,
         )
-        self._config = config
+        self._ttl_s, self._max_files = ttl_s, max_files
         self._files = files or FileOperations()
         self._folder = DiskFolder(config.folder, self._files)
         self._litter = Litter()
@@ -272,9 +274,9 @@ class DiskTier(Tier):
             return self._litter.num_stuck(tenant)
 
     def expire(self, ttl_s: float | None = None) -> int:
-        """Remove what was not used for the disk's `ttl_s`."""
+        """Remove what was not used for the tier's own `ttl_s`."""
         with self.index.lock:
-            num_expired = super().expire(self._config.ttl_s)
+            num_expired = super().expire(self._ttl_s)
         self._remove_litter()
         return num_expired
 
@@ -341,7 +343,7 @@ class DiskTier(Tier):
         self._remove_litter()
         with self.index.lock:
             num_files = len(self) + len(self._coming) + len(self._litter)
-            if self.used_blocks > self.max_blocks or num_files > self._config.max_files:
+            if self.used_blocks > self.max_blocks or num_files > self._max_files:
                 return Put.BLOCKED  # something is not removed yet
             temporary = self._folder.temporary_path(name.key)
         path = self._folder.path(name)
@@ -424,7 +426,7 @@ class DiskTier(Tier):
         self.fill(entries)
         for tenant in [*self.blocks_by_tenant]:
             self.evict_of(tenant, 0)  # a quota may be smaller than it was when the folder was written
-        self.evict_to(self.max_blocks, self._config.max_files)
+        self.evict_to(self.max_blocks, self._max_files)
 
 
 def _name(entry: Entry) -> ChunkName:
@@ -442,9 +444,8 @@ def make_disk_tier(
     if config.disk is None:
         return None
     make_root(config.disk.folder)
-    disk = config.disk if config.disk.ttl_s is not None else replace(config.disk, ttl_s=config.ttl_s)
-    policy = make_policy(config.eviction, clock, disk.capacity_bytes // BLOCK_BYTES)
-    return DiskTier(disk, policy, files=files, clock=clock, tenant_bytes=config.tenant_bytes)
+    policy = make_policy(config.eviction, clock, config.disk.capacity_bytes // BLOCK_BYTES)
+    return DiskTier(config.disk, policy, files=files, clock=clock, ttl_s=config.ttl_s, tenant_bytes=config.tenant_bytes)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from mneme.cachetier.policy.eviction import EvictionPolicy
 # What a memory made of a chunk's bytes: it alone knows what it is.
 Held = object
 
+FREE_SHARE = 0.05  # of the tier, kept free for what comes in (AttentionStore 3.3.1)
 _MAX_BEYOND = 2  # chunks on their way to the disk that the tier is too small for
 
 

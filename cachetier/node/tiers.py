@@ -60,6 +60,7 @@ class NodeTiers:
         disk: DiskTier | None,
         clock: Callable[[], float],
         on_change: OnChange | None,
+        free_share: float,
     ) -> None:
         self.clock, self.memory, self.disk = clock, memory, disk
         self.index = NodeIndex(clock) if disk is None else disk.index
@@ -72,9 +73,7 @@ class NodeTiers:
         # The window of what is kept: (C_mem + C_disk) / S_kv (AttentionStore 3.3.2).
         num_blocks = host_bytes // BLOCK_BYTES + (0 if disk is None else disk.max_blocks)
         policy.set_queue(self.waiting.host_queue, num_blocks)
-        self.host = HostTier(
-            self.index, policy, host_bytes, free_share=config.free_share, tenant_bytes=config.tenant_bytes
-        )
+        self.host = HostTier(self.index, policy, host_bytes, free_share=free_share, tenant_bytes=config.tenant_bytes)
         if disk is not None:
             disk.policy.set_queue(self.waiting.disk_queue, num_blocks)
 

@@ -260,6 +260,17 @@ class CostModel:
         constant, middle, last = (n + share * (f - n) for n, f in zip(near, far, strict=True))
         return constant, middle, last
 
+    def figures(self) -> tuple[float, ...]:
+        """Return what a router prices with: `router/score.py` names the columns.
+
+        Prefill and decode are as calibrated, and stand beside what they take in times of that; then what is brought
+        from the engine's host tier, the node's cache and other nodes'.
+        """
+        calibration = self.calibration
+        edges = (*self.terms_of("host"), *self.found_terms("host"), *self.found_terms("peer_host"))
+        sizes = (calibration.step_rows, calibration.kv_bytes_per_token)
+        return (*calibration.prefill, *calibration.decode, *edges, *sizes, *self.step_scales)
+
     def prefill_s(self, num_new: int, context: int) -> float:
         """Predict the seconds to compute `num_new` rows behind `context` tokens, in as many steps as they take."""
         if num_new <= 0:

@@ -19,11 +19,10 @@ from typing import NamedTuple, get_args
 
 from mneme.cachetier.names import PolicyName
 from mneme.errors import ConfigError, shown
-from mneme.primitives import Bounded, LazyHeap
+from mneme.primitives import LazyHeap
 
 Queue = Callable[[], Iterable[Hashable | None]]  # keys that waiting requests will use, in their order; None: no key
 
-_PER_PAGE, _MIN_KNOWN = 4, 1024  # keys whose arrival `fifo` knows, those that are in use among them
 _MAX_WINDOW = 256  # requests that `lookahead` looks at for a choice, however long the queue is
 
 # In seconds, as people's pauses are, which have a median of two minutes. Tuned on the first half, by time, of the
@@ -112,49 +111,6 @@ class LruPolicy(EvictionPolicy):
     def _choose(self) -> tuple[Hashable, int]:
         _, key = self._heap.first()
         return key, self.candidates[key].num_pages
-
-
-class FifoPolicy(LruPolicy):
-    """Evicts by when a key was first offered since it was last a victim, whatever was used meanwhile.
-
-    AttentionStore 4.3.4 compares with it (Fig. 21).
-    """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self._arrivals = itertools.count()
-        self._arrived = Bounded[Hashable, int](max(_PER_PAGE * capacity, _MIN_KNOWN))
-
-    def _rank(self, candidate: Candidate) -> None:
-        arrived = self._arrived.get(candidate.key)
-        if arrived is None:
-            arrived = self._arrived[candidate.key] = next(self._arrivals)
-        self._heap.push(candidate.key, arrived)
-
-    def _choose(self) -> tuple[Hashable, int]:
-        key, num_pages = super()._choose()
-        self._arrived.pop(key, None)
-        return key, num_pages
-
-
-class MinPolicy(LruPolicy):
-    """Evicts a page that is used last of all (Belady's MIN), its parent later: the bound of all other policies.
-
-    Only a simulator knows the future: `next_use` of a key grows with the time of it; infinity for never.
-    """
-
-    def __init__(self, next_use: Callable[[Hashable], float]) -> None:
-        super().__init__()
-        self._next_use = next_use
-
-    def admits(self, candidate: Candidate) -> bool:
-        return not self.candidates or -self._next_use(candidate.key) > self._heap.first()[0]
-
-    def _rank(self, candidate: Candidate) -> None:
-        self._heap.push(candidate.key, -self._next_use(candidate.key))
-
-    def _choose(self) -> tuple[Hashable, int]:
-        return self._heap.first()[1], 1
 
 
 class PensievePolicy(EvictionPolicy):
@@ -280,8 +236,6 @@ def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> 
         return LookaheadPolicy(capacity)
     if name == "returning":
         return ReturningPolicy(capacity)
-    if name == "fifo":
-        return FifoPolicy(capacity)
     if name == "lru":
         return LruPolicy()
     raise ConfigError(f"eviction: must be one of {', '.join(get_args(PolicyName))} (got {shown(name)})")

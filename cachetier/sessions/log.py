@@ -1,9 +1,9 @@
 """Keeps a node's session logs in one SQLite database, written ahead, bounded in bytes and sessions (Pensieve 4.3).
 
 A session has a row, and a row for each of its turns (`rows.py`). They are with the operating system when `append`
-returns: they survive the process, and with `sync` the machine too. The database is in WAL mode: a power failure
-without `sync` costs the last turns and never the database. The two appends of a turn take about 120 us together, a
-commit 20 of them (medians); with `sync` each waits for the disk, 3.7 ms on a virtual machine with 2 EPYC cores.
+returns: they survive the process. The database is in WAL mode: a power failure costs the last turns and never the
+database. The two appends of a turn take about 120 us together, a commit 20 of them (medians); to wait for the disk
+would take 3.7 ms each on a virtual machine with 2 EPYC cores.
 
 Each row carries a checksum: what a disk has changed is dropped and never read. A database that is damaged, or of
 another format, is set aside under another name, and an empty one takes its place; peers' copies and what clients send
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock
-from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.config import SESSION_LOG_BYTES, CacheConfig
 from mneme.cachetier.names import Appended
 from mneme.cachetier.node.folder import make_root
 from mneme.cachetier.sessions.log_store import LogKey
@@ -91,17 +91,16 @@ class _NoRoom(Exception):
 class SessionLogs:
     """A `SessionLogStore`. Raises `ConfigError` if the folder cannot be used, or if another process uses it.
 
-    One connection writes, under a lock; another reads, so no read waits for a disk that is synced.
+    One connection writes, under a lock; another reads, so no read waits for a disk that stands still.
     """
 
     def __init__(
         self,
         folder: str,
         *,
-        capacity_bytes: int = 1 << 30,
+        capacity_bytes: int = SESSION_LOG_BYTES,
         max_sessions: int = 200_000,
         ttl_s: float = 3600.0,
-        sync: bool = False,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
         connect: Callable[..., sqlite3.Connection] = sqlite3.connect,
@@ -109,11 +108,11 @@ class SessionLogs:
         """`capacity_bytes` are the database's, without its write-ahead log; of them tombstones have half.
 
         `max_sessions`: as many tombstones at most beside them. `ttl_s`: since the last turn; a session's own may be
-        shorter. `sync`: wait for the disk at each record. `clock` must not jump; `wall_clock` may: versions are made of
+        shorter. `clock` must not jump; `wall_clock` may: versions are made of
         it, and ages at the start.
         """
         self._folder, self._capacity_bytes, self._max_sessions = folder, capacity_bytes, max_sessions
-        self._ttl_s, self._sync, self._connect = ttl_s, sync, connect
+        self._ttl_s, self._connect = ttl_s, connect
         self._clock, self._wall_clock = clock, wall_clock
         self._started_s = wall_clock() - clock()
         self._last_s = float("-inf")  # no two writes are at one time
@@ -395,8 +394,6 @@ class SessionLogs:
         try:
             files.make_folder(self._root)
             lock = HeldLock(files, os.path.join(self._root, _LOCK))
-            if self._sync:
-                files.sync_folder(path)
         except BlockingIOError:
             raise ConfigError(f"session logs: {path} is in use by another cluster") from None
         except OSError as error:
@@ -424,7 +421,7 @@ class SessionLogs:
             self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
+            self._db.execute("PRAGMA synchronous = NORMAL")
             (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if found != b"ok" or version not in (0, _FORMAT):
@@ -459,9 +456,7 @@ def open_session_logs(config: CacheConfig, ttl_s: float) -> SessionLogs | None:
     if config.disk is None:
         return None
     make_root(config.disk.folder)
-    return SessionLogs(
-        config.disk.folder, capacity_bytes=config.session_log_bytes, ttl_s=ttl_s, sync=config.session_log_sync
-    )
+    return SessionLogs(config.disk.folder, ttl_s=ttl_s)
 
 
 def _found(key: LogKey, database: sqlite3.Connection) -> _Stored | None:

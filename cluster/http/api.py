@@ -83,14 +83,13 @@ def build_api(
 
 
 def _add_routes(app: Starlette, service: Service) -> None:
-    hints = service.apis[0].config.affinity_headers
-    sent, salt = ("X-Session-ID", *hints), ("cache_salt", "model")
+    sent, salt = ("X-Session-ID", *completions.AFFINITY_HEADERS), ("cache_salt", "model")
     of_model = [
         Route("POST", "/v1/chat/completions", completions.chat_completions, headers=sent),
         Route("POST", "/v1/completions", completions.completions, headers=sent),
         Route("POST", MESSAGES, messages.messages, headers=sent),
         Route("POST", f"{MESSAGES}/count_tokens", messages.count_tokens),
-        Route("POST", "/v1/responses", responses.create_response, headers=hints),
+        Route("POST", "/v1/responses", responses.create_response, headers=completions.AFFINITY_HEADERS),
         Route("GET", _RESPONSE, responses.get_response, query=salt),
         Route("DELETE", _RESPONSE, responses.delete_response, query=salt),
         Route("POST", f"{_RESPONSE}/cancel", responses.cancel_response, query=salt),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from mneme.cluster.config import ClusterConfig, HttpConfig
+from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
 from mneme.cluster.http.window.requests import RequestLog
 from mneme.cluster.metrics.latency import Clock, ModelLatencies
@@ -26,10 +26,8 @@ from mneme.cluster.serve.engine_client import Condition, EngineClient
 from mneme.cluster.wire.openai import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
 from mneme.primitives import Bounded
-from mneme.replicas.card import sampling_defaults
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions
-from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.request import Grammar, History, SamplingDefaults
 from mneme.replicas.text.calls.dialects import with_plugin
 from mneme.replicas.text.grammar import GrammarChecker
@@ -44,7 +42,7 @@ from mneme.replicas.text.prompts import (
 )
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import Dialect, message_digest
-from mneme.replicas.truncation import MAX_WINDOWS, Truncation, default_for
+from mneme.replicas.truncation import MAX_WINDOWS, Truncation
 
 T = TypeVar("T")
 
@@ -79,32 +77,6 @@ class Backend(NamedTuple):
     blend: BlendOptions = BlendOptions()  # of documents, where a request says nothing
     default_timeout_s: float | None = None  # of requests that name none
     max_waiting: int = EngineConfig().max_waiting  # choices of one request, as a replica's queue takes no more
-
-    @classmethod
-    def load(cls, client: EngineClient, config: ClusterConfig) -> Backend:
-        """Read what the API needs of a model; `config` is of this model alone."""
-        directory = model_directory(config.model)
-        tokenizer = Tokenizer.load(directory)
-        tokenizer.warm_up()  # before /ready is asked: while the replicas load
-        described = load_model_config(directory)
-        max_context = described.max_context
-        model = ServedModel(
-            id=config.model_name,
-            max_context=min(max_context, config.engine.max_context or max_context),
-            created=int(time.time()),
-            root=str(directory) if config.is_private else config.model_name,
-            aliases=config.model_names[1:],
-            sampling_defaults=sampling_defaults(directory, config.engine.generation_config),
-        )
-        return cls(
-            client,
-            model,
-            tokenizer,
-            truncation=default_for(config.engine.truncation, described.immovable),
-            blend=config.engine.blend,
-            default_timeout_s=config.engine.request_timeout_s,
-            max_waiting=config.engine.max_waiting,
-        )
 
 
 @dataclass(slots=True, kw_only=True)

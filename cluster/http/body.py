@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
-from mneme.cluster.config import HttpConfig
+from mneme.cluster.serve.http_protocol import BODY_IDLE_S
 from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
 from mneme.primitives import read_float
 
+MAX_HELD_BYTES = 256 * 2**20  # of all requests whose bodies are being read: 32 of the largest
+BODY_TIMEOUT_S = 60.0  # from the headers to the last byte of the body: 8 MB at 1.1 Mbit/s
 _SKIP_S, _SKIP_IDLE_S = 3.0, 0.5
 MAX_DEPTH = 64
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # only these can produce one: raw ones are not UTF-8
@@ -57,18 +59,19 @@ class HeldBody:
 
 
 class BodyReader:
-    """Slow senders hold what they have sent; `max_held_body_bytes` bounds all of them together.
+    """Slow senders hold what they have sent; `max_held_bytes` bounds all of them together.
 
     A tenant holds one body, or as much as is left for others: however many come, the next one finds room.
     """
 
-    def __init__(self, config: HttpConfig) -> None:
-        self._config = config
+    def __init__(self, max_bytes: int, max_held_bytes: int | None = None) -> None:
+        """`max_bytes`: of one body; `max_held_bytes`: `MAX_HELD_BYTES`, or one body if that is more."""
+        self._max_bytes, self._max_held_bytes = max_bytes, max_held_bytes or max(max_bytes, MAX_HELD_BYTES)
         self._held = Counter[str]()  # bytes by tenant
 
     def reserve(self, tenant: str, num_bytes: int) -> None:
-        own, free = self._held[tenant] + num_bytes, self._config.max_held_body_bytes - self._held.total() - num_bytes
-        if num_bytes > 0 and (free < 0 or own > max(free, self._config.max_body_bytes)):
+        own, free = self._held[tenant] + num_bytes, self._max_held_bytes - self._held.total() - num_bytes
+        if num_bytes > 0 and (free < 0 or own > max(free, self._max_bytes)):
             raise Overloaded("too many large requests at once")
         self._held[tenant] = own
         if not own:
@@ -80,7 +83,7 @@ class BodyReader:
         if length.isdecimal():
             self._check_size(int(length[:20]))
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 await self._read_parts(body, receive)
         except TimeoutError:
             raise RequestTimeout("body", f"{len(body)} bytes", "did not arrive in time") from None
@@ -104,7 +107,7 @@ class BodyReader:
     async def _read_parts(self, body: HeldBody, receive: Receive) -> None:
         body.is_begun = True
         while not body.is_whole:
-            async with asyncio.timeout(self._config.body_idle_timeout_s):
+            async with asyncio.timeout(BODY_IDLE_S):
                 message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
@@ -113,8 +116,8 @@ class BodyReader:
             self._check_size(len(body))
 
     def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._config.max_body_bytes:
-            raise RequestTooLarge("body", num_bytes, f"may have {self._config.max_body_bytes} bytes")
+        if num_bytes > self._max_bytes:
+            raise RequestTooLarge("body", num_bytes, f"may have {self._max_bytes} bytes")
 
 
 def check_json_type(headers: Mapping[str, str]) -> None:

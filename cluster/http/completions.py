@@ -33,6 +33,17 @@ from mneme.replicas.text.prompts import num_common
 from mneme.replicas.text.tool_calls import refused_arguments
 from mneme.replicas.truncation import Truncation, resolved
 
+# What clients send with all requests of a conversation or an agent, one value for one replica, the first that is given:
+# aiperf, SGLang, OpenCode and Codex, Claude Code, Dynamo, SMG, LiteLLM.
+AFFINITY_HEADERS = (
+    "X-Correlation-ID",
+    "X-Session-Affinity",
+    "session-id",
+    "x-claude-code-session-id",
+    "X-Dynamo-Session-ID",
+    "X-SMG-Routing-Key",
+    "x-litellm-session-id",
+)
 _EMBEDDED_AT_ONCE = 256  # texts of one request: chats find room in the queue beside them
 _NOBODY_SAYS = "\u4e16\u754c"
 _EMBEDDED = SamplingParams(max_tokens=1, temperature=0, seed=0, ignore_eos=True)
@@ -355,7 +366,7 @@ def _run(
         raise InvalidRequest(name, None, f"{rule} may be {api.max_waiting} here (engine.max_waiting)")
     request_id: str = request.state.request_id
     turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
-    salt, affinity = kv_salt(request.state.tenant, body.cache_salt), _affinity(api, request, body)
+    salt, affinity = kv_salt(request.state.tenant, body.cache_salt), _affinity(request, body)
     timeout_s = _time_left_s(api, request, body.timeout_s)
     blend = api.blend.updated({} if body.blend is None else body.blend.given())
     choices: list[Choice] = []
@@ -409,8 +420,8 @@ def _time_left_s(api: ApiState, request: Request, asked_s: float | None) -> floa
     return left_s
 
 
-def _affinity(api: ApiState, request: Request, body: SamplingBody) -> str | None:
-    """The key that requests which belong together share: `prompt_cache_key`, else the first configured header."""
-    hints = [body.prompt_cache_key, *map(request.headers.get, api.config.affinity_headers)]
+def _affinity(request: Request, body: SamplingBody) -> str | None:
+    """The key that requests which belong together share: `prompt_cache_key`, else the first of those headers."""
+    hints = [body.prompt_cache_key, *map(request.headers.get, AFFINITY_HEADERS)]
     hint = next(filter(None, hints), None)
     return None if hint is None else affinity_key(request.state.tenant, hint)

@@ -18,7 +18,7 @@ from mneme.cluster.http.error_response import error_response
 from mneme.cluster.keys import Keyring, Meter
 from mneme.cluster.logs import log_request
 from mneme.cluster.metrics.latency import Clock
-from mneme.cluster.serve.http_protocol import REPLACED
+from mneme.cluster.serve.http_protocol import MAX_HEADER_BYTES, REPLACED
 from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import InvalidRequest, MnemeError, RequestTooLarge
 
@@ -64,10 +64,9 @@ class Guard:
     ) -> None:
         self._app = app
         self._keyring = keyring or config.keyring(clock)
-        self._config = config
         self._on_answer = on_answer  # told what `log_request` logs, of every request
         self._clock = clock
-        self._bodies = BodyReader(config)
+        self._bodies = BodyReader(config.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -159,8 +158,8 @@ class Guard:
     def _headers(self, scope: Scope) -> dict[str, str]:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         size += len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        if size > self._config.max_header_bytes:
-            rule = f"the request line and headers may have {self._config.max_header_bytes} bytes"
+        if size > MAX_HEADER_BYTES:
+            rule = f"the request line and headers may have {MAX_HEADER_BYTES} bytes"
             raise RequestTooLarge("headers", size, rule)
         given = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
         names = [name for name, _ in given]

@@ -48,7 +48,7 @@ async def messages(
     """Answer a conversation, as Anthropic's API does."""
     body.check()
     body, chat = await _placed(api, request, body)
-    marks = body.cache_marks(strips=api.config.strip_client_lines)
+    marks = body.cache_marks()
     tenant: str = request.state.tenant
 
     def worded(_params: SamplingParams) -> MessagesAnswer:
@@ -92,7 +92,7 @@ async def _placed(api: ApiState, request: Request, body: B) -> tuple[B, ChatRequ
         request.state.answer_headers.append((IGNORED_HEADER, b"thinking"))
     if body.has_notes:
         body = body.placed(folds=not await api.takes_notes())
-    given = body.chat(reasons=api.dialect.reasoning is not None, strips=api.config.strip_client_lines)
+    given = body.chat(reasons=api.dialect.reasoning is not None)
     try:
         return body, validate(ChatRequest, given)
     except InvalidRequest as error:

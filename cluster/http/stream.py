@@ -37,6 +37,7 @@ from mneme.cluster.http.error_response import error_object
 from mneme.cluster.http.guard import Send
 from mneme.cluster.keys import Meter
 from mneme.cluster.metrics.latency import RequestLatency
+from mneme.cluster.serve.http_protocol import CLIENT_STALL_S
 from mneme.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.choices import Choice, Delta, joined
 from mneme.replicas.request import GenerationRequest, TokenEvent
@@ -76,7 +77,7 @@ class RunResponse(Generic[W, E]):
     """Nothing runs before Starlette calls it, and nothing runs on after it returns.
 
     The status line waits for the first event, so that a refusal at admission has its own status. A client
-    that does not read is cut off when one piece has waited `client_stall_timeout_s`; until then its text piles up,
+    that does not read is cut off when one piece has waited `CLIENT_STALL_S`; until then its text piles up,
     once.
     """
 
@@ -165,7 +166,7 @@ class RunResponse(Generic[W, E]):
         if not body and not is_last:
             return
         try:
-            async with asyncio.timeout(self.api.config.client_stall_timeout_s):
+            async with asyncio.timeout(CLIENT_STALL_S):
                 await send({"type": "http.response.body", "body": body, "more_body": not is_last})
         except TimeoutError:
             logger.info("client stalled request=%s", self.choices[0].request.request_id)

@@ -7,7 +7,6 @@ are set before that and inherited.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import secrets
@@ -18,12 +17,12 @@ from pathlib import Path
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.janitor import MARKER_VARIABLE
+from mneme.cluster.serve.http_protocol import CLIENT_STALL_S, MAX_HEADER_BYTES
 from mneme.errors import ConfigError
 
 _LONGEST_BASE = 16  # HAProxy's socket gets 90 more characters there; the kernel allows 107 in all
 _INGRESS_PORTS = range(20_000, 30_000)  # under Linux' ephemeral ports
 _PORTS_PER_CLUSTER = 64
-_SMALLEST_BUFFER = 16_384  # bytes; HAProxy's own default
 _HEADER_TIMEOUT_S = 10
 _IDLE_TIMEOUT_S = 10  # between two requests; uvicorn's own is 5
 # Ray's periodic work, which an idle cluster pays for; nothing here reads its metrics or task events.
@@ -64,15 +63,15 @@ _SERVE = {
 }
 
 
-def make_directory(config: ClusterConfig) -> Path:
+def make_directory() -> Path:
     """A fresh private directory for everything the cluster writes."""
-    base = config.ray.temp_dir or tempfile.gettempdir()
-    if config.ray.temp_dir is None and len(base) > _LONGEST_BASE:
+    base = tempfile.gettempdir()
+    if len(base) > _LONGEST_BASE:
         base = "/tmp"
     try:
         return Path(tempfile.mkdtemp(prefix="mneme-", dir=base))
     except OSError as error:
-        raise ConfigError(f"ray.temp_dir: cannot create a directory in {base}: {error.strerror}") from error
+        raise ConfigError(f"TMPDIR: cannot create a directory in {base}: {error.strerror}") from error
 
 
 def check_port(config: ClusterConfig) -> None:
@@ -99,8 +98,6 @@ def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> 
 
     fallback_port, fallback_grpc_port = _free_ports(2)
     first_port = _free_port_block()
-    # Longer than the ingress waits for a client that neither sends nor reads, as its answer says why.
-    client_s = max(config.http.body_idle_timeout_s, config.http.client_stall_timeout_s)
     return {
         MARKER_VARIABLE: marker,
         "TMPDIR": str(directory),  # of everything that libraries write on the side
@@ -113,14 +110,15 @@ def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> 
         **_QUIET,
         **_SERVE,
         # Room for more headers than the ingress takes, or HAProxy would refuse them first, in HTML.
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(max(_SMALLEST_BUFFER, 2 * config.http.max_header_bytes)),
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(2 * MAX_HEADER_BYTES),
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _haproxy_defaults(),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "a.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "m.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(math.ceil(client_s) + 5),
+        # Longer than the ingress waits for a client that neither sends nor reads, as its answer says why.
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(int(CLIENT_STALL_S) + 5),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
         "MNEME_HAPROXY": get_haproxy_binary(),
         "MNEME_CONNECTIONS_PER_ADDRESS": str(config.http.max_connections_per_address),

@@ -208,7 +208,7 @@ class LocalCluster(Foreground):
     def _begin(self, on_progress: Progress) -> Placements:
         environment.check_port(self.config)
         placements = place_models(self.config, count_gpus())
-        directory = environment.make_directory(self.config)
+        directory = environment.make_directory()
         marker = secrets.token_hex(16)
         self._janitor = Janitor(marker, directory)
         self.watch_signals()

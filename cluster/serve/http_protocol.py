@@ -10,6 +10,10 @@ import uvicorn.config
 from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+# What a connection may take. HAProxy's own limits follow them, on Kubernetes too (`run/environment.py`, k8s/chart).
+MAX_HEADER_BYTES = 32 * 2**10  # of one request, with its first line: uvicorn's parser has no bound of its own
+BODY_IDLE_S = 10.0  # between two pieces of a body
+CLIENT_STALL_S = 60.0  # that a client may leave a piece of its answer unread
 HEADER_S = 10.0  # from a connection, or the first byte of its next request, to the end of the headers
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 REPLACED = "\ufffd"  # stands for what was not UTF-8

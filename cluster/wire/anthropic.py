@@ -300,18 +300,14 @@ class CountRequest(Body):
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None  # as if on the last block
 
-    def chat(self, *, reasons: bool = False, strips: bool = True) -> dict[str, Any]:
-        """Return what the chat request that it is has of the prompt.
-
-        reasons  the model thinks before it answers
-        strips   lines of the client's own at the head of the system prompt are left out
-        """
+    def chat(self, *, reasons: bool = False) -> dict[str, Any]:
+        """Return what the chat request that it is has of the prompt; `reasons`: the model thinks before it answers."""
         if self.messages[-1].role == "assistant":
             raise InvalidRequest("messages", None, "the last one must be the user's: an answer is not gone on from")
         chosen = {} if self.tool_choice is None else self.tool_choice.chat()
         tools = {"tools": told} if (told := self._tools()) else {}
         turns = [message for path, turn in self._turns() for message in turn.messages(path)]
-        messages = [*self.system_messages(strips=strips), *turns]
+        messages = [*self.system_messages(), *turns]
         return {"model": self.model, "messages": messages, **tools, **chosen, **self._thinking(reasons=reasons)}
 
     @property
@@ -350,21 +346,21 @@ class CountRequest(Body):
         defers = not any(isinstance(tool, LeftOut) and tool.type.startswith(_TOOL_SEARCH) for tool in tools)
         return [tool.tool(defers=defers) for tool in tools if isinstance(tool, AnthropicTool)]
 
-    def system_messages(self, *, strips: bool) -> list[dict[str, Any]]:
-        """Return the system prompt as a message, or none."""
+    def system_messages(self) -> list[dict[str, Any]]:
+        """Return the system prompt as a message, or none; lines of the client's own at its head are left out."""
         system = _content(self.system or "", "system")
-        if strips and isinstance(system, str):
+        if isinstance(system, str):
             system = _stripped(system)
-        elif strips and not isinstance(system, str):
+        else:
             while system and not _stripped(system[0].get("text", "-")):
                 system = system[1:]
             if system and "text" in system[0]:
                 system = [{**system[0], "text": _stripped(system[0]["text"])}, *system[1:]]
         return [{"role": "system", "content": system}] if system else []
 
-    def cache_marks(self, *, strips: bool) -> list[CacheMark]:
+    def cache_marks(self) -> list[CacheMark]:
         """Return where prompts are kept up to, in order; raises `InvalidRequest` for too many."""
-        system = self.system_messages(strips=strips)
+        system = self.system_messages()
         marks = [_mark(0, None, tool.cache_control) for tool in self.tools or () if not isinstance(tool, LeftOut)]
         blocks = self.system if isinstance(self.system, list) else []
         num_left_out = len(blocks) - (len(system[0]["content"]) if system else 0)
@@ -435,11 +431,11 @@ class MessagesRequest(CountRequest):
             rule = "no thread is held here; send the whole conversation, of which the prefix is cached"
             raise ThreadNotFound("thread.previous_message_id", self.thread.previous_message_id, rule)
 
-    def chat(self, *, reasons: bool = False, strips: bool = True) -> dict[str, Any]:
+    def chat(self, *, reasons: bool = False) -> dict[str, Any]:
         """Return the chat request that it is."""
         ours = {"stream", "temperature", "top_p", "top_k", "seed", "session", "session_id", "cache_salt"}
         own = self.model_dump(include=ours | {"truncation", "blend", "timeout_s"}, exclude_unset=True)
-        prompt = super().chat(reasons=reasons, strips=strips)
+        prompt = super().chat(reasons=reasons)
         output = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         if output is not None:
             schema = {"schema": output.schema_}

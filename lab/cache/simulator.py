@@ -24,13 +24,14 @@ from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.names import Edge, PolicyName, TierName
 from mneme.cachetier.node.index import BLOCK_BYTES, Entry, NodeIndex, Tier
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.policy.eviction import EvictionPolicy, MinPolicy, make_policy
+from mneme.cachetier.policy.eviction import EvictionPolicy, make_policy
 from mneme.cachetier.policy.load_controller import Loadable, LoadController
 from mneme.errors import ConfigError, shown
+from mneme.lab.cache.baselines import FifoPolicy, MinPolicy
 from mneme.lab.cache.costs import Rates
 from mneme.lab.cache.traces import TraceRequest
 
-SIMULATED_POLICIES: tuple[str, ...] = (*get_args(PolicyName), "min")
+SIMULATED_POLICIES: tuple[str, ...] = (*get_args(PolicyName), "fifo", "min")
 _DEVICE, _HOST, _DISK = range(3)
 _KEY_BYTES = 8  # of a block's id
 _TICK_S = 1e-6  # between requests of one timestamp: uses are in order
@@ -313,7 +314,10 @@ class CacheSimulator:
     def _policy(self, name: str, capacity: int | None, uses: dict[int, list[int]]) -> EvictionPolicy:
         if name == "min":
             return MinPolicy(self._next_use(uses))
-        return make_policy(cast(PolicyName, name), lambda: self._now_s, _UNBOUNDED if capacity is None else capacity)
+        num_blocks = _UNBOUNDED if capacity is None else capacity
+        if name == "fifo":
+            return FifoPolicy(num_blocks)
+        return make_policy(cast(PolicyName, name), lambda: self._now_s, num_blocks)
 
     def _wait_from(self, place: int) -> None:
         """The queue begins there; what was known of it may be so no more."""

@@ -7,10 +7,10 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.lab.cluster import policies
 from mneme.lab.cluster.policies import Router, World
 from mneme.lab.cluster.replica import Status
@@ -30,7 +30,7 @@ class Mneme(Router):
 
     def __init__(self, rng: random.Random, world: World, policy: PolicyName = MINE) -> None:
         self._world = world
-        self._chooser = ReplicaChooser(RouterConfig(policy=policy, index_blocks=10**7), world.clock, rng)
+        self._chooser = ReplicaChooser(RouterConfig(policy=policy), world.clock, rng, index_blocks=10**7)
         self._reservations: dict[int, Reservation] = {}
         self._grain = max(world.block_tokens // BLOCK_TOKENS, 1)
         self._lives: Counter[int] = Counter()
@@ -98,7 +98,7 @@ class Mneme(Router):
                 if number * size % turn.block_tokens == 0:
                     known[turn.block_ids[number * size // turn.block_tokens - 1]] = block_hash
 
-    def _costs(self) -> dict[str, Any]:
+    def _costs(self) -> tuple[float, ...]:
         grain, costs = self._grain, self._world.costs.as_mapping()
         steps = {
             "prefill": [term * grain**power for power, term in enumerate(costs["prefill"])],
@@ -106,7 +106,7 @@ class Mneme(Router):
             "step_rows": max(costs["step_rows"] // grain, 1),
             "kv_bytes_per_token": costs["kv_bytes_per_token"] * grain,
         }
-        return costs | steps
+        return CostModel.from_mapping(costs | steps).figures()
 
 
 ROUTERS: dict[str, Callable[[random.Random, World], Router]] = {

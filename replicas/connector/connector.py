@@ -31,6 +31,7 @@ from mneme.replicas.forest.pages import Page
 from mneme.replicas.sequence import End, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 
+MIN_LOAD_TOKENS = 64  # fewer are computed without a question: a question takes a millisecond
 _LOOK_AGAIN_S = 0.1  # since it was last looked whether a request that waits is to be asked for again
 _NUM_LOOKED_AT = 8  # of the queue, its head first
 
@@ -62,11 +63,11 @@ class KvConnector:
             store,
             self._controller,
             costs,
-            read_buffer_bytes=config.read_buffer_bytes,
             clock=clock,
             make_workers=make_workers,
         )
         self.counts: Counter[str] = Counter()
+        self.min_load_tokens = MIN_LOAD_TOKENS
 
     def tell(self, on_answer: Callable[[], None]) -> None:
         """Have this called, on another thread, as soon as the engine may not be blocked any more."""
@@ -89,7 +90,7 @@ class KvConnector:
         if sequence.blend.spans:  # what it reuses is asked for by itself
             return
         num_resident = sum(forest.resident(salt, context))
-        if len(context) - num_resident < self.config.min_load_tokens:
+        if len(context) - num_resident < self.min_load_tokens:
             return
         if event:  # what is resident is other KV
             num_resident = 0

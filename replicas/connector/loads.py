@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from mneme.cachetier.config import READ_BUFFER_BYTES
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
@@ -34,11 +35,10 @@ class Loads:
         controller: LoadController,
         costs: CostModel,
         *,
-        read_buffer_bytes: int,
         clock: Callable[[], float],
         make_workers: MakeWorkers | None = None,
     ) -> None:
-        self.budget, self._buffer_bytes = ReadBudget(read_buffer_bytes), read_buffer_bytes
+        self.budget = ReadBudget(READ_BUFFER_BYTES)
         self.on_answer: Callable[[], None] = lambda: None  # some load may be ready; called on any thread
         self._store, self._controller, self._costs, self._clock = store, controller, costs, clock
         make = make_workers or Workers
@@ -143,11 +143,11 @@ class Loads:
         ends, num_bytes = list[int](), 0
         for index, source in enumerate(sources[: plan.num_chunks]):
             size = 0 if source.edge == "host" else source.header.payload_bytes
-            if num_bytes and num_bytes + size > self._buffer_bytes:
+            if num_bytes and num_bytes + size > self.budget.num_bytes:
                 ends.append(index)
                 num_bytes = 0
             num_bytes += size
-        if load.is_alone or not ends or plan.buffer_bytes <= self._buffer_bytes:
+        if load.is_alone or not ends or plan.buffer_bytes <= self.budget.num_bytes:
             return plan, [range(plan.num_chunks)]
         edges = [0, *ends, plan.num_chunks]
         return replace(plan, buffer_bytes=math.inf), [range(a, b) for a, b in pairwise(edges)]

@@ -29,6 +29,7 @@ import numpy as np
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.header import I32Array, U8Array, make_chunk
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage, session_lineage
+from mneme.cachetier.config import WRITE_BUFFER_BYTES
 from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded, Workers
@@ -282,11 +283,10 @@ class ChunkSaver:
         fingerprint: ModelFingerprint,
         pages: ChunkPages,
         *,
-        write_buffer_bytes: int,
         note_save: NoteSave,
     ) -> None:
         self._layout, self._num_layers = fingerprint.layout, fingerprint.layout.num_layers
-        self._max_bytes = write_buffer_bytes
+        self.max_bytes = WRITE_BUFFER_BYTES
         self._shared = _Shared(store, fingerprint, pages, note_save)
         self._copies: list[_Copy] = []  # of the step that has begun
         self._num_handed_over = 0  # of its layers
@@ -388,7 +388,7 @@ class ChunkSaver:
         """Add a copy to those of the step, if there is room in the write buffer."""
         shared, layers = self._shared, self._buffer(self._layout.layer_bytes(len(job.token_ids)))
         with shared.condition:
-            if layers is None or self.num_bytes + layers.nbytes > self._max_bytes:
+            if layers is None or self.num_bytes + layers.nbytes > self.max_bytes:
                 shared.counts.dropped += 1
                 job.put_off(self._layout.chunk_tokens)
                 return

@@ -22,6 +22,7 @@ from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import MAX_WINDOWS, Immovable
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+MAX_WAITING_TOKENS = 2**21  # of queued prompts together: 100 MB, at about 50 bytes for a token id in Python
 _HALF_LIFE_S = 10.0  # of what was measured, in seconds in which something waited
 
 
@@ -186,8 +187,7 @@ class QueueLimits:
     ) -> None:
         self._waiting = waiting
         self._queued = queued
-        self._max_requests = config.max_waiting
-        self._max_tokens = config.max_waiting_tokens
+        self._max_requests, self.max_tokens = config.max_waiting, MAX_WAITING_TOKENS
         self._rate = DrainRate(clock)
         self.num_refused: Counter[str] = Counter({"requests": 0, "tokens": 0, "session": 0})  # by what was full
 
@@ -231,10 +231,10 @@ class QueueLimits:
         # Where nothing waits it is taken whatever its size: else it could never run. So are the other choices of what
         # was taken, which have the same prompt.
         waiting = self.num_tokens
-        if self._max_tokens is None or not waiting or request.choice_index > 0:
+        if not waiting or request.choice_index > 0:
             return None
-        if waiting + len(request.prompt_token_ids) > self._max_tokens:
-            return "tokens", f"{waiting} prompt tokens are waiting, of at most {self._max_tokens}"
+        if waiting + len(request.prompt_token_ids) > self.max_tokens:
+            return "tokens", f"{waiting} prompt tokens are waiting, of at most {self.max_tokens}"
         return None
 
 

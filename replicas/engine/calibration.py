@@ -410,7 +410,7 @@ class _Bench:
         self.steps: list[Step] = []
         self._runner, self._clock, self._draw, self._piece_s = runner, clock, draw, piece_s
         self._row_s = 0.0  # of the last piece
-        self._forest = make_forest(runner, replace(config, copy_out_below=0.0, prefix_sharing=True), clock)
+        self._forest = make_forest(runner, replace(config, prefix_sharing=True), clock, copy_out_below=0.0)
         self._scheduler = Scheduler(
             self._forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
         )

@@ -41,7 +41,7 @@ from mneme.replicas.documents import HISTORY, LEARNED_POSITIONS, NOT_SHARED, SLI
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
-from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.forest import COPY_OUT_BELOW, PrefixForest
 from mneme.replicas.forest.paths import learn
 from mneme.replicas.fuse.asked import AskedBeginnings
 from mneme.replicas.fuse.blend import Blend, decide
@@ -109,6 +109,7 @@ class Engine:
         durable: DurableSessions | None = None,
         gate: Gate = NO_REPORT,
         recovers: bool = True,
+        copy_out_below: float = COPY_OUT_BELOW,
         on_close: Callable[[], None] | None = None,
         start_phases: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
@@ -120,6 +121,7 @@ class Engine:
                    predicted
         durable    the logs of sessions
         gate       says what of documents may be reused in place where a request leaves that to the engine
+        copy_out_below  `PrefixForest`'s
         recovers   whether a step for which the device has no memory is computed again; else it raises
         start_phases  seconds and bytes of each phase of loading it, as `StartReport` has them
         """
@@ -132,7 +134,7 @@ class Engine:
         self._max_new_tokens = max_new_tokens
         self.grammars = Grammars(tokenizer, runner.vocab_size)
         self.clock = clock
-        self.forest = make_forest(runner, config, clock)
+        self.forest = make_forest(runner, config, clock, copy_out_below)
         self.scheduler = Scheduler(
             self.forest,
             max_batch_tokens=config.max_batch_tokens,
@@ -146,7 +148,6 @@ class Engine:
             clock,
             ttl_s=config.session_ttl_s,
             max_sessions=config.max_sessions,
-            max_tokens=config.max_session_tokens,
             end_token_ids=self._eos_token_ids,
             decode=None if tokenizer is None else tokenizer.decode,
             on_drop=lambda log: self.forest.abandon(log.root, owner=log),
@@ -159,7 +160,9 @@ class Engine:
             self._cannot_blend = SLIDING_WINDOW if runner.immovable == "sliding_window" else LEARNED_POSITIONS
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(
-            *(config, self.forest, self.scheduler, self.sessions),
+            self.forest,
+            self.scheduler,
+            self.sessions,
             max_context=self.max_context,
             submit=self.submit,
             abort=self.abort,
@@ -655,7 +658,9 @@ def _sample_row(sequence: Sequence) -> SampleRow:
     )
 
 
-def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> PrefixForest:
+def make_forest(
+    runner: Runner, config: EngineConfig, clock: Callable[[], float], copy_out_below: float = COPY_OUT_BELOW
+) -> PrefixForest:
     """Make the forest over the runner's pages, as configured."""
     return PrefixForest(
         runner.num_pages,
@@ -666,6 +671,6 @@ def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]
         clock=clock,
         num_host_pages=runner.num_host_pages,
         host_policy=make_policy(config.eviction, clock, runner.num_host_pages),
-        copy_out_below=config.copy_out_below,
+        copy_out_below=copy_out_below,
         window=runner.window,
     )

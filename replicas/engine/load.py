@@ -31,7 +31,7 @@ from mneme.kernels.native import library as native_library
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
 from mneme.replicas.card import sampling_defaults, shard_paths
-from mneme.replicas.config import EngineConfig, WarmPrompt
+from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.device_pages import make_chunk_pages
 from mneme.replicas.connector.save import ChunkSaver
@@ -119,7 +119,7 @@ def load_engine(
     def decoder_of(num_pages: int) -> Decoder:
         """No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table."""
         max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
-        return Decoder(model_config, weights, share=config.share, max_context=max_context)
+        return Decoder(model_config, weights, max_context=max_context)
 
     num_pages = choose_num_pages(config, model_config, device, dtype, device_share)
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_bytes is None:
@@ -153,7 +153,7 @@ def load_engine(
         keep_costs = partial(file.write, costs)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     gate = read_gate(
-        model_dir if config.blend_report is None else Path(config.blend_report),
+        model_dir,
         lambda: measured_on(
             model_fingerprint(model_dir, model_config, dtype, memory=_kept_folder() / "weights.json")
             if connector is None
@@ -425,9 +425,7 @@ def connect(
     layout = fingerprint.layout
     loaded, saved = (make_chunk_pages(runner.pool, layout.layer_bytes(layout.chunk_tokens)) for _ in range(2))
     loader = ChunkLoader(layout.num_layers, loaded)
-    saver = ChunkSaver(
-        store, fingerprint, saved, write_buffer_bytes=config.write_buffer_bytes, note_save=costs.note_save
-    )
+    saver = ChunkSaver(store, fingerprint, saved, note_save=costs.note_save)
     runner.use_chunks(loader, saver)
     return KvConnector(
         store,
@@ -499,13 +497,13 @@ def model_fingerprint(
     )
 
 
-def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[WarmPrompt]) -> None:
+def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
     """Compute and pin the configured prompts for all tenants; raises `ConfigError` if one cannot be."""
     names: list[tuple[int, PinName]] = []
     for index, prompt in enumerate(prompts):
         ids = _warm_ids(tokenizer, prompt, index)
         names.append((index, PinName(tenant_id(PUBLIC_SALT), f"configured-{index}")))
-        _begin_warming(engine, names[-1], tuple(ids), prompt.ttl_s)
+        _begin_warming(engine, names[-1], tuple(ids))
     while engine.has_work:
         engine.step()
     for index, name in names:
@@ -514,22 +512,22 @@ def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[
             raise ConfigError(f"engine.warm_prompts[{index}]: {described.error}")
 
 
-def _begin_warming(engine: Engine, named: tuple[int, PinName], ids: tuple[int, ...], ttl_s: float | None) -> None:
+def _begin_warming(engine: Engine, named: tuple[int, PinName], ids: tuple[int, ...]) -> None:
     index, name = named
     while True:
         try:
-            return engine.pins.warm(name, PUBLIC_SALT, ids, ttl_s=ttl_s, is_configured=True)
+            return engine.pins.warm(name, PUBLIC_SALT, ids, is_configured=True)
         except (InvalidRequest, Overloaded) as error:
             if isinstance(error, InvalidRequest) or not engine.has_work:
                 raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None
         engine.step()  # others wait already: their turn first
 
 
-def _warm_ids(tokenizer: Tokenizer, prompt: WarmPrompt, index: int) -> list[int]:
+def _warm_ids(tokenizer: Tokenizer, prompt: str, index: int) -> list[int]:
     try:
-        if prompt.text:
-            return tokenizer.encode(prompt.text, add_special_tokens=True)
-        messages = [{"role": "system", "content": prompt.system}]
+        if not tokenizer.has_chat_template:
+            return tokenizer.encode(prompt, add_special_tokens=True)
+        messages = [{"role": "system", "content": prompt}]
         return conversation_prefix(tokenizer.render_chat, tokenizer.encode_rendered, messages)
     except MnemeError as error:
         raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None

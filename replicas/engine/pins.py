@@ -26,7 +26,6 @@ from itertools import groupby
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.pins import PinBook, PinName
 from mneme.errors import InvalidRequest, MnemeError, PinRefused
-from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import Path
 from mneme.replicas.queries import KnownPin, PinnedPrompt
@@ -39,6 +38,8 @@ from mneme.replicas.sessions.token_log import TokenLog, turn_name
 logger = logging.getLogger(__name__)
 
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, seed=0)
+MAX_PINS = 16  # of one API key, besides what the configuration names
+_PINNED_SHARE = 0.5  # of the pages, at most, in all pins together
 _OUTCOME_S = 60.0  # how long the outcome of what is not pinned can be asked for
 
 
@@ -69,7 +70,6 @@ class Pins:
 
     def __init__(
         self,
-        config: EngineConfig,
         forest: PrefixForest,
         scheduler: Scheduler,
         sessions: Sessions,
@@ -82,9 +82,9 @@ class Pins:
         """`submit` and `abort` run and end the requests that compute prompts; of `max_context` tokens at most."""
         self._forest, self._scheduler, self._sessions = forest, scheduler, sessions
         self._max_context, self._submit, self._abort = max_context, submit, abort
-        self._max_pins = config.max_pins
+        self.max_pins = MAX_PINS
         num_pages = forest.stats()["pages"]["total"]
-        self._num_kept_tokens = int(num_pages * (1 - config.max_pinned_share)) * forest.page_size
+        self._num_kept_tokens = int(num_pages * (1 - _PINNED_SHARE)) * forest.page_size
         self._entries = PinBook[_Entry](clock)
         self._entry_by_request: dict[str, _Entry] = {}  # those that are being computed
 
@@ -161,7 +161,7 @@ class Pins:
             if entry.salt == salt and entry.expires_at_s <= end_s and ids[: len(entry.ids)] == entry.ids:
                 self._remove(marks.pop(other))
         try:
-            if marks and self._num_own(name.tenant) >= self._max_pins:
+            if marks and self._num_own(name.tenant) >= self.max_pins:
                 self._remove(min(marks.values(), key=lambda entry: entry.expires_at_s))
             self._check_quota(name.tenant)
             path = self.pin_prefix(salt, list(ids), self._num_kept_tokens)
@@ -243,8 +243,8 @@ class Pins:
 
     def _check_quota(self, tenant: bytes) -> None:
         num_own = self._num_own(tenant)
-        if num_own >= self._max_pins:
-            raise InvalidRequest("pin", num_own, f"an API key may have {self._max_pins} pins at once")
+        if num_own >= self.max_pins:
+            raise InvalidRequest("pin", num_own, f"an API key may have {self.max_pins} pins at once")
 
     def _num_own(self, tenant: bytes) -> int:
         return sum(each.is_listed and not each.is_configured for each in self._entries.of_tenant(tenant).values())

@@ -80,7 +80,7 @@ class Reporter:
         device, host = pack(blocks[DEVICE]), pack(blocks[HOST])
         return self._report(self._load(), self._cost(is_all=True), device=device, host=host, is_snapshot=True)
 
-    def _report(self, load: tuple[Any, ...], cost: dict[str, Any] | None, **changes: Any) -> ReplicaReport:
+    def _report(self, load: tuple[Any, ...], cost: tuple[float, ...] | None, **changes: Any) -> ReplicaReport:
         queued_tokens, running, waiting, context_tokens, free_page_share = load
         return ReplicaReport(
             epoch=self._epoch,
@@ -117,22 +117,20 @@ class Reporter:
         costs = self._engine.costs
         return math.nan if costs is None else backlog_s(costs, queued_tokens, running, context_tokens)
 
-    def _cost(self, *, is_all: bool) -> dict[str, Any] | None:
+    def _cost(self, *, is_all: bool) -> tuple[float, ...] | None:
         costs = self._engine.costs
-        if costs is None:
-            return None
+        if costs is None or is_all:
+            return None if costs is None else costs.figures()
         mapping = costs.as_mapping()
         scales: dict[str, float] = mapping["scales"]
         shares: dict[str, float] = mapping["disk_shares"]
-        if is_all:
-            return mapping
         known = self._scales
         is_known = scales.keys() == known.keys()
         is_known &= all(abs(share - self._disk_shares.get(kind, 0.0)) < _NEW_SHARE for kind, share in shares.items())
         if is_known and all(1 / _NEW_COST < scale / known[kind] < _NEW_COST for kind, scale in scales.items()):
             return None
         self._scales, self._disk_shares = scales, shares
-        return mapping
+        return costs.figures()
 
     def _place(self, page: Page) -> tuple[bytes, int | None]:
         """Name the block that the page ends, and the tier that has it whole; None: none has, or it ends no block."""

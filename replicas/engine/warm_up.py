@@ -73,7 +73,7 @@ def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: En
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        engine = Engine(runner, tokenizer, config, recovers=False)
+        engine = Engine(runner, tokenizer, config, recovers=False, copy_out_below=0.0)
         for index in range(config.max_running):
             _submit(runner, engine, f"{index}", num_rows, replace(_ALL_OPTIONS, max_tokens=1))
         while engine.has_work:
@@ -86,7 +86,7 @@ def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: En
 
 
 def _without_limits(config: EngineConfig) -> EngineConfig:
-    return replace(config, max_context=None, copy_out_below=0.0, max_waiting_tokens=None)
+    return replace(config, max_context=None)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _compile(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, 
 def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
     """Run a greedy and a drawn request."""
     with runner.no_trace():
-        engine = Engine(runner, tokenizer, config, recovers=False)
+        engine = Engine(runner, tokenizer, config, recovers=False, copy_out_below=0.0)
         for name, sampling in (("greedy", _GREEDY), ("drawn", _ALL_OPTIONS)):
             _submit(runner, engine, name, _NUM_ROWS, sampling)
         while engine.has_work:
@@ -126,7 +126,7 @@ def variants_of(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfi
     """List what the runner's launches need: prefills, decodes, alone and several, and all kinds of draws."""
     recorder = Recorder(runner)
     with runner.no_trace():
-        engine = Engine(recorder, tokenizer, config)  # type: ignore[arg-type]
+        engine = Engine(recorder, tokenizer, config, copy_out_below=0.0)  # type: ignore[arg-type]
         # Three at first, which leaves a row of padding, at last one.
         for name, num_output in (("long", 4), ("short", 2), ("twin", 2)):
             _submit(runner, engine, name, _PREFILL_ROWS, replace(_GREEDY, max_tokens=num_output))

@@ -52,6 +52,7 @@ from mneme.replicas.forest.paths import (
 from mneme.replicas.forest.store import PageStore, Tier
 
 _LEAST_PUBLIC = 8  # tokens: what is shorter, all chats of a model may begin with
+COPY_OUT_BELOW = 0.5  # share of pages, free or with a copy, under which idle ones are copied to the host (Pensieve 4.3)
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
 
 
@@ -69,7 +70,7 @@ class PrefixForest:
         clock: Callable[[], float] = time.monotonic,
         num_host_pages: int = 0,
         host_policy: EvictionPolicy | None = None,
-        copy_out_below: float = 0.5,
+        copy_out_below: float = COPY_OUT_BELOW,
         window: int | None = None,
     ) -> None:
         """Make an empty forest; policies are LRU unless given.

@@ -142,19 +142,17 @@ class Gate(NamedTuple):
 NO_REPORT = Gate()
 
 
-def read_gate(path: Path, model: Callable[[], Mapping[str, str]]) -> Gate:
-    """Return what a report allows; nothing, and one warning, if it cannot be read.
+def read_gate(folder: Path, model: Callable[[], Mapping[str, str]]) -> Gate:
+    """Return what the model's report in a folder allows; nothing, and one warning, if it cannot be read.
 
-    path   a report, or the folder in which the model's is looked for
     model  `measured_on`; asked only where there are reports
     """
     try:
-        if path.is_dir():
-            if not any(path.glob("blend-*.json")):
-                return NO_REPORT
-            path = report_path(path, model())
-            if not path.exists():
-                return Gate(why=_OTHER_MODEL)
+        if not any(folder.glob("blend-*.json")):
+            return NO_REPORT
+        path = report_path(folder, model())
+        if not path.exists():
+            return Gate(why=_OTHER_MODEL)
         report = QualityReport.read(path)
         if report.model != model():
             return Gate(why=_OTHER_MODEL)

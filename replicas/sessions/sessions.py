@@ -35,6 +35,7 @@ from mneme.replicas.sessions.token_log import (
 )
 from mneme.replicas.text.tool_calls import is_known
 
+MAX_TOKENS = 16_000_000  # in all token logs together: 64 MB
 MAX_QUEUED_PER_SESSION = 64  # so that one session cannot fill the engine's queue
 
 _MAX_SEAMS = 3  # marks tried from the end: each costs tokenizing the text behind it
@@ -52,7 +53,7 @@ class Sessions:
         *,
         ttl_s: float,
         max_sessions: int,
-        max_tokens: int,
+        max_tokens: int = MAX_TOKENS,
         end_token_ids: Collection[int] = (),
         decode: Callable[[list[int]], str] | None = None,
         on_drop: Callable[[TokenLog], None] = lambda log: None,

@@ -57,11 +57,12 @@ def make_node(
     memory: ProcessMemory | None = None,
     files: FileOperations | None = None,
     on_change: Callable[[list[Change]], None] | None = None,
+    free_share: float = 0.0,
     **config: Any,
 ) -> NodeCache:
     clock = clock or Clock()
     disk = None if folder is None else DiskTierConfig(folder=str(folder), capacity_bytes=disk_blocks * BLOCK)
-    config = {"eviction": "lru", "free_share": 0.0} | config
+    config = {"eviction": "lru"} | config
     cache = CacheConfig(host_bytes=host_blocks * BLOCK, disk=disk, **config)
     tier = make_disk_tier(cache, files=files, clock=clock)
     return NodeCache(
@@ -72,6 +73,7 @@ def make_node(
         clock=clock,
         on_change=on_change,
         has_threads=False,
+        free_share=free_share,
     )
 
 

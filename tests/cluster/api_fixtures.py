@@ -7,16 +7,19 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import uvicorn
+import yaml
 from starlette.testclient import TestClient
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend, ServedModel
+from mneme.cluster.keys import ApiKey
 from mneme.cluster.serve.http_protocol import HttpProtocol
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
@@ -42,6 +45,14 @@ def post(
 
 def get(path: str, *, engine: FakeEngineClient | None = None, headers: Any = None, **config: Any) -> httpx.Response:
     return api(engine, **config).get(path, headers=headers)
+
+
+def keys_file(folder: Path, *keys: ApiKey) -> str:
+    """Write tenants' keys as `http.keys_file` has them."""
+    path = folder / "keys.yaml"
+    named = [{name: value for name, value in asdict(key).items() if value is not None} for key in keys]
+    path.write_text(yaml.safe_dump({"keys": named}))
+    return str(path)
 
 
 def chat(**changes: Any) -> httpx.Response:

@@ -12,7 +12,6 @@ import numpy as np
 
 from mneme.cluster.serve.engine_client import Condition
 from mneme.errors import ContextLengthExceeded, MnemeError
-from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
 from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.output import Explanations, said_to_client
@@ -85,7 +84,6 @@ class FakeEngineClient:
             max_tokens=self.max_session_tokens,
         )
         self.pins = Pins(
-            EngineConfig(),
             self.forest,
             Scheduler(self.forest, max_batch_tokens=16, max_running=1),
             self.sessions,

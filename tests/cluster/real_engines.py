@@ -47,7 +47,9 @@ class TwoEngines(FakeEngineClient):
         self.silent: set[str] = set()
         for name, count in zip(names, num_pages, strict=True):
             runner = FakeRunner(count, 16, vocab_size=TOKENIZER.vocab_size)
-            self.loops[name] = EngineLoop(Engine(runner, None, EngineConfig(max_pins=3)))  # type: ignore[arg-type]
+            engine = Engine(runner, None, EngineConfig())  # type: ignore[arg-type]
+            engine.pins.max_pins = 3
+            self.loops[name] = EngineLoop(engine)
             self.loops[name].kv_tier = self.tier if has_tier else None
             self.loops[name].start()
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from starlette.testclient import TestClient
 
 from mneme.cluster.cli.main import main
@@ -22,7 +21,7 @@ from mneme.cluster.http.api_state import Backend
 from mneme.cluster.keys import ApiKey, Keyring, Meter, read_key_file, sha256_of
 from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import ConfigError, RateLimited, ReplicaUnavailable, Unauthorized
-from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, api, get, post
+from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, api, get, keys_file, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 
 
@@ -41,8 +40,9 @@ def test_without_keys_everyone_is_one_tenant_and_admin() -> None:
     assert Keyring(clock=Clock()).authenticate(None) == (PUBLIC, True, None)
 
 
-def test_each_key_is_a_tenant_with_its_role() -> None:
-    keyring = Keyring(["k0", "k1"], [key("a"), key("b", role="admin")], clock=Clock())
+def test_each_key_is_a_tenant_with_its_role(tmp_path: Path) -> None:
+    file = Path(keys_file(tmp_path, key("a"), key("b", role="admin")))
+    keyring = Keyring(["k0", "k1"], file, clock=Clock())
     secrets = ("k0", "k1", "secret-a", "secret-b")
     callers = [keyring.authenticate(f"bearer  {secret} ") for secret in secrets]
     assert [caller.tenant for caller in callers] == keyring.tenants
@@ -78,15 +78,10 @@ def test_odd_authorization_headers_are_refused(authorization: str | None) -> Non
         Keyring(["k1"], clock=Clock()).authenticate(authorization)
 
 
-def write(path: Path, *keys: ApiKey) -> None:
-    path.write_text(yaml.safe_dump({"keys": [{"name": each.name, "sha256": each.sha256} for each in keys]}))
-
-
 def test_a_changed_file_is_read_again_and_a_bad_one_is_not_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, path = Clock(), tmp_path / "keys.yaml"
-    write(path, key("a"))
+    clock, path = Clock(), Path(keys_file(tmp_path, key("a")))
     keyring = Keyring(file=path, clock=clock)
 
     def may_call(name: str) -> bool:
@@ -98,7 +93,7 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not_taken(
         return True
 
     assert [may_call("a"), may_call("b")] == [True, False]
-    write(path, key("a"), key("b"))
+    keys_file(tmp_path, key("a"), key("b"))
     assert [may_call("a"), may_call("b")] == [True, True]
     for bad in ("keys: [{name: c}]", "keys: {", "x" * 5_000_000):
         path.write_text(bad)
@@ -106,11 +101,11 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not_taken(
     assert "the keys that were read before stay" in caplog.text
     path.unlink()
     assert may_call("a")
-    write(path)
+    keys_file(tmp_path)
     assert not may_call("a")  # no keys: nobody, and not everybody
 
 
-def test_a_file_that_is_bad_at_the_start_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_bad_at_the_start_refuses_it(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     with pytest.raises(ConfigError, match="cannot be read"):
         from_mapping({"http": {"keys_file": str(path)}})
@@ -125,20 +120,6 @@ def test_a_file_that_is_bad_at_the_start_refuses_it(tmp_path: Path, monkeypatch:
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"keys\.yaml: "):
             from_mapping({"http": {"keys_file": str(path)}})
-        monkeypatch.setenv("MNEME_KEYS", text)
-        with pytest.raises(ConfigError, match="MNEME_KEYS: "):
-            from_mapping({})
-        monkeypatch.delenv("MNEME_KEYS")
-    monkeypatch.setenv("MNEME_KEYS", "keys: []")
-    with pytest.raises(ConfigError, match="has no keys"):
-        from_mapping({})
-
-
-def test_keys_of_the_environment_go_with_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MNEME_KEYS", f'{{"keys": [{{"name": "a", "sha256": "{sha256_of("x")}"}}]}}')
-    config = from_mapping({})
-    monkeypatch.delenv("MNEME_KEYS")
-    assert not from_mapping(config.as_mapping()).http.keyring().authenticate("Bearer x").is_admin
 
 
 def test_requests_come_back_evenly_within_a_minute() -> None:
@@ -175,9 +156,8 @@ def test_requests_at_once_are_limited_until_one_ends() -> None:
     meter.begin()
 
 
-def test_a_limit_is_a_429_that_says_when_to_come_back() -> None:
-    limited = key(requests_per_min=2, tokens_per_min=1000)
-    with api(keys=(limited,)) as client:
+def test_a_limit_is_a_429_that_says_when_to_come_back(tmp_path: Path) -> None:
+    with api(keys_file=keys_file(tmp_path, key(requests_per_min=2, tokens_per_min=1000))) as client:
         client.headers["Authorization"] = "Bearer secret-a"
         first, second, third = (client.post("/v1/chat/completions", json=CHAT) for _ in range(3))
     used = first.json()["usage"]["total_tokens"]
@@ -199,9 +179,9 @@ def test_a_limit_is_a_429_that_says_when_to_come_back() -> None:
     assert not [name for name in get("/v1/models").headers if name.startswith("x-ratelimit")]
 
 
-def test_a_stream_counts_until_its_end() -> None:
-    clock = Clock()
-    engine, config = FakeEngineClient(TOKENIZER, is_endless=True), HttpConfig(keys=(key(tokens_per_min=60),))
+def test_a_stream_counts_until_its_end(tmp_path: Path) -> None:
+    clock, engine = Clock(), FakeEngineClient(TOKENIZER, is_endless=True)
+    config = HttpConfig(keys_file=keys_file(tmp_path, key(tokens_per_min=60)))
     app = build_api([Backend(engine, MODEL, TOKENIZER)], config, clock=clock)
     transport = httpx.ASGITransport(app)
 
@@ -217,22 +197,22 @@ def test_a_stream_counts_until_its_end() -> None:
 @pytest.mark.parametrize(
     ("body", "status"), [(CHAT, 503), ({"messages": 1}, 400), ({**CHAT, "stream": True, "n": 0}, 400)]
 )
-def test_what_is_refused_or_fails_counts_no_longer(body: dict[str, Any], status: int) -> None:
+def test_what_is_refused_or_fails_counts_no_longer(body: dict[str, Any], status: int, tmp_path: Path) -> None:
     """Of requests at once; else a key would be refused for ever."""
     engine = FakeEngineClient(TOKENIZER, refusal=ReplicaUnavailable("gone"))
-    config = HttpConfig(keys=(key(concurrency=1),))
+    config = HttpConfig(keys_file=keys_file(tmp_path, key(concurrency=1)))
     client = TestClient(build_api([Backend(engine, MODEL, TOKENIZER)], config), "http://api")
     headers = {"Authorization": "Bearer secret-a"}
     answers = [client.post("/v1/chat/completions", json=body, headers=headers).status_code for _ in range(3)]
     assert answers == [status] * 3
 
 
-def test_only_admins_see_what_all_tenants_have() -> None:
-    keys = (key("a"), key("b", role="admin"))
+def test_only_admins_see_what_all_tenants_have(tmp_path: Path) -> None:
+    file = keys_file(tmp_path, key("a"), key("b", role="admin"))
     for name, status in (("a", 403), ("b", 200)):
-        response = get("/v1/kv/stats", keys=keys, headers={"Authorization": f"Bearer secret-{name}"})
+        response = get("/v1/kv/stats", keys_file=file, headers={"Authorization": f"Bearer secret-{name}"})
         assert response.status_code == status
-    assert post("/v1/chat/completions", CHAT, keys=keys).status_code == 401
+    assert post("/v1/chat/completions", CHAT, keys_file=file).status_code == 401
 
 
 def test_the_command_adds_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,11 @@ from tests.e2e.server_process import SERVE, SERVE_LOCAL, ServerProcess, free_por
 # A pool smaller than what the tests allow memory to grow by: its pages are touched one after the other.
 # In float32 the same tokens come out in any batch but at near ties, which the answers that are compared do not have
 # (tests/replicas/engine/test_near_ties.py).
-BODY_IDLE_S = 3  # that a test waits for a body that does not come
 WARM_SYSTEM = "You are the librarian of the end-to-end tests"
 SETTINGS = (
     *("--set", f"engine.kv_cache_bytes={16 * 2**20}"),
     *("--set", "engine.dtype=float32"),
-    *("--set", f"engine.warm_prompts=[{{system: {WARM_SYSTEM}}}]"),
-    *("--set", f"http.body_idle_timeout_s={BODY_IDLE_S}"),
+    *("--set", f"engine.warm_prompts=[{WARM_SYSTEM}]"),
 )
 SMALL_PAGES, PAGE_SIZE = 48, 32  # a few conversations
 KEY, CONNECTIONS = "door", 100
@@ -26,7 +24,6 @@ SMALL_SETTINGS = (
     *("--set", f"engine.page_size={PAGE_SIZE}"),
     *("--set", f"engine.host_cache_bytes={64 * 2**20}"),
     *("--set", "engine.dtype=float32"),
-    *("--set", f"http.body_idle_timeout_s={BODY_IDLE_S}"),
     *("--set", f"http.max_connections_per_address={CONNECTIONS}"),
     *("--set", "http.shutdown_grace_s=0"),
     *("--api-key", KEY),

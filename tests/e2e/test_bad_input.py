@@ -15,6 +15,7 @@ from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, R
 pytestmark = pytest.mark.e2e
 
 EACH = 16
+STALLED = ("stalled chunked body", "body that never starts")  # as "stalled body": each is waited for for 10 s
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,8 @@ def test_a_bad_request_is_refused_and_harms_nobody(checker: BadRequestChecker, c
     checker.check(case)
 
 
-@pytest.mark.parametrize("case", RAW_REQUESTS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in RAW_REQUESTS if case.name not in STALLED], ids=lambda case: case.name
+)
 def test_bad_bytes_harm_nobody(checker: BadRequestChecker, case: RawRequest) -> None:
     checker.check_raw(case)

@@ -139,7 +139,7 @@ def test_values_that_would_not_work_are_refused(values: list[str], said: str) ->
         values_of('env=[{"name": "A", "value": "b"}]', 'podAnnotations={"a": "b"}', 'imagePullSecrets=[{"name": "a"}]'),
         values_of('head.nodeSelector={"a": "b"}', 'head.tolerations=[{"operator": "Exists"}]'),
         values_of('worker.nodeSelector={"a": "b"}', 'worker.priorityClassName="a"', 'worker.runtimeClassName="nvidia"'),
-        values_of('config.ingress.drain_s=0.5', 'config.http.max_header_bytes=1024'),
+        values_of('config.ingress.drain_s=0.5'),
     ],
     ids=lambda value: " ".join(value[1:]),
 )  # fmt: skip

@@ -17,6 +17,7 @@ import pytest
 from pydantic import BaseModel
 
 import mneme.cluster.run
+from mneme.cachetier.config import SESSION_LOG_BYTES
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.serve.gpus import place_models
 from mneme.config import parse
@@ -180,7 +181,7 @@ def test_what_lies_on_a_nodes_disk_is_asked_for(manifests: list[Manifest], confi
     (kv,) = [each for each in pods(manifests)["worker"]["spec"]["volumes"] if each["name"] == "kv"]
     if "emptyDir" in kv:
         assert config.cache.disk is not None
-        needed = config.cache.disk.capacity_bytes + config.cache.session_log_bytes
+        needed = config.cache.disk.capacity_bytes + SESSION_LOG_BYTES
         assert int(kv["emptyDir"]["sizeLimit"]) > needed
 
 

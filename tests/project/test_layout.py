@@ -70,6 +70,7 @@ LEVELS = {
         "serve",
         "metrics run",
         "http",
+        "backends",
         "app local",
         "cli",
     ),
@@ -80,6 +81,44 @@ LEVEL = {
     for folder, levels in LEVELS.items()
     for n, rooms in enumerate(levels)
     for room in rooms.split()
+}
+# The most lines of Python that a room may have: a sub-package with all below it, or the files at a folder's root.
+CEILINGS = {
+    "cachetier": 450,
+    "cachetier/chunk": 1100,
+    "cachetier/distributed": 2350,
+    "cachetier/node": 3350,
+    "cachetier/pages": 950,
+    "cachetier/policy": 1000,
+    "cachetier/sessions": 700,
+    "cluster": 900,
+    "cluster/cli": 1050,
+    "cluster/http": 4400,
+    "cluster/metrics": 850,
+    "cluster/run": 750,
+    "cluster/serve": 2500,
+    "cluster/wire": 3000,
+    "kernels": 2050,
+    "kernels/cudnn": 250,
+    "kernels/native": 700,
+    "kernels/torch": 200,
+    "kernels/triton": 2850,
+    "lab": 550,
+    "lab/bench": 1200,
+    "lab/cache": 1500,
+    "lab/cluster": 1650,
+    "lab/quality": 800,
+    "replicas": 3350,
+    "replicas/connector": 1400,
+    "replicas/engine": 4000,
+    "replicas/forest": 1900,
+    "replicas/fuse": 1050,
+    "replicas/model": 4250,
+    "replicas/schedule": 1100,
+    "replicas/sessions": 1200,
+    "replicas/text": 3750,
+    "router": 1500,
+    "src/mneme": 750,
 }
 # What `LLM.serve` imports when it is called, against the direction.
 LLM_SERVES = ("mneme.cluster.cli.serve", "mneme.cluster.config")
@@ -176,6 +215,17 @@ def test_a_room_says_what_is_public_and_has_it(room: Path) -> None:
         module, _, defined = name.partition(".")
         tree = ast.parse((room / f"{module}.py").read_text())
         assert not defined or defined in {getattr(node, "name", None) for node in tree.body}, name
+
+
+def test_no_room_outgrows_its_ceiling() -> None:
+    lines = Counter[str]()
+    for path in (*python_files(*FOLDERS), *(ROOT / "src/mneme").glob("*.py")):
+        folders = path.relative_to(ROOT).parts[:-1]
+        room = "/".join(folders if folders[0] == "src" else folders[:2])
+        lines[room] += len(path.read_text().splitlines())
+    over = {room: size for room, size in lines.items() if size > CEILINGS.get(room, 0)}
+    assert over == {}, "new lines take the place of others; raising a ceiling is a commit of its own, with its reason"
+    assert lines.keys() == CEILINGS.keys(), "a room that is gone has no ceiling"
 
 
 def test_a_folder_has_at_most_fourteen_files() -> None:

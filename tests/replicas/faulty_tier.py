@@ -71,7 +71,7 @@ class SharedStore:
 
 def config_of(folder: Path, *, host_bytes: int, capacity_bytes: int = CAPACITY_BYTES, **more: Any) -> CacheConfig:
     disk = DiskTierConfig(folder=str(folder), capacity_bytes=capacity_bytes)
-    return CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, host_bytes=host_bytes, disk=disk, **more)
+    return CacheConfig(chunk_tokens=CHUNK_TOKENS, host_bytes=host_bytes, disk=disk, **more)
 
 
 def run_bounded(engine: Engine) -> list[TokenEvent]:

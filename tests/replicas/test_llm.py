@@ -397,19 +397,18 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
 
 def test_a_warm_prompt_is_cached_until_it_is_let_go(llm: LLM) -> None:
     system = [{"role": "system", "content": "You answer in one short sentence, and you never mention tea."}]
-    document = "The server keeps a table of its sessions in memory."
-    config = {"warm_prompts": [{"text": document}], "num_pages": 64}
+    configured = [{"role": "system", "content": "The server keeps a table of its sessions in memory."}]
+    config = {"warm_prompts": [configured[0]["content"]], "num_pages": 64}
     cold = llm.chat([*system, {"role": "user", "content": "Who are you?"}], GREEDY)
     llm = LLM("mneme-tiny", dtype="float32", config=config)
     name = llm.warm(system)
     llm.warm([5, 6, 7], ttl_s=60)
     llm.generate([[3 + index, *[9] * 600] for index in range(6)], GREEDY)  # more than the pool holds
-    answer = llm.chat([*system, {"role": "user", "content": "Who are you?"}], GREEDY)
-    text = llm.tokenizer.render_chat(system, add_generation_prompt=False)
-    assert answer.metrics.cached_tokens >= len(llm.tokenizer.encode_rendered(text))
+    for warmed in (configured, system):
+        answer = llm.chat([*warmed, {"role": "user", "content": "Who are you?"}], GREEDY)
+        text = llm.tokenizer.render_chat(warmed, add_generation_prompt=False)
+        assert answer.metrics.cached_tokens >= len(llm.tokenizer.encode_rendered(text))
     assert answer.outputs == cold.outputs
-    (configured,) = llm.generate([f"{document} And"], GREEDY)
-    assert configured.metrics.cached_tokens == len(llm.tokenizer.encode(document, add_special_tokens=True))
     assert llm.unpin(name)
     assert not llm.unpin(name)
     with pytest.raises(InvalidRequest, match="part of the configuration"):

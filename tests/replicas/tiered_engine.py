@@ -14,6 +14,7 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.load import connect
+from mneme.replicas.forest.forest import COPY_OUT_BELOW
 from mneme.replicas.forest.pages import DEVICE, HOST, Page, common_prefix
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.decoder import Decoder
@@ -33,9 +34,16 @@ def load_decoder(name: str, directory: Path) -> Decoder:
     return decoder_of(directory)
 
 
-def make_engine(decoder: Decoder, num_pages: int = 64, num_host_pages: int = 64, **options: Any) -> Engine:
+def make_engine(
+    decoder: Decoder,
+    num_pages: int = 64,
+    num_host_pages: int = 64,
+    *,
+    copy_out_below: float = COPY_OUT_BELOW,
+    **options: Any,
+) -> Engine:
     runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
-    return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options))
+    return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), copy_out_below=copy_out_below)
 
 
 def runner_of(engine: Engine) -> RecordingRunner:
@@ -158,8 +166,9 @@ def make_cached_engine(
     **options: object,
 ) -> Engine:
     """An engine with a cache tier."""
-    fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
+    fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS)
     runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
     connector = connect(runner, store, fingerprint, costs or SlowRows(), config)
+    connector.min_load_tokens = 1
     engine_config = EngineConfig(**{"page_size": PAGE_SIZE, "max_step_ms": 0, **options})  # type: ignore[arg-type]
     return Engine(runner, tokenizer, engine_config, connector=connector, gate=gate)

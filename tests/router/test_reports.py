@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.report import ReplicaReport, pack
 from mneme.router.chooser import SILENT_S, ReplicaChooser, Reservation
 from mneme.router.prefix_index import SENT_S, PrefixIndex
@@ -28,6 +29,13 @@ COST = {
     "scales": {},
 }
 PROMPT = list(range(1024))
+
+
+def cost(**changes: Any) -> tuple[float, ...]:
+    """What a replica with this cost model reports."""
+    return CostModel.from_mapping({**COST, **changes}).figures()
+
+
 BLOCKS = block_hashes(PROMPT)
 
 
@@ -46,7 +54,7 @@ class Played:
         self.chooser = ReplicaChooser(RouterConfig(), lambda: self.now_s)
         self.chooser.set_replicas(replicas)
         for replica in replicas:
-            self.take(replica, report(is_snapshot=True, cost=COST))
+            self.take(replica, report(is_snapshot=True, cost=cost()))
 
     def take(self, replica: str, said: ReplicaReport) -> bool:
         return self.chooser.take_report(replica, said)
@@ -195,7 +203,7 @@ def test_what_nodes_have_on_disk_is_priced_as_that() -> None:
     shares = {"host": 0.5, "peer_host": 0.25}
     for name, node in (("a", "x"), ("b", "x"), ("c", "y")):
         device = BLOCKS if name == "a" else ()
-        played.take(name, report(1, node=node, device=device, cost={**COST, "edges": edges, "disk_shares": shares}))
+        played.take(name, report(1, node=node, device=device, cost=cost(edges=edges, disk_shares=shares)))
     terms = {each["replica"]: each["ms"] for each in played.choose().route.as_json()["candidates"]}
     computed_ms = 0.1  # of the last token, beside which it is brought
     assert terms["b"]["load"] == pytest.approx(20 - computed_ms)
@@ -258,9 +266,9 @@ def test_nonsense_in_a_report_counts_as_not_said(bad: float) -> None:
         (
             {"queue_s": bad, "queued_tokens": 100_000},
             {"queue_s": bad, "queued_tokens": -5, "running": -3, "context_tokens": -7, "free_page_share": bad},
-            {"cost": {**COST, "prefill": [bad, bad, bad]}},
-            {"cost": {**COST, "scales": {"prefill": bad}}},
-            {"cost": {"prefill": "x"}},
+            {"cost": (bad, bad, bad, *cost()[3:])},
+            {"cost": (*cost()[:-1], bad)},
+            {"cost": ()},
         ),
         1,
     ):
@@ -369,17 +377,17 @@ def test_what_loads_take_beyond_their_price_is_learned_of_all_replicas_and_forgo
 def test_a_bad_moment_of_one_replica_does_not_take_its_work_away() -> None:
     """Its steps took three times as long beside others': with nothing to do it could never learn better."""
     played = Played("a", "b", "c")
-    played.take("b", report(1, cost={**COST, "scales": {"prefill": 3.0, "decode": 2.0}}))
+    played.take("b", report(1, cost=cost(scales={"prefill": 3.0, "decode": 2.0})))
     chosen = [played.choose([number] * 512).replica_id for number in range(30)]
     assert min(chosen.count(replica) for replica in "abc") >= 8
-    played.take("a", report(1, cost={**COST, "scales": {"prefill": 2.0}}))
+    played.take("a", report(1, cost=cost(scales={"prefill": 2.0})))
     candidates = played.choose([31] * 512).route.as_json()["candidates"]
     assert [each["ms"]["compute"] for each in candidates] == [102.4] * 3  # the median of all three
 
 
 def test_a_replica_on_a_faster_machine_is_sooner() -> None:
     played = Played("a", "b")
-    played.take("b", report(1, cost={**COST, "prefill": [0.0, 5e-5, 0.0]}))
+    played.take("b", report(1, cost=cost(prefill=[0.0, 5e-5, 0.0])))
     for number in range(10):
         chosen = played.choose([number] * 512)
         assert chosen.replica_id == "b"

@@ -42,8 +42,9 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- dict "min" (max 1 (ceil (divf $min $per))) "max" (max 1 (ceil (divf $max $per))) | toJson -}}
 {{- end -}}
 
+{{/* Of chunks, and of session logs: cachetier/config.py has their bound. */}}
 {{- define "mneme.kvBytes" -}}
-{{- with .Values.config.cache }}{{ mulf 1.1 (addf .disk.capacity_bytes .session_log_bytes) | ceil | int64 }}{{ end -}}
+{{- with .Values.config.cache }}{{ mulf 1.1 (addf .disk.capacity_bytes 1073741824) | ceil | int64 }}{{ end -}}
 {{- end -}}
 
 {{- define "mneme.hostPath" -}}
@@ -90,19 +91,18 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 
 {{/* What head and workers have alike: replicas must find the same wherever Ray puts them. */}}
 {{- define "mneme.env" -}}
-{{- $http := .Values.config.http -}}
 {{- $defaults := "leastconn\n    no option splice-request\n    timeout http-request 10s\n    timeout http-keep-alive 10s" -}}
 # As `mneme serve` sets them: cluster/run/environment.py says why.
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /usr/local/bin/mneme-haproxy} # docker/Dockerfile puts both there
 - {name: MNEME_HAPROXY, value: /usr/local/bin/haproxy}
-- {name: MNEME_CONNECTIONS_PER_ADDRESS, value: {{ int64 $http.max_connections_per_address | quote }}}
+- {name: MNEME_CONNECTIONS_PER_ADDRESS, value: {{ int64 .Values.config.http.max_connections_per_address | quote }}}
 - {name: RAY_SERVE_HAPROXY_NBTHREAD, value: "2"}
 - {name: RAY_SERVE_HAPROXY_METRICS_ENABLED, value: "0"}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ ceil .Values.config.ingress.drain_s | int64 | quote }}}
-- {name: RAY_SERVE_HAPROXY_TUNE_BUFSIZE, value: {{ max 16384 (mul 2 (int64 $http.max_header_bytes)) | quote }}}
+- {name: RAY_SERVE_HAPROXY_TUNE_BUFSIZE, value: "65536"}
 - {name: RAY_SERVE_HAPROXY_BALANCE_ALGORITHM, value: {{ toJson $defaults }}}
-- {name: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S, value: {{ maxf $http.body_idle_timeout_s $http.client_stall_timeout_s | ceil | int64 | add 5 | quote }}}
+- {name: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S, value: "65"}
 - {name: RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S, value: "5"}
 - {name: RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL, value: "12"}
 - {name: RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED, value: "1"}

@@ -1,4 +1,4 @@
-"""Nodes that announce to directory shards over links that lose and delay, against a dictionary of what they hold."""
+"""Nodes that announce to the directory over links that lose and delay, against a dictionary of what they hold."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mneme.cachetier.distributed import announcer as announcer_module
 from mneme.cachetier.distributed.announcer import BATCH_CHANGES, MAX_PENDING, SIGN_OF_LIFE_S, Announcer
-from mneme.cachetier.distributed.directory import SILENT_S, Announcement, Directory, Place, Reply, shard_of
+from mneme.cachetier.distributed.directory import SILENT_S, Announcement, Directory, Place, Reply
 from mneme.cachetier.names import TierName
 from mneme.cachetier.node.index import Change
 from tests.budget import examples
 from tests.cachetier.nodes import Clock
 
-NUM_SHARDS = 2
 KEYS = [bytes([number, *range(14), number % 3]) for number in range(6)]
 NODES = ("a", "b", "c")
 TIERS: tuple[TierName, ...] = ("host", "disk")
@@ -30,27 +29,27 @@ tiers_drawn = st.sampled_from(TIERS)
 
 
 class Link:
-    """Between nodes and shards: an announcement arrives, is lost, or arrives some time later; so is a reply lost."""
+    """Between nodes and the directory: an announcement arrives, late or never; a reply may be lost, too."""
 
     def __init__(self, clock: Clock) -> None:
-        self.shards = [Directory(clock) for _ in range(NUM_SHARDS)]
-        self.delayed: list[tuple[int, Announcement]] = []
-        self.heard: dict[tuple[int, str], int] = {}  # the highest epoch that a shard has heard of a node
+        self.directory = Directory(clock)
+        self.delayed: list[Announcement] = []
+        self.heard: dict[str, int] = {}  # the highest epoch that the directory has heard of a node
         self.fate: Callable[[], str] = lambda: "arrives"
 
-    def send(self, shard: int, said: Announcement) -> Reply | None:
+    def send(self, said: Announcement) -> Reply | None:
         fate = self.fate()
         if fate == "lost":
             return None
         if fate == "delayed":
-            self.delayed.append((shard, said))
+            self.delayed.append(said)
             return None
-        reply = self.deliver(shard, said)
+        reply = self.deliver(said)
         return None if fate == "reply lost" else reply
 
-    def deliver(self, shard: int, said: Announcement) -> Reply:
-        self.heard[shard, said.node] = max(said.epoch, self.heard.get((shard, said.node), 0))
-        return self.shards[shard].announce(said)
+    def deliver(self, said: Announcement) -> Reply:
+        self.heard[said.node] = max(said.epoch, self.heard.get(said.node, 0))
+        return self.directory.announce(said)
 
 
 class NodeModel:
@@ -59,14 +58,10 @@ class NodeModel:
     def __init__(self, name: str, life: int, link: Link, clock: Clock) -> None:
         self.life = life
         self.held: dict[tuple[bytes, TierName], int] = {}
-        self.announcer = Announcer(name, NUM_SHARDS, self.snapshot, link.send, epoch=life, clock=clock)
+        self.announcer = Announcer(name, self.snapshot, link.send, epoch=life, clock=clock)
 
     def snapshot(self) -> list[Change]:
         return [Change(key, tier, num_bytes, True) for (key, tier), num_bytes in self.held.items()]
-
-    def step(self) -> float:
-        """One step for each shard; for how many seconds none is due."""
-        return min(shard.step() for shard in self.announcer.shards)
 
     def add(self, key: bytes, tier: TierName) -> None:
         self.held[key, tier] = self.life
@@ -78,7 +73,7 @@ class NodeModel:
 
 
 class AnnouncingMachine(RuleBasedStateMachine):
-    """Any order of changes, deaths, restarts, losses; in the end each shard knows what each living node holds."""
+    """Any order of changes, deaths, restarts, losses; in the end the directory knows what each living node holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,12 +102,12 @@ class AnnouncingMachine(RuleBasedStateMachine):
         fates = ("lost", "delayed", "reply lost")
         self.link.fate = lambda: generator.choice(fates) if generator.random() < share_lost else "arrives"
         if name in self.nodes:
-            self.nodes[name].step()
+            self.nodes[name].announcer.step()
 
     @rule(position=st.integers(0, 100))
     def deliver_late(self, position: int) -> None:
         if self.link.delayed:
-            self.link.deliver(*self.link.delayed.pop(position % len(self.link.delayed)))
+            self.link.deliver(self.link.delayed.pop(position % len(self.link.delayed)))
 
     @rule(name=nodes_drawn)
     def die(self, name: str) -> None:
@@ -122,11 +117,10 @@ class AnnouncingMachine(RuleBasedStateMachine):
     def restart(self, name: str) -> None:
         self.nodes[name] = self.born(name)
 
-    @rule(shard=st.integers(0, NUM_SHARDS - 1))
-    def directory_dies(self, shard: int) -> None:
-        self.link.shards[shard] = Directory(self.clock)
-        for name in NODES:
-            self.link.heard.pop((shard, name), None)
+    @rule()
+    def directory_dies(self) -> None:
+        self.link.directory = Directory(self.clock)
+        self.link.heard.clear()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, SILENT_S, 100.0]))
     def time_passes(self, seconds: float) -> None:
@@ -134,21 +128,20 @@ class AnnouncingMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_of_a_life_is_offered_after_its_successor_was_heard_of(self) -> None:
-        for shard, directory in enumerate(self.link.shards):
-            for places in directory.lookup(KEYS):
-                for place in places:
-                    assert place.num_bytes >= self.link.heard[shard, place.node]
+        for places in self.link.directory.lookup(KEYS):
+            for place in places:
+                assert place.num_bytes >= self.link.heard[place.node]
 
     def teardown(self) -> None:
         self.link.fate = lambda: "arrives"
         while self.link.delayed:
-            self.link.deliver(*self.link.delayed.pop())
+            self.link.deliver(self.link.delayed.pop())
         for _ in range(int(SILENT_S / SIGN_OF_LIFE_S) + 4):
             self.clock.now_s += SIGN_OF_LIFE_S
             for node in self.nodes.values():
-                node.step()
+                node.announcer.step()
         for key in KEYS:
-            found = self.link.shards[shard_of(key, NUM_SHARDS)].lookup([key])[0]
+            found = self.link.directory.lookup([key])[0]
             assert set(found) == self.truth(key)
             assert len(found) == len(set(found))
 
@@ -175,66 +168,48 @@ def linked_node(num_keys: int) -> tuple[Link, Clock, NodeModel]:
 
 
 def num_known(link: Link) -> int:
-    return sum(int(shard.stats()["num_keys"]) for shard in link.shards)
+    return int(link.directory.stats()["num_keys"])
 
 
 def test_a_whole_account_goes_in_parts_and_one_lost_part_begins_it_anew() -> None:
     link, clock, node = linked_node(5 * BATCH_CHANGES)
     fates = iter(["arrives", "lost"])
     link.fate = lambda: next(fates, "arrives")
-    node.step()
+    node.announcer.step()
     assert num_known(link) < 5 * BATCH_CHANGES
     clock.now_s += SIGN_OF_LIFE_S
-    node.step()
+    node.announcer.step()
     assert num_known(link) == 5 * BATCH_CHANGES
 
 
 def test_a_node_under_a_lower_epoch_takes_a_higher_one() -> None:
     """Its clock was set back, say."""
     link, clock, node = linked_node(10)
-    for shard in range(NUM_SHARDS):
-        link.deliver(shard, Announcement(node="a", epoch=1000, seq=5, is_first=True, is_last=True))
+    link.deliver(Announcement(node="a", epoch=1000, seq=5, is_first=True, is_last=True))
     for _ in range(3):
         clock.now_s += SIGN_OF_LIFE_S
-        node.step()
+        node.announcer.step()
     assert num_known(link) == 10
 
 
 def test_too_many_changes_are_told_as_a_whole() -> None:
     link, clock, node = linked_node(10)
-    node.step()
+    node.announcer.step()
     link.fate = lambda: "lost"
     clock.now_s += SIGN_OF_LIFE_S
-    node.step()
+    node.announcer.step()
     for _ in range(MAX_PENDING + 1):
         node.announcer.changed([Change(KEYS[0], "host", 7, True)])
     node.held[KEYS[0], "host"] = 7
     link.fate = lambda: "arrives"
-    before = link.shards[0].stats()["counters"]["announcements"]
+    before = link.directory.stats()["counters"]["announcements"]
     clock.now_s += SIGN_OF_LIFE_S
-    node.step()
-    assert link.shards[0].stats()["counters"]["announcements"] - before < 10
-    assert link.shards[0].lookup([KEYS[0]])[0]
+    node.announcer.step()
+    assert link.directory.stats()["counters"]["announcements"] - before < 10
+    assert link.directory.lookup([KEYS[0]])[0]
 
 
-def test_a_shard_that_hangs_does_not_silence_a_node_at_others() -> None:
-    told, is_over = threading.Semaphore(0), threading.Event()
-
-    def send(shard: int, said: Announcement) -> Reply | None:
-        if shard:
-            assert is_over.wait(60)
-            return None
-        told.release()
-        return Reply(False, said.epoch)
-
-    announcer = Announcer("a", 2, list, send, epoch=1)
-    announcer.start()
-    assert all(told.acquire(timeout=60) for _ in range(3))
-    is_over.set()
-    announcer.stop()
-
-
-def test_a_shard_that_is_silent_costs_one_account_until_it_answers() -> None:
+def test_a_directory_that_is_silent_costs_one_account_until_it_answers() -> None:
     link, clock, node = linked_node(10)
     num_accounts, whole = 0, node.snapshot
 
@@ -246,47 +221,47 @@ def test_a_shard_that_is_silent_costs_one_account_until_it_answers() -> None:
     node.announcer.snapshot = snapshot
     link.fate = lambda: "lost"
     for _ in range(200):
-        clock.now_s += node.step()
+        clock.now_s += node.announcer.step()
     assert clock.now_s > 1040
-    assert num_accounts <= NUM_SHARDS
+    assert num_accounts <= 1
     link.fate = lambda: "arrives"
     for _ in range(4):
-        clock.now_s += node.step()
+        clock.now_s += node.announcer.step()
     assert num_known(link) == 10
 
 
-def test_changes_do_not_pile_up_for_a_shard_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_do_not_pile_up_for_a_directory_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcer_module, "MAX_PENDING", 100)
     link, clock, node = linked_node(10)
-    node.step()
+    node.announcer.step()
     link.fate = lambda: "lost"
     for _ in range(50):
         node.announcer.changed([Change(KEYS[0], "host", 7, True)] * 30)
-        clock.now_s += node.step()
-    assert sum(len(shard.pending) for shard in node.announcer.shards) <= 130
+        clock.now_s += node.announcer.step()
+    assert len(node.announcer.pending) <= 130
 
 
 def test_nothing_is_done_while_nothing_is_due() -> None:
     link, clock, node = linked_node(10)
     start_s, num_steps = clock.now_s, 0
     while clock.now_s < start_s + 60 * SIGN_OF_LIFE_S:
-        clock.now_s += node.step()
+        clock.now_s += node.announcer.step()
         num_steps += 1
     assert num_steps <= 62
-    assert all(len(shard.stats()["live_nodes"]) == 1 for shard in link.shards)
+    assert len(link.directory.stats()["live_nodes"]) == 1
 
 
 def test_changes_wake_the_thread() -> None:
     began, told = threading.Event(), threading.Event()
 
-    def send(_shard: int, said: Announcement) -> Reply:
+    def send(said: Announcement) -> Reply:
         if [change.key for change in said.changes] == [KEYS[0]]:
             told.set()
         if said.is_last:
             began.set()
         return Reply(False, said.epoch)
 
-    announcer = Announcer("a", 1, list, send, epoch=1, clock=Clock())  # of which no sign of life is due
+    announcer = Announcer("a", list, send, epoch=1, clock=Clock())  # of which no sign of life is due
     announcer.start()
     assert began.wait(60)
     announcer.changed([Change(KEYS[0], "host", 1, True)])
@@ -307,8 +282,8 @@ def test_the_thread_announces_and_outlives_an_error() -> None:
     node.announcer.snapshot = snapshot
     told, send = threading.Event(), node.announcer.send
 
-    def telling(shard: int, said: Announcement) -> Reply | None:
-        reply = send(shard, said)
+    def telling(said: Announcement) -> Reply | None:
+        reply = send(said)
         if num_known(link) == 10:
             told.set()
         return reply

@@ -1,4 +1,4 @@
-"""A directory shard: what it believes, what it asks for anew, what it forgets, and how little memory it takes."""
+"""The directory: what it believes, what it asks for anew, what it forgets, and how little memory it takes."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,7 @@ from mneme.cachetier.chunk.file import file_bytes
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.chunk.syscalls import FileOperations, PatientFiles
-from mneme.cachetier.config import DiskTierConfig
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.names import Miss, PolicyName
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import descendants
@@ -52,15 +53,16 @@ def make_tier(
     clock: Callable[[], float] | None = None,
     wall_clock: Callable[[], float] | None = None,
     files: FileOperations | None = None,
-    **config: float,
+    **options: Any,
 ) -> DiskTier:
     clock = clock or Clock()
     return DiskTier(
-        DiskTierConfig(folder=str(folder), capacity_bytes=num_blocks * BLOCK, **config),  # type: ignore[arg-type]
+        DiskTierConfig(folder=str(folder), capacity_bytes=num_blocks * BLOCK),
         LruPolicy(),
         files=files,
         clock=clock,
         **({} if wall_clock is None else {"wall_clock": wall_clock}),
+        **options,
     )
 
 
@@ -161,8 +163,8 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead"])
 def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: PolicyName) -> None:
     clock, chance = Clock(), random.Random(3)
-    config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=9 * BLOCK + 100, max_files=7)
-    tier = DiskTier(config, make_policy(policy, clock, 9), clock=clock)
+    config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=9 * BLOCK + 100)
+    tier = DiskTier(config, make_policy(policy, clock, 9), clock=clock, max_files=7)
     chunks = [chunk for root in range(9) for chunk in chain_of([root, *range(20)])]
     for _ in range(150):
         clock.now_s += chance.random()
@@ -380,10 +382,12 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, kind: str) -> N
         make_tier(folder)
 
 
-@pytest.mark.parametrize("config", [{"capacity_bytes": -1}, {"max_files": -1}, {"ttl_s": -1.0}, {"ttl_s": 0.0}])
-def test_absurd_configurations_are_refused(config: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(config))):
-        DiskTierConfig(**({"folder": "x", "capacity_bytes": 0} | config))  # type: ignore[arg-type]
+def test_absurd_configurations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        DiskTierConfig(folder="x", capacity_bytes=-1)
+    for ttl_s in (-1.0, 0.0):
+        with pytest.raises(ConfigError, match=r"cache\.ttl_s"):
+            CacheConfig(ttl_s=ttl_s)
 
 
 @pytest.mark.parametrize("folder", ["", "  "])

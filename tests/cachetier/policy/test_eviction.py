@@ -10,7 +10,6 @@ import pytest
 from mneme.cachetier.policy.eviction import (
     Candidate,
     EvictionPolicy,
-    FifoPolicy,
     LookaheadPolicy,
     LruPolicy,
     PensievePolicy,
@@ -32,7 +31,7 @@ def order(policy: EvictionPolicy) -> list[tuple[object, int]]:
     return victims
 
 
-@pytest.mark.parametrize("name", ["lru", "pensieve", "lookahead", "returning", "fifo"])
+@pytest.mark.parametrize("name", ["lru", "pensieve", "lookahead", "returning"])
 def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> None:
     policy = make_policy(name, lambda: NOW_S, 100)  # type: ignore[arg-type]
     assert policy.choose() is None
@@ -47,31 +46,8 @@ def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> 
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be one of lru, pensieve, lookahead, returning, fifo"):
+    with pytest.raises(ConfigError, match="must be one of lru, pensieve, lookahead, returning"):
         make_policy("lifo", lambda: NOW_S, 100)  # type: ignore[arg-type]
-
-
-def test_fifo_goes_by_arrival_whatever_was_used() -> None:
-    policy = FifoPolicy(100)
-    offer(policy, "first", 2, 1.0)
-    offer(policy, "second", 1, 2.0)
-    policy.withdraw("first")
-    offer(policy, "third", 1, 3.0)
-    offer(policy, "first", 3, 9.0)
-    assert order(policy) == [("first", 3), ("second", 1), ("third", 1)]
-    offer(policy, "third", 1, 10.0)
-    offer(policy, "first", 1, 11.0)  # came back: it is the youngest now
-    assert order(policy) == [("third", 1), ("first", 1)]
-
-
-def test_fifo_does_not_know_all_keys_for_ever() -> None:
-    policy = FifoPolicy(1)
-    for key in ("once", *range(1024), "before"):
-        offer(policy, key, 1, 0.0)
-        policy.withdraw(key)
-    offer(policy, "once", 1, 0.0)
-    offer(policy, "before", 1, 0.0)
-    assert [key for key, _ in order(policy)] == ["before", "once"]
 
 
 def test_lru_goes_by_last_use_and_takes_whole_runs() -> None:

@@ -549,7 +549,7 @@ def test_a_log_that_cannot_be_read_now_is_not_an_unknown_one(tmp_path: Path) -> 
 
 def test_a_disk_that_stands_still_for_a_record_holds_up_no_read(tmp_path: Path) -> None:
     disk, entered, go = Disk(), threading.Event(), threading.Event()
-    logs = make_logs(tmp_path, disk=disk, sync=True)
+    logs = make_logs(tmp_path, disk=disk)
     write(logs, some_state(1))
 
     def stand_still(statement: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mneme.cluster.config import HttpConfig
+from mneme.cluster.http import body as body_module
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.cluster.http.body import BodyReader, HeldBody
@@ -21,7 +23,7 @@ from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.grammar import GrammarChecker
-from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, chat, get, post, serving
+from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, chat, get, keys_file, post, serving
 from tests.cluster.bad_request_checks import BadRequestChecker
 from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, RawRequest
 from tests.cluster.fake_engine_client import FakeEngineClient
@@ -44,7 +46,7 @@ def test_without_a_key_nothing_is_read(authorization: str | None) -> None:
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
 def test_what_needs_no_key_reads_no_body(path: str, method: str) -> None:
     with (
-        serving(config=HttpConfig(api_keys=("secret-a",), body_idle_timeout_s=60.0)) as server,
+        serving(config=HttpConfig(api_keys=("secret-a",))) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=50) as connection,
     ):
         connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode())
@@ -168,9 +170,9 @@ def test_long_headers_are_refused_before_the_body_is_read() -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (413, "headers")
 
 
-def test_each_request_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_has_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mneme.requests")
-    key = {"keys": (ApiKey(name="team-a", sha256=sha256_of("secret")),)}
+    key = {"keys_file": keys_file(tmp_path, ApiKey(name="team-a", sha256=sha256_of("secret")))}
     headers = {"Authorization": "Bearer secret", "X-Request-ID": "mine", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
     answered = post("/v1/chat/completions", CHAT, headers=headers, **key)
     post("/v1/chat/completions", {**CHAT, "n": 0}, headers=headers, **key)
@@ -187,9 +189,9 @@ def test_each_request_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert (unknown["tenant"], unknown["status"], unknown["outcome"]) == (None, 401, "invalid_api_key")
 
 
-def test_figures_of_a_key(caplog: pytest.LogCaptureFixture) -> None:
+def test_figures_of_a_key(tmp_path: Path) -> None:
     keys = [ApiKey(name=f"team-{name}", sha256=sha256_of(name)) for name in "ab"]
-    config = HttpConfig(api_keys=("admin",), keys=tuple(keys))
+    config = HttpConfig(api_keys=("admin",), keys_file=keys_file(tmp_path, *keys))
     with TestClient(build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], config)) as client:
         for name in "aab":
             client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {name}"})
@@ -257,7 +259,9 @@ def test_new_grammars_wait_for_each_other_and_not_for_ever(monkeypatch: pytest.M
     assert sorted(asyncio.run(run())) == [200] * MAX_COMPILING + [429]
 
 
-def test_bodies_that_are_being_read_share_a_budget() -> None:
+def test_bodies_that_are_being_read_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 1024)
+
     async def run() -> list[int]:
         release = asyncio.Event()
 
@@ -266,7 +270,7 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
             await release.wait()
             yield b"{}"
 
-        async with concurrently(FakeEngineClient(TOKENIZER), max_body_bytes=1024, max_held_body_bytes=1024) as client:
+        async with concurrently(FakeEngineClient(TOKENIZER), max_body_bytes=1024) as client:
             headers = {"content-type": "application/json"}
             first = asyncio.ensure_future(client.post("/tokenize", content=slow(), headers=headers))
             statuses = []
@@ -284,7 +288,7 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
 
 def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
     """The first may have half, and the next half of what is left; each may have one."""
-    reader = BodyReader(HttpConfig(max_body_bytes=1024, max_held_body_bytes=8 * 1024))
+    reader = BodyReader(1024, 8 * 1024)
 
     def filled(tenant: str) -> list[HeldBody]:
         bodies = []
@@ -306,7 +310,8 @@ def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[BadRequestChecker]:
-    with serving(config=HttpConfig(body_idle_timeout_s=2.0)) as server:
+    with pytest.MonkeyPatch.context() as patched, serving() as server:
+        patched.setattr(body_module, "BODY_IDLE_S", 2.0)
         checker = BadRequestChecker(server.url)
         yield checker
         checker.close()

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from mneme.cluster.backends import load_backend
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
@@ -54,7 +55,7 @@ def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dict[str,
     ("host", "is_told"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.1", False)]
 )
 def test_the_directory_is_told_to_this_machine_alone(host: str, is_told: bool) -> None:
-    backend = Backend.load(FakeEngineClient(TOKENIZER), ClusterConfig(host=host))
+    backend = load_backend(FakeEngineClient(TOKENIZER), ClusterConfig(host=host))
     directory = str(model_directory("mneme-tiny"))
     assert backend.model.root == (directory if is_told else "mneme-tiny")
 

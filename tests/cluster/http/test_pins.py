@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from mneme.cluster.http import kv
 from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.replicas.queries import DeletePin, Query
 from mneme.replicas.text.parts import encode_parts, prompt_parts
-from tests.cluster.api_fixtures import TOKENIZER, api
+from tests.cluster.api_fixtures import TOKENIZER, api, keys_file
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
 
 SYSTEM = {"role": "system", "content": "be brief, and never name the fox"}
@@ -135,11 +136,11 @@ def test_pins_are_the_key_s_own_and_so_many() -> None:
         assert len({pin["id"] for pin in mine}) == 3
 
 
-def test_what_an_admin_warms_as_public_all_tenants_find() -> None:
+def test_what_an_admin_warms_as_public_all_tenants_find(tmp_path: Path) -> None:
     user = {"authorization": "Bearer a-user"}
-    keys = (ApiKey(name="user", sha256=sha256_of("a-user")),)
+    file = keys_file(tmp_path, ApiKey(name="user", sha256=sha256_of("a-user")))
     text = "the quick brown fox jumps over the lazy dog. " * 3 + "the"
-    with over(**KEYS, keys=keys) as (client, _):
+    with over(**KEYS, keys_file=file) as (client, _):
         assert warm(client, 403, headers=user, prompt=text, public=True)["error"]["code"] == "admin_required"
         assert "public" in warm(client, 400, headers=ONE, prompt=text, public=True, cache_salt="x")["error"]["message"]
         made = warm(client, headers=ONE, prompt=text, public=True)

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from mneme.cluster.config import HttpConfig
 from mneme.cluster.wire.openai import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.queries import ForkSession
@@ -274,12 +273,11 @@ def test_the_first_name_given_counts(client: TestClient, engine: FakeEngineClien
     assert engine.requests[0].session_id == f"public:{name}"
 
 
-@pytest.mark.parametrize("hint", [{"prompt_cache_key": "app"}, {"X-Correlation-ID": "app"}, {"x-hint": "\u00fc"}])
+@pytest.mark.parametrize("hint", [{"prompt_cache_key": "app"}, {"X-Correlation-ID": "app"}, {"session-id": "\u00fc"}])
 def test_a_hint_holds_up_nobody_and_opens_no_session(hint: dict[str, str]) -> None:
-    config = HttpConfig(affinity_headers=("X-Correlation-ID", "X-Hint"))
     headers = {} if "prompt_cache_key" in hint else {name: value.encode() for name, value in hint.items()}
     body = {**CHAT, **(hint if not headers else {})}
-    with serving(config=config, gate=asyncio.Semaphore(0)) as server, ThreadPoolExecutor(32) as threads:
+    with serving(gate=asyncio.Semaphore(0)) as server, ThreadPoolExecutor(32) as threads:
 
         def ask(_: int) -> int:
             return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code

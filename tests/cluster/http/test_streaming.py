@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from mneme.cluster.config import HttpConfig
+from mneme.cluster.http import stream
 from mneme.errors import Overloaded
 from tests.cluster.api_fixtures import CHAT, COMPLETION, Server, serving
 from tests.cluster.fake_engine_client import SENTENCE
@@ -187,9 +187,9 @@ def test_many_clients_that_leave_leave_nothing_behind() -> None:
         _eventually(lambda: server.call(lambda: len(asyncio.all_tasks())) <= num_before)
 
 
-def test_a_client_that_never_reads_is_cut_off() -> None:
-    config = HttpConfig(client_stall_timeout_s=0.2)
-    with serving(config=config, is_endless=True, max_context=10**6) as server:
+def test_a_client_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "CLIENT_STALL_S", 0.2)
+    with serving(is_endless=True, max_context=10**6) as server:
         body = {**CHAT, "stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 500_000}
         with _request(server, body, receive_buffer=4096):
             server.wait_busy()

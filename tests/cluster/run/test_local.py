@@ -65,7 +65,6 @@ def chat(num: int, **fields: object) -> dict[str, object]:
         ({"ray": {"address": "auto"}}, "ray.address"),
         ({"ingress": {"replicas": 2}}, "ingress.replicas"),
         ({"http": {"max_connections_per_address": 7}}, "http.max_connections_per_address"),
-        ({"cache": {"directory_shards": 2}}, "cache.directory_shards"),
         ({"cache": {"disk": {"folder": "/kv/%n", "capacity_bytes": 1}}}, "cache.disk.folder"),
     ],
 )

@@ -61,7 +61,7 @@ class Nodes:
         self.cluster, self._model = cluster, folder
         self.decoder: Decoder = load_decoder("llama-3", folder)
         disk = DiskTierConfig(folder=str(cluster.folder / "engines-%n"), capacity_bytes=8 << 20)
-        self.config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, host_bytes=8 << 20, disk=disk)
+        self.config = CacheConfig(chunk_tokens=CHUNK_TOKENS, host_bytes=8 << 20, disk=disk)
         self.engines = {name: self.begin(name) for name in "ab"}
         ray.get([each.stats.remote() for each in self.engines.values()], timeout=START_LIMIT_S)
         self.victims = [self.begin("a") for _ in range(2)]  # they start beside the first tests
@@ -189,8 +189,7 @@ def test_the_directory_is_killed(nodes: Nodes) -> None:
     turn = nodes.save("a", 6)
     nodes.await_located("b", turn)
     told_all = {name: call(nodes.actor(name).stats)["directory"]["told_all"] for name in "ab"}
-    for number in range(nodes.config.directory_shards):
-        ray.kill(ray.get_actor(f"directory-{number}", f"mneme-cache-{APPLICATION}"), no_restart=False)
+    ray.kill(ray.get_actor("directory", f"mneme-cache-{APPLICATION}"), no_restart=False)
     nodes.ask("b", turn)
     other = nodes.save("a", 7)
     for each in (turn, other):

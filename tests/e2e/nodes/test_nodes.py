@@ -14,7 +14,7 @@ import ray
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.distributed.directory import Announcement, shard_of
+from mneme.cachetier.distributed.directory import Announcement
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier
 from mneme.cachetier.node.index import Change
 from tests.budget import examples
@@ -58,7 +58,7 @@ def disk_config(folder: Path, **fields: Any) -> CacheConfig:
 
 @pytest.fixture(scope="module")
 def tier(cluster: CacheCluster) -> TwoEngines:
-    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS)
     return TwoEngines(cluster, *(cluster.engine(name, config, "shared") for name in "ab"))
 
 
@@ -99,7 +99,7 @@ def test_chunks_in_a_nodes_memory_are_read_from_this_node_and_another(tier: TwoE
 
 def test_two_engines_that_put_the_same_chunks_keep_one_copy(tier: TwoEngines, cluster: CacheCluster) -> None:
     ids = tokens(2, num_chunks=1, tail=0)
-    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS)
     other = cluster.engine("a", config, "shared")
     before = call(tier.actor("a").stats)["objects"]["used_bytes"]
     for answer in [engine.put.remote(ids) for engine in (tier.a, other)]:
@@ -165,7 +165,7 @@ def test_a_directory_that_was_killed_is_told_all_anew_and_nothing_that_is_gone(t
     call(tier.b.put, lost)
     await_located(tier.b, kept, "peer_host")
     await_located(tier.a, lost, "peer_host")
-    directory = ray.get_actor("directory-0", "mneme-cache-shared")
+    directory = ray.get_actor("directory", "mneme-cache-shared")
     for path in (tier.cluster.folder / "kv-b").rglob("*.kv"):
         path.unlink()
     os.kill(call(tier.actor("b").stats)["pid"], signal.SIGKILL)
@@ -182,8 +182,7 @@ def test_what_is_wrongly_said_of_a_node_lasts_until_the_node_speaks(tier: TwoEng
     call(tier.b.put, kept)
     await_located(tier.a, kept, "peer_host")
     node, keys = tier.cluster.node_id("b"), [chain(ids)[0].header.key for ids in (ghost, kept)]
-    directories = [ray.get_actor(f"directory-{number}", "mneme-cache-shared") for number in range(2)]
-    directory = directories[shard_of(keys[0], 2)]
+    directory = ray.get_actor("directory", "mneme-cache-shared")
     said = Announcement(node=node, epoch=2**62, seq=0, changes=[Change(keys[0], "host", 1, True)], is_first=True)
     call(directory.announce, said)
     assert call(directory.lookup, keys[:1]) != [()]
@@ -254,9 +253,8 @@ def test_kills_without_end_never_give_a_wrong_byte(tier: TwoEngines) -> None:
     for number in range(100, 100 + examples(5, at_length=5)):
         ids = tokens(number)
         saving = tier.a.put.remote(ids)
-        victim = generator.choice(("a", "b", "directory-0", "directory-1"))
-        is_shard = victim.startswith("directory")
-        actor = ray.get_actor(victim, "mneme-cache-shared") if is_shard else tier.actor(victim)
+        victim = generator.choice(("a", "b", "directory"))
+        actor = ray.get_actor(victim, "mneme-cache-shared") if victim == "directory" else tier.actor(victim)
         reading = tier.b.locate.remote(tokens(generator.randrange(100, number + 1)))
         ray.kill(actor, no_restart=False)
         ray.get([saving, reading], timeout=CALL_LIMIT_S)
@@ -275,7 +273,7 @@ def test_kills_without_end_never_give_a_wrong_byte(tier: TwoEngines) -> None:
 def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: TwoEngines) -> None:
     cluster = tier.cluster
     cluster.add_node("c")
-    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS)
     engine = cluster.engine("c", config, "shared")
     stays, goes = tokens(40), tokens(41)
     call(tier.a.put, stays)

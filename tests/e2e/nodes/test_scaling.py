@@ -21,7 +21,7 @@ pytestmark = MARKS
 PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
 PROMPTS = [f"{number}. {PROMPT}" for number in (0, 1, 2, 4, 5, 6, 7, 8)]  # no near tie: test_near_ties.py
 LONG, SHORT = 800, 8  # tokens; seconds of work for so many streams
-WORTH_ASKING = 80  # tokens of a stream: fewer than `cache.min_load_tokens` are computed without asking the tier
+WORTH_ASKING = 80  # tokens of a stream: fewer than `MIN_LOAD_TOKENS` are computed without asking the tier
 ENGINE = {"dtype": "float32", "num_pages": 512, "page_size": 32}  # the same tokens in any batch, but for near ties
 FROM_TIER = f'vllm:external_prefix_cache_hits_total{{model_name="{MODEL}"}}'
 

@@ -26,7 +26,7 @@ HISTORY_TOKENS = 150
 
 def config_in(folder: Path) -> CacheConfig:
     disk = DiskTierConfig(folder=str(folder), capacity_bytes=CAPACITY_BYTES)
-    return CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, host_bytes=1 << 20, disk=disk)
+    return CacheConfig(chunk_tokens=CHUNK_TOKENS, host_bytes=1 << 20, disk=disk)
 
 
 def prompt(number: int) -> list[int]:

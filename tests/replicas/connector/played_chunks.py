@@ -75,7 +75,7 @@ class PlayedCache:
         """`step_chunks`: that one step loads beside others."""
         self.now_s = 0.0
         self.workers: dict[str, PlayedWorkers] = {}
-        config = CacheConfig(min_load_tokens=1, read_buffer_bytes=read_buffer_bytes, load=load)
+        config = CacheConfig(load=load)
         self.loader: Any = FakeLoader(self._make_workers("kv-read"))
         saver: Any = FakeSaver(store)
         self.cache = KvConnector(
@@ -89,6 +89,7 @@ class PlayedCache:
             clock=lambda: self.now_s,
             make_workers=self._make_workers,
         )
+        self.cache.min_load_tokens = 1
         self.cache.loads.budget = PlayedBudget(read_buffer_bytes)
 
     @property

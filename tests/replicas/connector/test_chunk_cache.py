@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import LineageKind
-from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import Miss
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.stats import engine_stats
+from mneme.replicas.load import ReadBudget
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.truncation import Truncation
 from tests.budget import examples
@@ -185,8 +185,9 @@ def test_a_long_history_is_loaded_in_parts_beside_a_stream(
     store = FakeStore()
     (told,) = fill(decoder, store, draw(17, 210))
     store.edge, num_bytes = edge, max(chunk.header.payload_bytes for chunk in store.chunks.values())
-    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, read_buffer_bytes=num_bytes)
-    engine = make_cached_engine(decoder, store, costs=SlowRows(step_rows=16, chunk_s=10.0), config=config)
+    engine = make_cached_engine(decoder, store, costs=SlowRows(step_rows=16, chunk_s=10.0))
+    assert engine.connector is not None
+    engine.connector.loads.budget = ReadBudget(num_bytes)
     stream = draw(18, 20)
     submit(engine, "stream", stream, 20)
     while not engine.scheduler.running or not engine.scheduler.running[0].num_output:
@@ -218,8 +219,9 @@ def test_a_long_history_is_loaded_in_parts_beside_a_stream(
 
 def test_the_write_buffer_has_an_end(decoder: Decoder) -> None:
     store = FakeStore()
-    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, write_buffer_bytes=0)
-    engine = make_cached_engine(decoder, store, config=config)
+    engine = make_cached_engine(decoder, store)
+    assert engine.connector is not None
+    engine.connector.saver.max_bytes = 0
     submit(engine, "a", draw(11, 200), NUM_NEW)
     run(engine)
     finish_saves(engine)

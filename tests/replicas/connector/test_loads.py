@@ -57,7 +57,7 @@ def make_loads(store: FakeStore, costs: Costs, clock: PlayedClock, make: Any = I
     """The store has all of `IDS`."""
     store.chunks = {chunk.header.key: chunk for chunk in chain_of(IDS)}
     controller = LoadController(costs, num_layers=NUM_LAYERS)
-    return Loads(store, controller, costs, read_buffer_bytes=1 << 20, clock=clock, make_workers=make)
+    return Loads(store, controller, costs, clock=clock, make_workers=make)
 
 
 def begin(loads: Loads) -> Load:

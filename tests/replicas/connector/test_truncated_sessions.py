@@ -216,7 +216,7 @@ def test_behind_a_chunk_that_is_gone_it_is_another_event(checkpoint: tuple[Decod
 def test_it_outlives_a_restart_until_it_is_deleted(checkpoint: tuple[Decoder, Any], tmp_path: Path) -> None:
     """What is exact stays then: others may begin so."""
     disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 24)
-    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, disk=disk, host_bytes=1 << 24)
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, disk=disk, host_bytes=1 << 24)
     talk = Conversation(checkpoint, Truncation(), lambda: ProcessChunkStore(config))
     talk.say(100, 240)
     talk.move()

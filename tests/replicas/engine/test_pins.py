@@ -23,7 +23,7 @@ from mneme.errors import (
     PinRefused,
     SessionNotFound,
 )
-from mneme.replicas.config import EngineConfig, WarmPrompt
+from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import warm_before_traffic
 from mneme.replicas.request import KeptPrefix, SamplingParams, TokenEvent
@@ -140,7 +140,8 @@ def test_room_that_is_taken_while_a_prompt_is_computed_refuses_the_pin(caplog: p
 
 
 def test_a_tenant_has_so_many_pins_and_sees_its_own_alone() -> None:
-    engine = make_engine(num_pages=64, page_size=4, max_pins=2)
+    engine = make_engine(num_pages=64, page_size=4)
+    engine.pins.max_pins = 2
     for name in ("a", "b"):
         warm(engine, name, [1, 2, 3], salt=name)  # another salt is no other quota
     with pytest.raises(InvalidRequest, match="may have 2 pins"):
@@ -207,8 +208,7 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
 def test_configured_prompts_are_computed_once_for_all_tenants_and_stay() -> None:
     runner = FakeRunner(200, 4, vocab_size=400)
     engine = Engine(runner, None, EngineConfig(max_waiting=2))  # type: ignore[arg-type]
-    prompts = [WarmPrompt(system="be brief"), WarmPrompt(text="the quick brown fox", ttl_s=60.0), WarmPrompt(text="a")]
-    warm_before_traffic(engine, TOKENIZER, prompts)
+    warm_before_traffic(engine, TOKENIZER, ["be brief", "the quick brown fox", "a"])
     ids = TOKENIZER.encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n")
     system = [{"role": "system", "content": "be brief"}]
     prefix = conversation_prefix(TOKENIZER.render_chat, TOKENIZER.encode_rendered, system)
@@ -249,21 +249,23 @@ def test_what_tenants_add_to_a_public_prompt_is_their_own() -> None:
 
 def test_configured_prompts_that_do_not_fit_are_named() -> None:
     engine = Engine(FakeRunner(8, 4, vocab_size=400), None, EngineConfig())  # type: ignore[arg-type]
-    prompts = [WarmPrompt(text="a b"), WarmPrompt(text="the quick brown fox " * 20)]
+    prompts = ["a b", "the quick brown fox " * 20]
     with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[1\]: pin: pinning \d+ pages more would leave"):
-        warm_before_traffic(engine, TOKENIZER, prompts)
-    without = replace(prompts[0], text=None, system="s")
-    with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[0\]: messages: this model has no chat template"):
-        warm_before_traffic(engine, tiny_tokenizer(None), [without])
+        warm_before_traffic(engine, tiny_tokenizer(None), prompts)
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"system": ""}, {"system": "a", "text": "b"}, {"text": "a", "ttl_s": 0}, {"prompt": "a"}, "a"]
-)
+def test_without_a_chat_template_configured_prompts_are_how_prompts_begin() -> None:
+    tokenizer, engine = tiny_tokenizer(None), Engine(FakeRunner(64, 4, vocab_size=400), None, EngineConfig())  # type: ignore[arg-type]
+    warm_before_traffic(engine, tokenizer, ["the quick brown fox"])
+    ids = tokenizer.encode("the quick brown fox", add_special_tokens=True)
+    assert engine.forest.resident("one", ids).device == len(ids)
+
+
+@pytest.mark.parametrize("given", [{"system": "a"}, "", 5])
 def test_configured_prompts_are_checked(given: Any) -> None:
     with pytest.raises(ConfigError, match="warm_prompts"):
         parse(EngineConfig, {"warm_prompts": [given]}, "engine")
-    assert parse(EngineConfig, {"warm_prompts": [{"system": "a"}]}).warm_prompts == (WarmPrompt(system="a"),)
+    assert parse(EngineConfig, {"warm_prompts": ["a"]}).warm_prompts == ("a",)
 
 
 @pytest.mark.parametrize("lost", [[], [0, 2]])
@@ -435,7 +437,8 @@ def test_a_mark_that_goes_on_from_another_takes_its_place_unless_that_stays_long
 
 
 def test_marks_make_room_for_each_other_and_never_refuse_a_request() -> None:
-    engine = make_engine(num_pages=32, page_size=4, max_pins=3)
+    engine = make_engine(num_pages=32, page_size=4)
+    engine.pins.max_pins = 3
     warm(engine, "own", [4, 3] * 2, tenant=tenant_id(""))
     for index in range(5):
         engine.submit(keeping(f"r{index}", [index] * 6, (4, 60.0 + index)))

@@ -31,7 +31,8 @@ def engine_with_clock(num_pages: int = 64, **options: Any) -> tuple[Engine, Cloc
 
 
 def test_waiting_tokens_are_limited_and_one_large_request_is_taken_alone() -> None:
-    engine = make_engine(max_waiting_tokens=100)
+    engine = make_engine()
+    engine.limits.max_tokens = 100
     engine.submit(make_request("larger.0", [1] * 150))
     engine.submit(make_request("larger.1", [1] * 150, choice_index=1))  # the same request
     with pytest.raises(Overloaded, match="300 prompt tokens are waiting, of at most 100"):
@@ -51,7 +52,8 @@ def test_waiting_tokens_are_limited_and_one_large_request_is_taken_alone() -> No
 
 def test_what_another_replica_had_taken_is_taken_however_much_waits() -> None:
     """Its client reads the answer already: a replica that goes is a pause for it."""
-    engine = make_engine(max_waiting_tokens=100, max_waiting=1)
+    engine = make_engine(max_waiting=1)
+    engine.limits.max_tokens = 100
     engine.submit(make_request("waits", [1] * 100))
     with pytest.raises(Overloaded):
         engine.submit(make_request("new", [2] * 10))
@@ -60,7 +62,8 @@ def test_what_another_replica_had_taken_is_taken_however_much_waits() -> None:
 
 
 def test_queued_turns_count() -> None:
-    engine = make_engine(max_waiting_tokens=20, max_waiting=3)
+    engine = make_engine(max_waiting=3)
+    engine.limits.max_tokens = 20
     engine.submit(make_request("one.0", [1] * 30, session_id="s"))
     engine.step()
     engine.submit(make_request("two.0", [1] * 15, session_id="s"))
@@ -144,10 +147,9 @@ def test_bad_timeouts_are_refused(timeout_s: float) -> None:
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("field", ["max_waiting", "max_waiting_tokens"])
-def test_a_queue_that_holds_nothing_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"engine\.{field}\b"):
-        EngineConfig(**{field: 0})
+def test_a_queue_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.max_waiting\b"):
+        EngineConfig(max_waiting=0)
 
 
 def ends(events: list[TokenEvent]) -> dict[str, Any]:

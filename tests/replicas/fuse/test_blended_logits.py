@@ -256,7 +256,7 @@ def test_auto_computes_more_anew_while_documents_are_loaded(checkpoint: tuple[Pa
     directory, _ = checkpoint
     store, decoder = FakeStore(), decoder_of(directory)
     gate = Gate({"first-k": 0.1}, "", (0.1, 0.3, 0.5))
-    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, load="always")
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, load="always")
     for name, ratio in (("first", 0.1), ("again", 0.5)):
         engine = make_cached_engine(decoder, store, costs=SlowLoads(), config=config, gate=gate, tokenizer=WITH_SINK)
         ask(engine, name, prompt_of([2, 0]), mode="auto")

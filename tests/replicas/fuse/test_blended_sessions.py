@@ -114,7 +114,7 @@ def test_it_goes_on_where_it_moves(directory: Path, blend: dict[str, Any]) -> No
 
 def test_it_outlives_a_restart_until_it_is_deleted(directory: Path, tmp_path: Path) -> None:
     disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 24)
-    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, disk=disk, host_bytes=1 << 24)
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, disk=disk, host_bytes=1 << 24)
     talk = Talk(directory, lambda: ProcessChunkStore(config))
     talk.begin(selector="hkvd", ratio=0.1)
     log = talk.engine.sessions.get(KEY)

@@ -87,12 +87,11 @@ def test_a_report_is_found_by_weights_dtype_and_rope(tmp_path: Path) -> None:
     written = report(row("query", 0.3, 0.9))
     path = written.write(tmp_path)
     assert QualityReport.read(path) == written
-    for where in (tmp_path, path):
-        assert read_gate(where, lambda: MODEL).allowed == {"query": 0.3}
-        for name in MODEL:
-            found = read_gate(where, lambda changed=MODEL | {name: "ef" * 32}: changed)  # type: ignore[misc]
-            assert found.allowed == {}
-            assert "other weights" in found.why
+    assert read_gate(tmp_path, lambda: MODEL).allowed == {"query": 0.3}
+    for name in MODEL:
+        found = read_gate(tmp_path, lambda changed=MODEL | {name: "ef" * 32}: changed)  # type: ignore[misc]
+        assert found.allowed == {}
+        assert "other weights" in found.why
     path.rename(report_path(tmp_path, MODEL | {"dtype": "bfloat16"}))
     assert read_gate(tmp_path, lambda: MODEL | {"dtype": "bfloat16"}).allowed == {}
 
@@ -158,11 +157,22 @@ PARTS = [
 PROMPT: Any = {"prompt": [*PARTS, {"type": "text", "text": "\nQuestion: What does Emma like?\nAnswer:"}]}
 
 
-def told(report_file: Path, *blends: dict[str, Any], dtype: str = "float32") -> list[dict[str, Any]]:
-    """`kv_details.blend` of one prompt under several options, each the first to ask for it."""
+def tiny_model() -> dict[str, str]:
+    folder = model_directory("mneme-tiny")
+    return measured_on(model_fingerprint(folder, load_model_config(folder), torch.float32))
+
+
+def told(folder: Path, *blends: dict[str, Any], dtype: str = "float32") -> list[dict[str, Any]]:
+    """`kv_details.blend` of one prompt under several options, each the first to ask for it.
+
+    folder  of reports, which lie beside the model's files there
+    """
+    for file in model_directory("mneme-tiny").iterdir():
+        if not (folder / file.name).exists() and not file.name.startswith("blend-"):
+            (folder / file.name).symlink_to(file)
     found = []
     for blend in blends:
-        with LLM(device="cpu", dtype=dtype, config={"num_pages": 32, "blend_report": str(report_file)}) as llm:
+        with LLM(str(folder), device="cpu", dtype=dtype, config={"num_pages": 32}) as llm:
             (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=1), blend={"min_tokens": 1, **blend})
             assert output.metrics.blend is not None
             found.append(output.metrics.blend.as_json())
@@ -170,9 +180,7 @@ def told(report_file: Path, *blends: dict[str, Any], dtype: str = "float32") -> 
 
 
 def test_auto_reuses_what_the_report_allows_and_says_so(tmp_path: Path) -> None:
-    folder = model_directory("mneme-tiny")
-    model = measured_on(model_fingerprint(folder, load_model_config(folder), torch.float32))
-    replace(report(row("query", 0.3, 0.9)), model=model).write(tmp_path)
+    replace(report(row("query", 0.3, 0.9)), model=tiny_model()).write(tmp_path)
     auto, less, more = told(
         tmp_path, {}, {"mode": "selective", "ratio": 0.1}, {"mode": "selective", "selector": "query", "ratio": 0.5}
     )
@@ -189,16 +197,14 @@ def test_auto_reuses_what_the_report_allows_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_damaged_report_is_one_warning_and_no_reuse(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "report.json"
-    path.write_bytes(b"{")
-    with caplog.at_level(logging.WARNING):
-        (blend,) = told(path, {})
-    assert (blend["mode"], blend["why"]) == ("off", "the quality report cannot be read")
-    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
-    (missing,) = told(tmp_path / "none.json", {})
-    assert missing["mode"] == "off"
+    path = report_path(tmp_path, tiny_model())
     (empty,) = told(tmp_path, {})
     assert empty["why"] == NO_REPORT.why
+    path.write_bytes(b"{")
+    with caplog.at_level(logging.WARNING):
+        (blend,) = told(tmp_path, {})
+    assert (blend["mode"], blend["why"]) == ("off", "the quality report cannot be read")
+    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "query", "first-k"])

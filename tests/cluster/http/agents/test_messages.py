@@ -335,9 +335,6 @@ def test_lines_of_the_client_at_the_head_of_a_system_prompt_are_left_out() -> No
     blocks = [{"type": "text", "text": line}, {"type": "text", "text": "be brief"}]
     assert asked(system=blocks).prompt_token_ids == plain
     assert asked(system=f"be brief\n{line}").prompt_token_ids != plain
-    engine = FakeEngineClient(TOKENIZER)
-    post("/v1/messages", {**BODY, "system": f"{line}\nbe brief"}, engine=engine, strip_client_lines=False)
-    assert line in (engine.requests[0].prompt_text or "")
 
 
 def test_no_tokens_are_a_prompt_that_is_only_computed() -> None:

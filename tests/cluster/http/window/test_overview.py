@@ -21,7 +21,7 @@ from mneme.cluster.http.window import requests as window
 from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.cluster.tenancy import kv_salt, tenant_of_secret
 from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
-from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, serving
+from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, keys_file, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.real_engines import over
 
@@ -103,10 +103,11 @@ def test_the_log_is_bounded() -> None:
     assert [each["id"] for each in log.last("t", 2)] == ["1004", "1003"]
 
 
-def test_the_forest_is_shown_to_who_it_belongs_to() -> None:
+def test_the_forest_is_shown_to_who_it_belongs_to(tmp_path: Path) -> None:
     salt = kv_salt(tenant_of_secret(hashlib.sha256(KEYS["api_keys"][0].encode()).hexdigest()), None)
     user = {"authorization": "Bearer a-user"}
-    with over(**KEYS, keys=(ApiKey(name="user", sha256=sha256_of("a-user")),)) as (client, engines):
+    file = keys_file(tmp_path, ApiKey(name="user", sha256=sha256_of("a-user")))
+    with over(**KEYS, keys_file=file) as (client, engines):
         for more in (" one", " two"):
             prompt = "the quick brown fox jumps over the lazy dog" + more
             engines.compute("a", TOKENIZER.encode(prompt, add_special_tokens=False), salt)
