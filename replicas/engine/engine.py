@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
@@ -50,6 +50,7 @@ from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
+from mneme.replicas.schedule.queue import MAX_PRIORITY_S
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
@@ -179,6 +180,7 @@ class Engine:
             self._end_children,
             self._outbox.ended,
             self.pins.ended,
+            self._compute_asked,
         )
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated", "computed" of prompts
         self.num_finished = self._outbox.num_finished  # by finish_reason
@@ -396,8 +398,9 @@ class Engine:
         self._flight = None
         if self.connector is not None:
             self.connector.abandon()
-        for sequence in [each for each in self._sequence_by_id.values() if each.parent is None]:
-            self._finish(sequence, "error", message)  # and what is computed for it
+        for sequence in sorted(self._sequence_by_id.values(), key=lambda each: each.parent is not None):
+            if self._is_alive(sequence):  # it does not end with another
+                self._finish(sequence, "error", message)
         self.forest.clear(is_trusted=False)
         self.pins.renew()
         return self.take_events()
@@ -429,18 +432,24 @@ class Engine:
         self.scheduler.add(sequence)
         self._sequence_by_id[request.request_id] = sequence
         for index, ids in enumerate(missing):
-            child = GenerationRequest(
-                request_id=f"{request.request_id}/child-{index}",
-                prompt_token_ids=tuple(ids),
-                sampling=ONE_TOKEN,
-                salt=request.salt,
-                taken_s=request.taken_s,
-            )
-            self._start(child, TurnPrompt(ids, ids, None, 0), sequence)
+            self._start_child(sequence, f"child-{index}", ids, taken_s=request.taken_s)
+
+    def _start_child(self, parent: Sequence, name: str, ids: list[int], **more: Any) -> None:
+        """Compute a prompt that a sequence needs or leaves; nobody else hears of it."""
+        request = parent.request
+        child = GenerationRequest(
+            request_id=f"{request.request_id}/{name}",
+            prompt_token_ids=tuple(ids),
+            sampling=ONE_TOKEN,
+            salt=request.salt,
+            **more,
+        )
+        self._start(child, TurnPrompt(ids, ids, None, 0), parent)
 
     def _blend(self, sequence: Sequence, *, is_approximate: bool) -> Blend:
         """Say how a sequence uses documents. `is_approximate`: its session's earlier turns reuse some in place."""
         cannot = self._cannot_blend if sequence.request.documents else HISTORY
+        num_asked = 0 if cannot else self._num_asked(sequence)
         decided = cannot or decide(
             sequence.request,
             self.sink_ids,
@@ -449,11 +458,12 @@ class Engine:
             controller=self._blends,
             num_tokens=len(sequence.context),
             num_exact=self._num_exact(sequence),
-            num_again=self._num_again(sequence),
+            num_again=0 if self._has_documents(sequence, num_asked) else num_asked,
         )
         if isinstance(decided, Declined):
             return Blend(declined=decided, is_history_approximate=is_approximate)
         decided.is_history_approximate = is_approximate and sequence.root is not None  # else that is computed exactly
+        decided.num_asked = num_asked if sequence.request.blend.mode == "auto" else 0
         return decided
 
     def _leader(self, sequence: Sequence) -> Sequence | None:
@@ -469,12 +479,19 @@ class Engine:
             return sequence.num_history
         return sum(self.forest.resident(sequence.request.salt, sequence.context))
 
-    def _num_again(self, sequence: Sequence) -> int:
+    def _num_asked(self, sequence: Sequence) -> int:
         """Count the tokens that another prompt began with, up to a border of a document; none behind KV of its own."""
         if sequence.root is not None:
             return 0
         request = sequence.request
         return self._asked.note(request.salt, sequence.context, request.documents, root_turn(request))
+
+    def _has_documents(self, sequence: Sequence, end: int) -> bool:
+        """Return whether it has documents that end there or before, with the KV of all of them."""
+        request, context = sequence.request, sequence.context
+        wholes = [span for span in request.documents if span.end <= end and request.blend.is_long(span)]
+        prompts = [[*self.sink_ids, *context[span.start : span.end]] for span in wholes]
+        return bool(prompts) and all(sum(self.forest.resident(request.salt, ids)) == len(ids) for ids in prompts)
 
     def _tidy(self) -> None:
         """Do what goes before each step; no placeholder is anywhere."""
@@ -600,6 +617,16 @@ class Engine:
             is_same = is_found and (child.request.salt, child.request.prompt_token_ids) == document
             if is_same or child.parent is sequence:
                 self._finish(child, "abort")
+
+    def _compute_asked(self, end: End) -> None:
+        """Compute exactly what two prompts began with, once the second has its answer: from now on it is found."""
+        sequence, blend = end.sequence, end.sequence.blend
+        if not blend.num_asked or end.reason not in ("stop", "length") or sequence.request.choice_index:
+            return
+        num_tokens = len(sequence.ids) if blend.num_asked >= blend.spans[-1].end else blend.num_asked
+        ids = sequence.ids[: min(num_tokens, self.capacity - 1)]
+        if sum(self.forest.resident(sequence.request.salt, ids)) < len(ids) - 1:
+            self._start_child(sequence, "exact", ids, taken_s=self.clock(), priority=int(MAX_PRIORITY_S))
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""

@@ -87,6 +87,7 @@ class Blend:
     num_chosen: int = 0  # document tokens that the selector chose
     num_exact: int = 0  # tokens that its path began with
     num_again: int = 0  # tokens, from the first on, that are computed exactly: they were asked for before
+    num_asked: int = 0  # likewise, but when it has ended: their documents' KV is there, and this request need not wait
     why: str = "the request asks for it"
     is_measured: bool = False  # a quality report allows it
     may_raise: Callable[[BlendOptions, Mapping[str, int]], BlendOptions] | None = None  # the ratio, under a load
@@ -222,7 +223,7 @@ class Blend:
     def _why_computed(self, span: DocumentSpan) -> str:
         if not self.spans:
             return self.declined.why
-        if span.end - span.start < max(self.options.min_tokens, 1):
+        if not self.options.is_long(span):
             return TOO_SHORT.why
         if span.end <= self.num_again:
             return ASKED_AGAIN.why
@@ -343,7 +344,7 @@ def decide(
     options, why, may_raise = request.blend, "the request asks for it", None
     if options.mode == "off":
         return OFF
-    whole = [span for span in request.documents if span.end - span.start >= max(options.min_tokens, 1)]
+    whole = [span for span in request.documents if options.is_long(span)]
     spans = tuple(span for span in whole if span.end - span.start + len(sink_ids) < capacity)
     if not spans:
         return TOO_LONG if whole else TOO_SHORT
