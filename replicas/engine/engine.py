@@ -87,6 +87,7 @@ class _Flight:
     is_timed: bool = True  # what it took is what such a step costs
     # Sequence, its row in the draws, and what stood for its token while the next step was scheduled.
     expected: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    ending: set[Sequence] = field(default_factory=set)  # with the token that is on its way
 
     @property
     def sampling(self) -> list[Sequence]:
@@ -219,7 +220,8 @@ class Engine:
     def in_flight(self) -> dict[str, int]:
         """Every request that was taken and has not ended, by id, with its output tokens so far."""
         queued = dict.fromkeys(self.sessions.queued.request_ids, 0)
-        started = {request_id: s.num_output for request_id, s in self._sequence_by_id.items() if s.parent is None}
+        children = self.scheduler.gathering.parent_by_child
+        started = {request_id: s.num_output for request_id, s in self._sequence_by_id.items() if s not in children}
         return queued | started
 
     def submit(self, request: GenerationRequest) -> None:
@@ -275,7 +277,8 @@ class Engine:
         before = self._take_flight()
         try:
             with self._expecting(before) as expected:
-                batch = self._schedule()
+                batch = self.scheduler.schedule(() if before is None else before.ending)
+                self._outbox.note_begun(batch)
                 flight, logits = self._launch(batch, expected)
         except BaseException:
             if before is not None:  # its tokens are right
@@ -307,8 +310,7 @@ class Engine:
         """Return whether what is scheduled next depends on more of a step than the ids of its tokens."""
         if self.scheduler.gathering:
             return True
-        windows = ((s.window, len(s.context)) for s in flight.sampling)
-        return any(window is not None and num_tokens >= window for window, num_tokens in windows)
+        return any(sequence.view.is_over(len(sequence.context) + 1) for sequence in flight.sampling)
 
     @contextmanager
     def _expecting(self, flight: _Flight | None) -> Iterator[Expected | None]:
@@ -325,7 +327,7 @@ class Engine:
             if not self._is_alive(sequence):
                 continue
             if sequence.num_output + 1 >= sequence.max_tokens:
-                sequence.is_ending = True  # whatever the token is
+                flight.ending.add(sequence)  # whatever the token is
                 continue
             flight.expected.append((sequence, row, expected.placeholder(row)))
             sequence.ids.append(expected.placeholder(row))
@@ -343,13 +345,13 @@ class Engine:
     def _launch(self, batch: list[StepRows], expected: Expected | None) -> tuple[_Flight, torch.Tensor]:
         """Launch a step's moves and its forward pass; returns its logits, float32 [rows that sample, vocab]."""
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
-        began_s = self.clock()
+        began_s, children = self.clock(), self.scheduler.gathering.parent_by_child
         saves = [] if self.connector is None or self.runner.runs_ahead else self.connector.begin_step(batch)
         logits = self.runner.forward(self.runner.prepare(batch, moves, saves, expected))
         flight = _Flight(
             batch=batch,
             began_s=began_s,
-            is_special=any(part.is_special for part in batch),
+            is_special=any(part.is_special or part.sequence in children for part in batch),
             has_loads=bool(moves.loads or moves.grafts),
         )
         return flight, logits
@@ -398,7 +400,8 @@ class Engine:
         self._flight = None
         if self.connector is not None:
             self.connector.abandon()
-        for sequence in sorted(self._sequence_by_id.values(), key=lambda each: each.parent is not None):
+        children = self.scheduler.gathering.parent_by_child
+        for sequence in sorted(self._sequence_by_id.values(), key=lambda each: each in children):
             if self._is_alive(sequence):  # it does not end with another
                 self._finish(sequence, "error", message)
         self.forest.clear(is_trusted=False)
@@ -418,18 +421,17 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             grammars=self.grammars,
         )
-        sequence.parent = parent
-        sequence.blend = self._blend(sequence, is_approximate=bool(sequence.event) and prompt.is_blended)
+        sequence.blend = self._blend(sequence, is_approximate=bool(sequence.view.event) and prompt.is_blended)
+        leader = self._leader(sequence)
         missing: list[list[int]] = []
-        if sequence.blend.spans:
-            sequence.leader = self._leader(sequence)
-        if sequence.leader is None:
+        if leader is None:
             has_history = sequence.root is not None
             missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
-        sequence.blend.num_missing = len(missing)
         if self.connector is not None:
-            self.connector.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
-        self.scheduler.add(sequence)
+            # What it reuses of documents is asked for by itself.
+            is_alone, asks = not self.scheduler.has_work, not sequence.blend.spans
+            self.connector.look_up(sequence, self.forest, is_alone=is_alone, asks=asks)
+        self.scheduler.add(sequence, parent=parent, leader=leader, num_missing=len(missing))
         self._sequence_by_id[request.request_id] = sequence
         for index, ids in enumerate(missing):
             self._start_child(sequence, f"child-{index}", ids, taken_s=request.taken_s)
@@ -468,6 +470,8 @@ class Engine:
 
     def _leader(self, sequence: Sequence) -> Sequence | None:
         """Find the first choice of a turn, if the turn is blended for that one and has no answer yet."""
+        if not sequence.blend.spans:
+            return None
         request = sequence.request
         first = self._sequence_by_id.get(f"{turn_name(request)}.0")
         is_ahead = first is not None and first is not sequence and first.num_output == 0 and bool(first.blend.spans)
@@ -476,7 +480,7 @@ class Engine:
     def _num_exact(self, sequence: Sequence) -> int:
         """Count the tokens that it need not compute, from the first on."""
         if sequence.root is not None:
-            return sequence.num_history
+            return sequence.view.num_history
         return sum(self.forest.resident(sequence.request.salt, sequence.context))
 
     def _num_asked(self, sequence: Sequence) -> int:
@@ -500,11 +504,6 @@ class Engine:
         if self.connector is not None:
             self.connector.look_again(self.scheduler.waiting, self.forest)
 
-    def _schedule(self) -> list[StepRows]:
-        batch = self.scheduler.schedule()
-        self._outbox.note_begun(batch)
-        return batch
-
     def _commit(self, flight: _Flight) -> None:
         """Wait for a step's tokens, and give them to its sequences."""
         batch, sampling, sampled = flight.batch, flight.sampling, flight.draws.wait()
@@ -524,7 +523,6 @@ class Engine:
             if sequence.path is not None and sequence.blend.note_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
-            sequence.is_ending = False
             # One that went back as its chunks did not come computes this token again; one that was suspended does not.
             if not self._is_alive(sequence) or (sequence.path is None and flight.has_loads):
                 continue
@@ -573,10 +571,9 @@ class Engine:
             self._finish(sequence, "error", "the model's logits are not finite")
             return
         if sequence.num_output == 1:
-            self.scheduler.release_followers(sequence)
-        sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
+            self.scheduler.gathering.release_followers(sequence)
+        sequence.drawing.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
         reason = sequence.finish_reason(outcome.token_id)
-        sequence.num_retries = 0
         if reason is None:
             self._outbox.report(sequence)
         else:
@@ -597,7 +594,8 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str, error: str | MnemeError | None = None) -> None:
         """End a sequence. `error`: a message where the engine failed, a `MnemeError` where the request is sound."""
-        end, has_session = End(sequence, reason, error), sequence.request.session_id is not None
+        end = End(sequence, reason, error, self.scheduler.gathering.parent_by_child.get(sequence))
+        has_session = sequence.request.session_id is not None
         kept = finished_turn(sequence, self._tokenizer) if has_session and end.is_sound else None
         del self._sequence_by_id[sequence.request.request_id]
         for party in self._parties:
@@ -609,13 +607,10 @@ class Engine:
 
     def _end_children(self, end: End) -> None:
         """End the sequences that nobody waits for any more: its own children, and those that compute what it has."""
-        sequence, is_found = end.sequence, end.sequence.parent is not None and end.reason in ("stop", "length")
-        if not is_found and not sequence.blend.num_missing:
-            return
-        document = sequence.request.salt, sequence.request.prompt_token_ids
-        for child in [each for each in self._sequence_by_id.values() if each.parent is not None]:
-            is_same = is_found and (child.request.salt, child.request.prompt_token_ids) == document
-            if is_same or child.parent is sequence:
+        request, is_found = end.sequence.request, end.parent is not None and end.reason in ("stop", "length")
+        for child, parent in list(self.scheduler.gathering.parent_by_child.items()):
+            is_same = child.request.salt == request.salt and child.request.prompt_token_ids == request.prompt_token_ids
+            if parent is end.sequence or (is_found and is_same):
                 self._finish(child, "abort")
 
     def _compute_asked(self, end: End) -> None:
