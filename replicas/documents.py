@@ -73,6 +73,10 @@ class BlendOptions:
         if type(self.min_tokens) is not int or not 0 <= self.min_tokens <= MIN_TOKENS_LIMIT:
             raise InvalidRequest("min_tokens", self.min_tokens, f"must be an integer from 0 to {MIN_TOKENS_LIMIT}")
 
+    def is_long(self, span: DocumentSpan) -> bool:
+        """Return whether a document is long enough to be reused in place."""
+        return span.end - span.start >= max(self.min_tokens, 1)
+
     def updated(self, given: Mapping[str, Any]) -> BlendOptions:
         """Replace the options that a request gives; raises `InvalidRequest` for names that are none, too."""
         if not isinstance(given, Mapping):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from mneme.replicas.request import Logprobs
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.matcher import Mask, Matcher, without
 
@@ -58,6 +59,7 @@ class Drawing:
     stop_text: TextStream | None = None  # follows the output where stop strings are given
     seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
     drawn: TokenCounts | None = None  # of the output, where there is a presence or frequency penalty
+    logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
 
     def limits(self, ids: Sequence[int], first: int, num_output: int) -> tuple[Sequence[int], Mask | None]:
         """Return what may not be drawn behind `ids`, or else the mask of what may.

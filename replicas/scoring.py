@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.fuse.selectors import FloatArray
+from mneme.replicas.fuse.selectors import FloatArray, no_rows
 from mneme.replicas.request import Pooling, PromptLogprobs
 
 
@@ -35,7 +35,7 @@ class Scoring:
     def unscored(self, positions: IntArray) -> IntArray:
         """Find which of these rows, as indices, tell something new of the prompt's next token."""
         if self.num_top is None:
-            return np.empty(0, np.int64)
+            return no_rows()
         return np.flatnonzero((positions >= self.num_scored) & (positions < self.num_prompt - 1))
 
     def add(self, piece: PromptLogprobs, num_tokens: int) -> None:

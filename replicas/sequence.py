@@ -18,9 +18,11 @@ from mneme.replicas.drawing import Drawing
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.forest.paths import Path, Rows
 from mneme.replicas.fuse.blend import Blend
+from mneme.replicas.fuse.selectors import no_rows
 from mneme.replicas.load import Load
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
+from mneme.replicas.request import GenerationRequest, PromptUsage, Source
 from mneme.replicas.scoring import Scoring
+from mneme.replicas.truncation import View
 
 _CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")
 
@@ -83,6 +85,7 @@ class ChunkChain:
     keys: list[bytes] = field(default_factory=list)  # of full chunks, as far as they are known
     num_saved: int = 0  # full chunks that were saved or are not to be
     event: bytes = b""  # of its lineage; empty: that of exact KV
+    asked_s: float = 0.0  # when the tier was asked for it, or need not have been, last
 
     def restart(self) -> None:
         """The sequence sees other tokens."""
@@ -101,55 +104,34 @@ class Sequence:
     owner: Owner | None = None  # its session
     context: list[int] = field(default_factory=list)  # what is seen of `ids`: all of them, until a truncation
     root: Root | None = None  # where `context` goes on behind what a truncation kept
-    event: bytes = b""  # under which the cache tier may have what the session saw, where its engine lacks `root`
-    window: int | None = None  # tokens that `context` may have before it is truncated; None: it never outgrows
-    num_history: int = 0  # tokens of `context` that the session had before this turn
-    num_unseen: int = 0  # of the prompt, when its first token is drawn
-    num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
+    view: View = field(default_factory=View)  # how much it may see
     path: Path | None = None  # None while it waits
     blend: Blend = field(default_factory=Blend)  # how it uses documents
-    parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
-    leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
     load: Load | None = None  # of what the cache tier has of it
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
-    looked_s: float = 0.0  # when the cache tier was asked for it, or need not be asked again, last
-    was_admitted: bool = False
     num_expected: int = 0  # rows of its prompt, when it was added; where costs are known
     due_s: float = 0.0  # when its prompt would be done, had what is left of it begun as it came; no costs: as it came
     begun_s: float | None = None  # when it first had rows
-    num_retries: int = 0  # steps that failed and were to be computed again
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events
     drawing: Drawing = field(default_factory=Drawing)  # how its tokens are drawn, and with which its output ends
     scoring: Scoring | None = None  # what is asked of its own prompt
-    logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
-    is_ending: bool = False  # with the token that is on its way
     num_put_back: int = 0  # times that it went back to the queue because its KV is not what it should be
 
     def __post_init__(self) -> None:
         self.context = self.context or self.ids
-        self.num_unseen = self.num_prompt - len(self.context)
+        self.view.num_unseen = self.num_prompt - len(self.context)
         if self.request.reads_prompt:
             self.scoring = Scoring(self.num_prompt, self.request.pooling, self.request.sampling.prompt_logprobs)
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether its last token is outside its window."""
-        return self.window is not None and len(self.context) > self.window
-
-    @property
-    def num_fitting(self) -> int:
-        """Count the tokens of `context` that are inside its window."""
-        return len(self.context) if self.window is None else min(len(self.context), self.window)
 
     def see(self, context: list[int]) -> None:
         """Replace what the sequence sees; what the cache tier had of it before is of no use then."""
         if self.num_output == 0:
-            self.num_unseen += len(self.context) - len(context)
+            self.view.num_unseen += len(self.context) - len(context)
         self.context = context
         self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
         self.blend = Blend(declined=TRUNCATED, is_history_approximate=self.blend.is_history_approximate)
-        self.event = b""
+        self.view.event = b""
         if self.chain is not None:
             self.chain.restart()
         self.drop_load()  # KV of what it saw before
@@ -159,6 +141,11 @@ class Sequence:
         if self.load is not None:
             self.load.close()
             self.load = None
+
+    @property
+    def is_probing(self) -> bool:
+        """Return whether its next rows are for choosing what of its documents is computed anew, and sample nothing."""
+        return self.blend.is_probing
 
     @property
     def num_to_come(self) -> int:
@@ -220,7 +207,7 @@ class Sequence:
         A token that is computed in the first layers only, and whose KV was there, counts as found by the share of the
         other layers.
         """
-        num_seen = self.num_prompt - self.num_unseen
+        num_seen = self.num_prompt - self.view.num_unseen
         ranges = self.origins.ranges(num_seen)
         counted = collections.Counter[str](self.blend.narrowed_found)
         for start, end, source in ranges:
@@ -230,7 +217,7 @@ class Sequence:
             cached_tokens=sum(counted[source] for source in _CACHED),
             host_tokens=counted["host"],
             dropped_tokens=counted["dropped"],
-            truncated_tokens=self.num_unseen,
+            truncated_tokens=self.view.num_unseen,
             disk_tokens=counted["disk"],
             peer_tokens=counted["peer"],
             blend=self.blend.usage(
@@ -250,6 +237,7 @@ class End(NamedTuple):
     error: str | MnemeError | None = (
         None  # a message where the engine failed, a `MnemeError` where the request is sound
     )
+    parent: Sequence | None = None  # for whom it computed a prompt; nobody else hears of it
 
     @property
     def is_sound(self) -> bool:
@@ -280,7 +268,7 @@ class StepRows:
         self.num_rows = self.end - start
         for start, end in self.spans[:-1]:
             self.num_rows += end - start
-        self.samples = self.end == len(self.sequence.context) and not self.sequence.blend.is_probing
+        self.samples = self.end == len(self.sequence.context) and not self.sequence.is_probing
         self.is_shifted = self.shifts != [0] and any(self.shifts)
 
     @property
@@ -302,23 +290,40 @@ class StepRows:
     @property
     def probes(self) -> bool:
         """Return whether its rows tell what they look at of the sequence's documents."""
-        return self.sequence.blend.is_probing and not self.sequence.blend.num_to_compare
+        return self.sequence.is_probing and not self.sequence.blend.num_to_compare
 
     @property
     def is_special(self) -> bool:
         """Return whether its outcome is more than a token: what documents are chosen by, or what a prompt says."""
         sequence = self.sequence
-        if sequence.parent is not None or sequence.blend.is_probing:
-            return True
-        return not sequence.num_output and bool(sequence.blend.uses or sequence.scoring)
+        return sequence.is_probing or (not sequence.num_output and bool(sequence.blend.uses or sequence.scoring))
+
+    @property
+    def is_blended(self) -> bool:
+        """Return whether its sequence reuses documents in place."""
+        return bool(self.sequence.blend.uses)
+
+    @property
+    def compared(self) -> IntArray:
+        """Return the positions of those that are compared."""
+        return self.sequence.blend.next_compared(self.num_compared)
+
+    @property
+    def reused(self) -> IntArray:
+        """Return the positions of documents' tokens whose KV its sequence reuses, in order."""
+        return self.sequence.blend.reused
 
     @property
     def narrowed(self) -> IntArray:
         """Return which of its rows, as indices, may leave the pass between two layers."""
         narrowed = self.sequence.blend.narrowed
         if not len(narrowed) or self.spans[0][0] > narrowed[-1]:
-            return np.empty(0, np.int64)
+            return no_rows()
         return np.flatnonzero(np.isin(self.positions, narrowed))
+
+    def num_staying(self, num_narrowed: int) -> dict[int, int]:
+        """Return how many of these stay from some layers on."""
+        return self.sequence.blend.num_staying(num_narrowed)
 
     @property
     def positions(self) -> IntArray:

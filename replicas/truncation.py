@@ -10,7 +10,7 @@ Policy only: no tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,46 @@ SINKS = 4  # first tokens that attention leans on whatever they say; StreamingLL
 MIN_RUN_TOKENS = 16  # of what `important` keeps: shorter runs say little, and each costs a delta of its own
 MAX_WINDOWS = 16  # tokens of a prompt, or of an answer, that is truncated, in windows
 MAX_RUNS = 32  # of what `important` keeps: longer runs instead of more
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class View:
+    """Says how much of its tokens one sequence may see. The plain one has no window: all of them fit.
+
+    `Sequence.context` are those that it sees.
+    """
+
+    window: int | None = None  # tokens that it may see before it is truncated
+    num_history: int = 0  # tokens that it saw when its turn came, and that its session had before
+    num_unseen: int = 0  # of the prompt, when its first token is drawn
+    event: bytes = b""  # under which the cache tier may have what its session saw, where its engine lacks that
+
+    def is_over(self, num_tokens: int) -> bool:
+        """Return whether the last of so many tokens is outside."""
+        return self.window is not None and num_tokens > self.window
+
+    def num_fitting(self, num_tokens: int) -> int:
+        """Count those of so many tokens that are inside."""
+        return num_tokens if self.window is None else min(num_tokens, self.window)
+
+    def kept(
+        self,
+        num_tokens: int,
+        num_present: int,
+        truncation: Truncation,
+        num_system: int,
+        masses: Callable[[int], list[float] | None],
+    ) -> list[tuple[int, int]]:
+        """Return the ranges of so many tokens that stay: of the present ones if possible, and all that follow them.
+
+        masses  gives the attention mass of so many tokens; None: not known
+        """
+        assert self.window is not None
+        num_new = num_tokens - num_present + 1
+        if num_new > self.window or num_present == 0:
+            num_present, num_new = num_tokens, 1
+        ranges = plan_truncation(num_present, self.window, num_new, truncation, num_system, masses(num_present))
+        return _ranges([*ranges, (num_present, num_tokens)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,7 +267,7 @@ class Replica:
             sequence = part.sequence
             if part.num_rows > 1 or not part.samples or not sequence.num_output or sequence.path is None:
                 return 0
-            if sequence.path.gaps or sequence.window is not None:
+            if sequence.path.gaps or sequence.view.window is not None:
                 return 0
             fewest = min(fewest, -part.end % PAGE_TOKENS, sequence.max_tokens - sequence.num_output - 1)
         return fewest

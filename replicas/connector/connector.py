@@ -11,6 +11,7 @@ Engine._finish    ended       a request's last chunk
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -73,21 +74,22 @@ class KvConnector:
         """Have this called, on another thread, as soon as the engine may not be blocked any more."""
         self.loads.on_answer = on_answer
 
-    def look_up(self, sequence: RunningSequence, forest: PrefixForest, *, is_alone: bool) -> None:
+    def look_up(self, sequence: RunningSequence, forest: PrefixForest, *, is_alone: bool, asks: bool = True) -> None:
         """Begin to look up what the engine lacks of a sequence, if that is worth a question.
 
-        `is_alone`: nothing else runs or waits.
+        is_alone  nothing else runs or waits
+        asks      False: never ask for it
         """
-        sequence.looked_s = self._clock()
         if sequence.request.leaves_nothing:
             return
-        salt, context, event = sequence.request.salt, sequence.context, sequence.event
+        salt, context, event = sequence.request.salt, sequence.context, sequence.view.event
         sequence.chain = self._saves.chain(sequence, event)
+        sequence.chain.asked_s = self._clock() if asks else math.inf
         if sequence.root is not None and not sequence.root.is_lost:
             return
-        if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
-            return
-        if sequence.blend.spans:  # what it reuses is asked for by itself
+        if (
+            not asks or self.config.load == "never" or sequence.request.choice_index
+        ):  # other choices follow the first, which asks
             return
         num_resident = sum(forest.resident(salt, context))
         if len(context) - num_resident < self.min_load_tokens:
@@ -95,7 +97,7 @@ class KvConnector:
         if event:  # what is resident is other KV
             num_resident = 0
         query = self._query(sequence, num_resident)
-        sequence.load = self.loads.begin(query, num_resident, num_history=sequence.num_history, is_alone=is_alone)
+        sequence.load = self.loads.begin(query, num_resident, num_history=sequence.view.num_history, is_alone=is_alone)
         self.counts["lookups"] += 1
 
     def look_again(self, waiting: Iterable[RunningSequence], forest: PrefixForest) -> None:
@@ -105,9 +107,11 @@ class KvConnector:
         """
         now_s = self._clock()
         for sequence in islice(waiting, _NUM_LOOKED_AT):
-            if now_s - sequence.looked_s < _LOOK_AGAIN_S or sequence.was_admitted or sequence.chain is None:
+            chain, load, context = sequence.chain, sequence.load, sequence.context
+            has_run = sequence.begun_s is not None or sequence.num_put_back > 0
+            if chain is None or has_run or now_s - chain.asked_s < _LOOK_AGAIN_S:
                 continue
-            sequence.looked_s, load, context = now_s, sequence.load, sequence.context
+            chain.asked_s = now_s
             if load is not None and not load.is_outdated(sum(forest.resident(sequence.request.salt, context))):
                 continue
             sequence.load = None

@@ -128,7 +128,7 @@ class SavePolicy:
     def _chain_of(self, sequence: RunningSequence) -> ChunkChain | None:
         """Return the chain of what a sequence's path goes on from, begun anew where that is another."""
         chain, path = sequence.chain, sequence.path
-        if chain is None or path is None or sequence.blend.is_probing:
+        if chain is None or path is None or sequence.is_probing:
             return None
         if path.root.is_own and (sequence.request.session_id is None or sequence.request.choice_index):
             return None  # nobody goes on from it: a session does from its first choice

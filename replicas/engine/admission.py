@@ -19,7 +19,7 @@ from mneme.replicas.sessions.token_log import TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.matcher import Grammars
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.truncation import MAX_WINDOWS, Immovable
+from mneme.replicas.truncation import MAX_WINDOWS, Immovable, View
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 MAX_WAITING_TOKENS = 2**21  # of queued prompts together: 100 MB, at about 50 bytes for a token id in Python
@@ -98,9 +98,11 @@ def make_sequence(
         arrival=arrival,
         context=prompt.context,
         root=prompt.root if _goes_on(request, prompt) else None,
-        event=prompt.event if _goes_on(request, prompt) else b"",
-        window=None if truncation is None else capacity,
-        num_history=prompt.num_history,
+        view=View(
+            window=None if truncation is None else capacity,
+            num_history=prompt.num_history,
+            event=prompt.event if _goes_on(request, prompt) else b"",
+        ),
         drawing=Drawing(
             end_token_ids=(*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)),
             min_tokens=params.min_tokens,

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
@@ -50,6 +50,7 @@ from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
+from mneme.replicas.schedule.queue import MAX_PRIORITY_S
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
@@ -86,6 +87,7 @@ class _Flight:
     is_timed: bool = True  # what it took is what such a step costs
     # Sequence, its row in the draws, and what stood for its token while the next step was scheduled.
     expected: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    ending: set[Sequence] = field(default_factory=set)  # with the token that is on its way
 
     @property
     def sampling(self) -> list[Sequence]:
@@ -182,6 +184,7 @@ class Engine:
             self._end_children,
             self._outbox.ended,
             self.pins.ended,
+            self._compute_asked,
         )
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated", "computed" of prompts
         self.num_finished = self._outbox.num_finished  # by finish_reason
@@ -220,7 +223,8 @@ class Engine:
     def in_flight(self) -> dict[str, int]:
         """Every request that was taken and has not ended, by id, with its output tokens so far."""
         queued = dict.fromkeys(self.sessions.queued.request_ids, 0)
-        started = {request_id: s.num_output for request_id, s in self._sequence_by_id.items() if s.parent is None}
+        children = self.scheduler.gathering.parent_by_child
+        started = {request_id: s.num_output for request_id, s in self._sequence_by_id.items() if s not in children}
         return queued | started
 
     def submit(self, request: GenerationRequest) -> None:
@@ -276,7 +280,8 @@ class Engine:
         before = self._take_flight()
         try:
             with self._expecting(before) as expected:
-                batch = self._schedule()
+                batch = self.scheduler.schedule(() if before is None else before.ending)
+                self._outbox.note_begun(batch)
                 flight, logits = self._launch(batch, expected)
         except BaseException:
             if before is not None:  # its tokens are right
@@ -308,8 +313,7 @@ class Engine:
         """Return whether what is scheduled next depends on more of a step than the ids of its tokens."""
         if self.scheduler.gathering:
             return True
-        windows = ((s.window, len(s.context)) for s in flight.sampling)
-        return any(window is not None and num_tokens >= window for window, num_tokens in windows)
+        return any(sequence.view.is_over(len(sequence.context) + 1) for sequence in flight.sampling)
 
     @contextmanager
     def _expecting(self, flight: _Flight | None) -> Iterator[Expected | None]:
@@ -326,7 +330,7 @@ class Engine:
             if not self._is_alive(sequence):
                 continue
             if sequence.num_output + 1 >= sequence.max_tokens:
-                sequence.is_ending = True  # whatever the token is
+                flight.ending.add(sequence)  # whatever the token is
                 continue
             flight.expected.append((sequence, row, expected.placeholder(row)))
             sequence.ids.append(expected.placeholder(row))
@@ -344,13 +348,13 @@ class Engine:
     def _launch(self, batch: list[StepRows], expected: Expected | None) -> tuple[_Flight, torch.Tensor]:
         """Launch a step's moves and its forward pass; returns its logits, float32 [rows that sample, vocab]."""
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
-        began_s = self.clock()
+        began_s, children = self.clock(), self.scheduler.gathering.parent_by_child
         saves = [] if self.connector is None or self.runner.runs_ahead else self.connector.begin_step(batch)
         logits = self.runner.forward(self.runner.prepare(batch, moves, saves, expected))
         flight = _Flight(
             batch=batch,
             began_s=began_s,
-            is_special=any(part.is_special for part in batch),
+            is_special=any(part.is_special or part.sequence in children for part in batch),
             has_loads=bool(moves.loads or moves.grafts),
         )
         return flight, logits
@@ -399,8 +403,9 @@ class Engine:
         self._flight = None
         if self.connector is not None:
             self.connector.abandon()
+        children = self.scheduler.gathering.parent_by_child
         # What is computed for others first: a parent would end it as "abort", whose KV is saved, or not at all.
-        for sequence in sorted(self._sequence_by_id.values(), key=lambda each: each.parent is None):
+        for sequence in sorted(self._sequence_by_id.values(), key=lambda each: each not in children):
             if self._is_alive(sequence):
                 self._finish(sequence, "error", message)
         self.forest.clear(is_trusted=False)
@@ -420,32 +425,37 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             grammars=self.grammars,
         )
-        sequence.parent = parent
-        sequence.blend = self._blend(sequence, is_approximate=bool(sequence.event) and prompt.is_blended)
+        sequence.blend = self._blend(sequence, is_approximate=bool(sequence.view.event) and prompt.is_blended)
+        leader = self._leader(sequence)
         missing: list[list[int]] = []
-        if sequence.blend.spans:
-            sequence.leader = self._leader(sequence)
-        if sequence.leader is None:
+        if leader is None:
             has_history = sequence.root is not None
             missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
-        sequence.blend.num_missing = len(missing)
         if self.connector is not None:
-            self.connector.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
-        self.scheduler.add(sequence)
+            # What it reuses of documents is asked for by itself.
+            is_alone, asks = not self.scheduler.has_work, not sequence.blend.spans
+            self.connector.look_up(sequence, self.forest, is_alone=is_alone, asks=asks)
+        self.scheduler.add(sequence, parent=parent, leader=leader, num_missing=len(missing))
         self._sequence_by_id[request.request_id] = sequence
         for index, ids in enumerate(missing):
-            child = GenerationRequest(
-                request_id=f"{request.request_id}/child-{index}",
-                prompt_token_ids=tuple(ids),
-                sampling=ONE_TOKEN,
-                salt=request.salt,
-                taken_s=request.taken_s,
-            )
-            self._start(child, TurnPrompt(ids, ids, None, 0), sequence)
+            self._start_child(sequence, f"child-{index}", ids, taken_s=request.taken_s)
+
+    def _start_child(self, parent: Sequence, name: str, ids: list[int], **more: Any) -> None:
+        """Compute a prompt that a sequence needs or leaves; nobody else hears of it."""
+        request = parent.request
+        child = GenerationRequest(
+            request_id=f"{request.request_id}/{name}",
+            prompt_token_ids=tuple(ids),
+            sampling=ONE_TOKEN,
+            salt=request.salt,
+            **more,
+        )
+        self._start(child, TurnPrompt(ids, ids, None, 0), parent)
 
     def _blend(self, sequence: Sequence, *, is_approximate: bool) -> Blend:
         """Say how a sequence uses documents. `is_approximate`: its session's earlier turns reuse some in place."""
         cannot = self._cannot_blend if sequence.request.documents else HISTORY
+        num_asked = 0 if cannot else self._num_asked(sequence)
         decided = cannot or decide(
             sequence.request,
             self.sink_ids,
@@ -454,15 +464,18 @@ class Engine:
             controller=self._blends,
             num_tokens=len(sequence.context),
             num_exact=self._num_exact(sequence),
-            num_again=self._num_again(sequence),
+            num_again=0 if self._has_documents(sequence, num_asked) else num_asked,
         )
         if isinstance(decided, Declined):
             return Blend(declined=decided, is_history_approximate=is_approximate)
         decided.is_history_approximate = is_approximate and sequence.root is not None  # else that is computed exactly
+        decided.num_asked = num_asked if sequence.request.blend.mode == "auto" else 0
         return decided
 
     def _leader(self, sequence: Sequence) -> Sequence | None:
         """Find the first choice of a turn, if the turn is blended for that one and has no answer yet."""
+        if not sequence.blend.spans:
+            return None
         request = sequence.request
         first = self._sequence_by_id.get(f"{turn_name(request)}.0")
         is_ahead = first is not None and first is not sequence and first.num_output == 0 and bool(first.blend.spans)
@@ -471,15 +484,22 @@ class Engine:
     def _num_exact(self, sequence: Sequence) -> int:
         """Count the tokens that it need not compute, from the first on."""
         if sequence.root is not None:
-            return sequence.num_history
+            return sequence.view.num_history
         return sum(self.forest.resident(sequence.request.salt, sequence.context))
 
-    def _num_again(self, sequence: Sequence) -> int:
+    def _num_asked(self, sequence: Sequence) -> int:
         """Count the tokens that another prompt began with, up to a border of a document; none behind KV of its own."""
         if sequence.root is not None:
             return 0
         request = sequence.request
         return self._asked.note(request.salt, sequence.context, request.documents, root_turn(request))
+
+    def _has_documents(self, sequence: Sequence, end: int) -> bool:
+        """Return whether it has documents that end there or before, with the KV of all of them."""
+        request, context = sequence.request, sequence.context
+        wholes = [span for span in request.documents if span.end <= end and request.blend.is_long(span)]
+        prompts = [[*self.sink_ids, *context[span.start : span.end]] for span in wholes]
+        return bool(prompts) and all(sum(self.forest.resident(request.salt, ids)) == len(ids) for ids in prompts)
 
     def _tidy(self) -> None:
         """Do what goes before each step; no placeholder is anywhere."""
@@ -487,11 +507,6 @@ class Engine:
         self._expire()
         if self.connector is not None:
             self.connector.look_again(self.scheduler.waiting, self.forest)
-
-    def _schedule(self) -> list[StepRows]:
-        batch = self.scheduler.schedule()
-        self._outbox.note_begun(batch)
-        return batch
 
     def _commit(self, flight: _Flight) -> None:
         """Wait for a step's tokens, and give them to its sequences."""
@@ -512,7 +527,6 @@ class Engine:
             if sequence.path is not None and sequence.blend.note_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
-            sequence.is_ending = False
             # One that went back as its chunks did not come computes this token again; one that was suspended does not.
             if not self._is_alive(sequence) or (sequence.path is None and flight.has_loads):
                 continue
@@ -562,10 +576,9 @@ class Engine:
             self._finish(sequence, "error", "the model's logits are not finite")
             return
         if sequence.num_output == 1:
-            self.scheduler.release_followers(sequence)
-        sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
+            self.scheduler.gathering.release_followers(sequence)
+        sequence.drawing.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
         reason = sequence.finish_reason(outcome.token_id)
-        sequence.num_retries = 0
         if reason is None:
             self._outbox.report(sequence)
         else:
@@ -586,7 +599,8 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str, error: str | MnemeError | None = None) -> None:
         """End a sequence. `error`: a message where the engine failed, a `MnemeError` where the request is sound."""
-        end, has_session = End(sequence, reason, error), sequence.request.session_id is not None
+        end = End(sequence, reason, error, self.scheduler.gathering.parent_by_child.get(sequence))
+        has_session = sequence.request.session_id is not None
         kept = finished_turn(sequence, self._tokenizer) if has_session and end.is_sound else None
         del self._sequence_by_id[sequence.request.request_id]
         for party in self._parties:
@@ -598,14 +612,21 @@ class Engine:
 
     def _end_children(self, end: End) -> None:
         """End the sequences that nobody waits for any more: its own children, and those that compute what it has."""
-        sequence, is_found = end.sequence, end.sequence.parent is not None and end.reason in ("stop", "length")
-        if not is_found and not sequence.blend.num_missing:
-            return
-        document = sequence.request.salt, sequence.request.prompt_token_ids
-        for child in [each for each in self._sequence_by_id.values() if each.parent is not None]:
-            is_same = is_found and (child.request.salt, child.request.prompt_token_ids) == document
-            if is_same or child.parent is sequence:
+        request, is_found = end.sequence.request, end.parent is not None and end.reason in ("stop", "length")
+        for child, parent in list(self.scheduler.gathering.parent_by_child.items()):
+            is_same = child.request.salt == request.salt and child.request.prompt_token_ids == request.prompt_token_ids
+            if parent is end.sequence or (is_found and is_same):
                 self._finish(child, "abort")
+
+    def _compute_asked(self, end: End) -> None:
+        """Compute exactly what two prompts began with, once the second has its answer: from now on it is found."""
+        sequence, blend = end.sequence, end.sequence.blend
+        if not blend.num_asked or end.reason not in ("stop", "length") or sequence.request.choice_index:
+            return
+        num_tokens = len(sequence.ids) if blend.num_asked >= blend.spans[-1].end else blend.num_asked
+        ids = sequence.ids[: min(num_tokens, self.capacity - 1)]
+        if sum(self.forest.resident(sequence.request.salt, ids)) < len(ids) - 1:
+            self._start_child(sequence, "exact", ids, taken_s=self.clock(), priority=int(MAX_PRIORITY_S))
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""

@@ -80,7 +80,7 @@ class Outbox:
 
     def ended(self, end: End) -> None:
         """Tell that a request has ended, if it is one that somebody sent."""
-        if end.sequence.parent is None:
+        if end.parent is None:
             self.report(end.sequence, end.reason, end.error)
 
     def report(
@@ -98,15 +98,15 @@ class Outbox:
                 queue_s=sequence.begun_s - request.taken_s, prefill_s=self._clock() - sequence.begun_s
             )
         is_counted = not sequence.request.is_warm_up
-        if usage is not None and sequence.was_admitted and is_counted:
+        if usage is not None and sequence.begun_s is not None and is_counted:
             details = usage.kv_details()
             alone = max(details["device"] - sequence.request.elsewhere_tokens, 0)
             self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, alone=alone, **details)
             if usage.blend is not None:
                 self.blends.note(usage.blend)
             self.explanations.note(sequence, usage)
-        logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
-        sequence.logprobs.clear()
+        logprobs = tuple(sequence.drawing.logprobs) if sequence.request.sampling.logprobs is not None else None
+        sequence.drawing.logprobs.clear()
         sequence.num_reported += len(fresh)
         request_id = sequence.request.request_id
         self.num_tokens["generated"] += len(fresh) * is_counted
@@ -141,13 +141,14 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
     if tokenizer is not None and sequence.request.prompt_text is not None:
         said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.drawing.stop_text)
     sees_all = sequence.context is sequence.ids and not (sequence.root is not None and sequence.root.is_blend)
-    stored = b"" if sequence.num_output else sequence.event  # an answer without a root has computed all it sees anew
+    # An answer without a root has computed all it sees anew.
+    stored = b"" if sequence.num_output else sequence.view.event
     seen = None if sees_all else Seen(array("i", sequence.context), sequence.root, stored)
     history, note = sequence.request.history, b""
     if history is not None and said is not None and tokenizer is not None:
         note = history_note(tokenizer, history, said.text)
     return FinishedTurn(
-        sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, said, seen, sequence.num_unseen, note
+        sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, said, seen, sequence.view.num_unseen, note
     )
 
 

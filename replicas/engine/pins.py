@@ -281,8 +281,8 @@ def _num_needed_tokens(sequence: Sequence) -> int:
     num_output = sequence.max_tokens
     if params.max_tokens is None:
         num_output = max(sequence.num_output + 1, min(params.min_tokens, sequence.max_tokens))
-    num_tokens = sequence.num_prompt - sequence.num_unseen + num_output
-    return num_tokens if sequence.window is None else min(num_tokens, sequence.window)
+    num_tokens = sequence.num_prompt - sequence.view.num_unseen + num_output
+    return sequence.view.num_fitting(num_tokens)
 
 
 def _num_queued_tokens(sessions: Sessions, started: Iterable[Sequence], capacity: int) -> int:

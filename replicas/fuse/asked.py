@@ -1,9 +1,9 @@
 """Remembers with which documents prompts began, so that what is asked again is computed exactly.
 
 KV that is reused behind other text is one request's, and the next one computes its share again. An exact prefix serves
-all who come later. So a beginning that comes a second time is computed as such, whatever would be sooner for that one
-request. (`mneme-tiny`, equal requests over two documents: each found 36 of 479 tokens without this memory; with it all
-but the last from the third on.)
+all who come later. So a beginning that comes a second time is computed as such: when that request has ended, or, if its
+documents' own KV is gone, as its own prompt. (`mneme-tiny`, equal requests over two documents: without this
+memory each finds 357 of 466 tokens; with it all but the last from the third on.)
 
 Policy only: no tensors.
 """

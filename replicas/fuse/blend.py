@@ -47,12 +47,20 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Root
 from mneme.replicas.forest.paths import DocumentUse, Path
 from mneme.replicas.fuse.controller import Controller, Work
-from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
+from mneme.replicas.fuse.selectors import (
+    NEEDS_SCORES,
+    FloatArray,
+    Wanted,
+    choose,
+    count,
+    filter_counts,
+    first_share,
+    no_rows,
+)
 from mneme.replicas.request import GenerationRequest, Source
 
 DEFAULT_SELECTOR: Selector = "hkvd"
 DEFAULT_RATIO = 0.15  # of a document's tokens; CacheBlend's
-_NONE: IntArray = np.empty(0, np.int64)
 
 Found = tuple[int, int, Source]  # positions [start, end) whose KV was found, and where
 
@@ -72,12 +80,11 @@ class Blend:
     sink_ids: tuple[int, ...] = ()  # what documents are computed behind
     declined: Declined = HISTORY  # why it reuses nothing in place
     is_history_approximate: bool = False  # earlier turns of its session reuse documents in place
-    num_missing: int = 0  # prompts that are being computed for it
     root: Root | None = field(default=None, repr=False)  # of its path
     base: Root | None = field(default=None, repr=False)  # of the path that it went on from, if that is its session's
     uses: list[tuple[int, int]] = field(default_factory=list, repr=False)  # positions of what its path reuses
-    reused: IntArray = field(default_factory=lambda: _NONE, repr=False)  # positions, in order
-    narrowed: IntArray = field(default_factory=lambda: _NONE, repr=False)  # those whose rows may leave a pass
+    reused: IntArray = field(default_factory=no_rows, repr=False)  # positions, in order
+    narrowed: IntArray = field(default_factory=no_rows, repr=False)  # those whose rows may leave a pass
     num_narrowed_from: Counter[str] = field(default_factory=Counter, repr=False)  # of them, whose KV was found there
     scores: FloatArray | None = field(default=None, repr=False)  # by position
     is_scored: bool = False  # they are complete
@@ -87,6 +94,7 @@ class Blend:
     num_chosen: int = 0  # document tokens that the selector chose
     num_exact: int = 0  # tokens that its path began with
     num_again: int = 0  # tokens, from the first on, that are computed exactly: they were asked for before
+    num_asked: int = 0  # likewise, but when it has ended: their documents' KV is there, and this request need not wait
     why: str = "the request asks for it"
     is_measured: bool = False  # a quality report allows it
     may_raise: Callable[[BlendOptions, Mapping[str, int]], BlendOptions] | None = None  # the ratio, under a load
@@ -105,6 +113,10 @@ class Blend:
     def num_recomputed(self) -> int:
         """The document tokens that were computed anew, in the mean over the layers behind the first."""
         return count(self.num_chosen + len(self.reused), self.ratio) if len(self.narrowed) else self.num_chosen
+
+    def num_staying(self, num_narrowed: int) -> dict[int, int]:
+        """Return how many of the rows that may leave a pass stay from some layers on."""
+        return filter_counts(self.num_layers, num_narrowed, self.ratio)
 
     @property
     def narrowed_found(self) -> dict[str, int]:
@@ -154,7 +166,7 @@ class Blend:
             return path
         self.close(forest)  # what it had computed there is gone, in part, or was to be seen once
         first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
-        self.reused = self.narrowed = _NONE
+        self.reused = self.narrowed = no_rows()
         self.num_chosen, self.is_probing, self.num_to_compare = 0, False, 0
         self.uses, self.num_exact, self.declined = [], first, EXACT if first >= end else EVICTED
         uses = [] if first >= end else self._uses(first, end, context, forest)
@@ -222,7 +234,7 @@ class Blend:
     def _why_computed(self, span: DocumentSpan) -> str:
         if not self.spans:
             return self.declined.why
-        if span.end - span.start < max(self.options.min_tokens, 1):
+        if not self.options.is_long(span):
             return TOO_SHORT.why
         if span.end <= self.num_again:
             return ASKED_AGAIN.why
@@ -343,7 +355,7 @@ def decide(
     options, why, may_raise = request.blend, "the request asks for it", None
     if options.mode == "off":
         return OFF
-    whole = [span for span in request.documents if span.end - span.start >= max(options.min_tokens, 1)]
+    whole = [span for span in request.documents if options.is_long(span)]
     spans = tuple(span for span in whole if span.end - span.start + len(sink_ids) < capacity)
     if not spans:
         return TOO_LONG if whole else TOO_SHORT

@@ -29,6 +29,11 @@ class Wanted(NamedTuple):
     end: int
 
 
+def no_rows() -> IntArray:
+    """Return no positions."""
+    return np.empty(0, np.int64)
+
+
 def count(num_tokens: int, ratio: float) -> int:
     """Count the tokens that are computed anew: rounded up."""
     return min(math.ceil(num_tokens * ratio - 1e-9), num_tokens)  # 100 * .07 is a bit more than 7
@@ -49,7 +54,7 @@ def choose(
     scores  float64 by position; for the selectors that need them (`NEEDS_SCORES`). What is no number is the worst.
     """
     if not documents:
-        return np.empty(0, np.int64)
+        return no_rows()
     every = [np.arange(start, end) for start, end in documents]
     if selector in NEEDS_SCORES:
         assert scores is not None, f"{selector} needs scores"

@@ -143,7 +143,7 @@ class QuestionObserver:
         positions = positions[positions >= max(path.root.start, len(part.sequence.context) - NUM_ASKING)]
         if not len(positions):
             return None
-        slots, deltas = slots_of(path, pool.k_pages.shape[3], part.sequence.blend.reused)
+        slots, deltas = slots_of(path, pool.k_pages.shape[3], part.reused)
         device_slots = torch.from_numpy(slots).to(pool.slot_position.device)
         return cls(
             part=part,

@@ -41,7 +41,7 @@ from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.pages import NOWHERE
 from mneme.replicas.forest.paths import Path, slots_of
 from mneme.replicas.fuse.fusor import DocumentRows, Fusor
-from mneme.replicas.fuse.selectors import FloatArray, filter_counts
+from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.draws import Draws, Expected, SampleRow
@@ -162,7 +162,7 @@ class Runner:
             rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
         self._observers, self._compared, self._fusor = [], [], None
-        if any(part.sequence.blend.uses for part in ordered):
+        if any(part.is_blended for part in ordered):
             self._follow_blends(inputs, ordered, slots)
         if is_read:
             self._read_prompts(inputs, ordered)
@@ -268,15 +268,14 @@ class Runner:
         narrowed = []
         for part, end in zip(ordered, accumulate(part.num_rows for part in ordered), strict=True):
             if part.num_compared:
-                positions = part.sequence.blend.next_compared(part.num_compared)
                 rows = np.arange(end - part.num_compared, end)
-                compared.append((part, self._rows_of(_path(part), rows, positions)))
+                compared.append((part, self._rows_of(_path(part), rows, part.compared)))
             elif len(rows := part.narrowed):
                 positions = part.positions[rows]
                 rows += end - part.num_rows
                 own = self._rows_of(_path(part), rows, positions)
                 own.private = self._tensor(slots[rows])
-                own.counts = filter_counts(self.num_layers, len(rows), part.sequence.blend.ratio)
+                own.counts = part.num_staying(len(rows))
                 narrowed.append(own)
         return compared, narrowed
 
@@ -382,8 +381,7 @@ class Runner:
         """The rows that a step is padded to for its graph; None: too many, or a blend looks into it."""
         if self.graphs is None:
             return None
-        blended = [part for part in ordered if part.sequence.blend.uses]
-        if any(part.probes or part.num_compared or len(part.narrowed) for part in blended):
+        if any(part.is_blended and (part.probes or part.num_compared or len(part.narrowed)) for part in ordered):
             return None
         return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import Path, Spans
 from mneme.replicas.schedule.step_budget import StepBudget
 from mneme.replicas.sequence import Sequence
-from mneme.replicas.truncation import Truncation, plan_truncation
+from mneme.replicas.truncation import Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,9 @@ class PathOpener:
             known = () if request.reads_prompt else sequence.context
             path, sequence.root = self._forest.open_path(request.kv_salt, known), None
         path.extend(sequence.context, len(sequence.context))
-        if sequence.is_over and not (sequence.event and sequence.load is not None):
-            return self.shorten(sequence, path, sequence.num_history)
+        view = sequence.view
+        if view.is_over(len(sequence.context)) and not (view.event and sequence.load is not None):
+            return self.shorten(sequence, path, view.num_history)
         path = sequence.blend.open(path, sequence.context, self._forest)
         sequence.root = path.root if path.root.is_own else None
         return path
@@ -59,7 +61,7 @@ class PathOpener:
             if num_running:
                 return False
             path = self._open_alone(sequence, budget)
-        sequence.path, sequence.was_admitted = path, True
+        sequence.path = path
         return True
 
     def _open_alone(self, sequence: Sequence, budget: StepBudget) -> Path:
@@ -85,21 +87,15 @@ class PathOpener:
 
         Prompts that were cut in this step count as if they were whole.
         """
-        needed = path.num_new_pages(sequence.context, sequence.num_fitting)
+        needed = path.num_new_pages(sequence.context, sequence.view.num_fitting(len(sequence.context)))
         return self._forest.has_room(needed + num_kept + budget.num_promised(path, sequence.context), num_running)
 
     def shorten(self, sequence: Sequence, path: Path, num_history: int) -> Path:
         """Return the path of what stays; of the first `num_history` tokens if possible, and all that follow them."""
         truncation, context = sequence.request.truncation, sequence.context
         assert truncation is not None
-        assert sequence.window is not None
-        num_new = len(context) - num_history + 1
-        if num_new > sequence.window or num_history == 0:
-            num_history, num_new = len(context), 1
-        masses = self._masses(truncation, path, context, num_history)
-        num_system = sequence.request.num_system
-        ranges = plan_truncation(num_history, sequence.window, num_new, truncation, num_system, masses)
-        ranges = _joined(ranges, num_history, len(context))
+        masses = partial(self._masses, truncation, path, context)
+        ranges = sequence.view.kept(len(context), num_history, truncation, sequence.request.num_system, masses)
         sequence.see([token_id for start, end in ranges for token_id in context[start:end]])
         kept = _up_to(ranges, path.num_tokens) if truncation.strategy == "reuse_kv" else []
         shorter = self._forest.truncate(path, kept, sequence.owner) if kept else None
@@ -127,15 +123,6 @@ class PathOpener:
             logger.exception("attention mass failed tokens=%s", num_history)
             return None
         return None if masses is None else [*masses, 0.0][:num_history]
-
-
-def _joined(ranges: Spans, start: int, end: int) -> Spans:
-    """Append what is new, [start, end)."""
-    if start == end:
-        return ranges
-    if ranges and ranges[-1][1] == start:
-        return [*ranges[:-1], (ranges[-1][0], end)]
-    return [*ranges, (start, end)]
 
 
 def _up_to(ranges: Spans, limit: int) -> Spans:

@@ -59,7 +59,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.num_tokens = 0  # of all that wait, resident or not
         self.num_taken_tokens = 0  # of all that were ever taken out to run
-        self._length = 0
+        self._num_counted: dict[Sequence, int] = {}  # tokens of each that waits, as it came: it may get shorter here
         self._suspended: list[Sequence] = []  # by arrival
         self._flows: dict[FlowKey, _Flow] = {}  # the active ones
         self._idle = Bounded[FlowKey, float](MAX_IDLE_FLOWS)  # counters, the longest idle first
@@ -71,7 +71,7 @@ class WaitingQueue:
         self._level = 0.0
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._num_counted)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield requests as they will run if each computes its whole prompt and nothing else happens; lazily.
@@ -131,7 +131,7 @@ class WaitingQueue:
             flow.since = sequence.arrival
         first = 1 if flow is self._chosen else 0  # the head stays the head
         insort(flow.waiting, sequence, first, key=_place)
-        self._count(sequence, 1)
+        self._count(sequence)
         if not flow.is_ranked:
             flow.is_ranked = True
             heapq.heappush(self._heap, (*flow.rank, flow))
@@ -139,7 +139,7 @@ class WaitingQueue:
     def put_back(self, sequence: Sequence) -> None:
         """Let a suspended sequence wait: before all others, behind earlier arrivals of its kind."""
         insort(self._suspended, sequence, key=lambda each: each.arrival)
-        self._count(sequence, 1)
+        self._count(sequence)
 
     def pop(self, num_computed: int) -> Sequence:
         """Take the head out to run; its flow is charged the tokens it has to compute, but once only."""
@@ -165,8 +165,7 @@ class WaitingQueue:
         self._note_taken(sequence)
 
     def _note_taken(self, sequence: Sequence) -> None:
-        self._count(sequence, -1)
-        self.num_taken_tokens += sequence.num_counted
+        self.num_taken_tokens += self._uncount(sequence)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Charge its flow, which is active, so much service."""
@@ -182,7 +181,7 @@ class WaitingQueue:
             if flow is self._chosen and flow.waiting[0] is sequence:
                 self._chosen = None
             flow.waiting.remove(sequence)
-        self._count(sequence, -1)
+        self._uncount(sequence)
         self.end(sequence)
 
     def end(self, sequence: Sequence) -> None:
@@ -226,11 +225,14 @@ class WaitingQueue:
         if place < len(self._heap):
             heapq.heappush(frontier, (*self._heap[place], 0, place))
 
-    def _count(self, sequence: Sequence, sign: int) -> None:
-        if sign > 0:
-            sequence.num_counted = len(sequence.context)
-        self._length += sign
-        self.num_tokens += sign * sequence.num_counted
+    def _count(self, sequence: Sequence) -> None:
+        self._num_counted[sequence] = len(sequence.context)
+        self.num_tokens += len(sequence.context)
+
+    def _uncount(self, sequence: Sequence) -> int:
+        num_tokens = self._num_counted.pop(sequence)
+        self.num_tokens -= num_tokens
+        return num_tokens
 
 
 def _flow_key(request: GenerationRequest) -> FlowKey:

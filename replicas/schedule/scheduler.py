@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable
-from copy import copy
 from itertools import islice
 
 import numpy as np
@@ -35,6 +33,7 @@ from mneme.replicas.forest.pages import Page
 from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import OutOfPages
 from mneme.replicas.load import Load
+from mneme.replicas.schedule.gathering import Gathering
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget, seconds_beside
@@ -69,7 +68,8 @@ class Scheduler:
         self._max_running = max_running
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of arrival
-        self.gathering: list[Sequence] = []  # neither: documents that they reuse are computed first
+        self.gathering = Gathering(self.waiting.add)  # neither: documents that they reuse are computed first
+        self._failed: dict[Sequence, tuple[int, int]] = {}  # its output, and how many steps failed that it was in then
         self.num_suspensions = 0
         self.num_retracted = 0  # sequences that went back because their chunks did not come
         # The head that did not fit, and the steps before it is tried again; any release of pages forgets it. Only that
@@ -84,7 +84,22 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(
+        self,
+        sequence: Sequence,
+        *,
+        parent: Sequence | None = None,
+        leader: Sequence | None = None,
+        num_missing: int = 0,
+    ) -> None:
+        """Add a sequence to the queue, or to those that wait for others.
+
+        parent       for whom it computes a prompt
+        leader       the choice of the same turn that it follows
+        num_missing  prompts that are to be computed for it, by children that are added next
+        """
+        if parent is not None:
+            self.gathering.parent_by_child[sequence] = parent
         sequence.due_s = sequence.request.taken_s
         if self._costs is not None:
             num_resident = 0
@@ -92,65 +107,23 @@ class Scheduler:
                 num_resident = sum(self._forest.resident(sequence.request.salt, sequence.context))
             sequence.num_expected = max(len(sequence.context) - num_resident, 1)
             sequence.due_s += self._costs.prefill_s(sequence.num_expected, num_resident)
-        if sequence.leader is not None or sequence.blend.num_missing:
-            self.gathering.append(sequence)
+        if leader is not None or num_missing:
+            self.gathering.wait(sequence, num_missing=num_missing, leader=leader)
         else:
             self.waiting.add(sequence)
-
-    def release_followers(self, leader: Sequence) -> None:
-        """Let the other choices of a turn go on from the path on which the first has its documents, if it has one."""
-        for sequence in [each for each in self.gathering if each.leader is leader]:
-            sequence.leader = None
-            if leader.num_output:
-                sequence.blend, sequence.root = copy(leader.blend), leader.root
-            self.gathering.remove(sequence)
-            self.waiting.add(sequence)
-
-    def note_gathered(self, child: Sequence, parent: Sequence) -> None:
-        """Note that one of the prompts that a sequence waits for is there, or has ended in vain, if it still waits."""
-        if parent not in self.gathering:
-            return
-        first, shift = parent.blend.place(child.ids[: child.num_prompt], parent.context)
-        for start, end, source in child.origins.ranges(child.num_prompt):
-            parent.note_origin(max(start + shift, first), end + shift, source)
-        parent.blend.num_missing -= 1
-        if not parent.blend.num_missing:
-            self.gathering.remove(parent)
-            self.waiting.add(parent)
-
-    def _note_arriving(self) -> bool:
-        """Note what comes whole in this very step; returns whether somebody's documents are complete by that.
-
-        Its rows run beside those of the documents: what these read is written, or waited for, layer by layer before
-        (CacheBlend's pipeline, section 5.2).
-        """
-        num_gathering = len(self.gathering)
-        for parent in list(self.gathering):
-            if parent.leader is not None:
-                continue
-            children = [s for s in self.running if s.parent is parent and s.load is None and not self._num_pending(s)]
-            if len(children) == parent.blend.num_missing:
-                loaded: Counter[str] = Counter()
-                for child in children:
-                    for start, end, source in child.origins.ranges(child.num_prompt):
-                        loaded[source] += end - start
-                parent.blend.note_loading(loaded)
-                for child in children:
-                    self.note_gathered(child, parent)
-        return len(self.gathering) < num_gathering
 
     def ended(self, end: End) -> None:
         """Forget a sequence. Its pages become cached, or go if it leaves nothing; its parent waits for it no more."""
         self.remove(end.sequence)
-        request, parent = end.sequence.request, end.sequence.parent
+        request = end.sequence.request
         if request.leaves_nothing:
             self._forest.drop_salts(lambda salt: salt == request.kv_salt, is_counted=False)
-        if parent is not None:
-            self.note_gathered(end.sequence, parent)
+        self.gathering.end_child(end.sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; its pages become cached, its session's if it has one."""
-        self.release_followers(sequence)
+        self._failed.pop(sequence, None)
+        self.gathering.release_followers(sequence)
         if sequence in self.gathering:
             self.gathering.remove(sequence)
         elif sequence.path is None:
@@ -204,15 +177,20 @@ class Scheduler:
         self._put_back(sequences)
         self._forest.clear(is_trusted=False)
         for sequence in sequences:
-            sequence.num_retries += 1
-        return [sequence for sequence in sequences if sequence.num_retries > _MAX_RETRIES]
+            num_output, num_failed = self._failed.get(sequence, (0, 0))
+            is_again = num_output == sequence.num_output
+            self._failed[sequence] = sequence.num_output, num_failed + 1 if is_again else 1
+        return [sequence for sequence in sequences if self._failed[sequence][1] > _MAX_RETRIES]
 
-    def schedule(self) -> list[StepRows]:
-        """Return the rows of the next step, by sequence; every page they write to is taken."""
+    def schedule(self, ending: Collection[Sequence] = ()) -> list[StepRows]:
+        """Return the rows of the next step, by sequence; every page they write to is taken.
+
+        ending  sequences that end with the token that is on its way
+        """
         batch: list[StepRows] = []
         loading = self._loading()
         decodes, prefills = list[Sequence](), list[Sequence]()
-        running = [sequence for sequence in self.running if not sequence.is_ending]
+        running = [sequence for sequence in self.running if sequence not in ending]
         for sequence in running:
             if not loading or sequence not in loading:
                 (decodes if self._num_pending(sequence) <= 1 else prefills).append(sequence)
@@ -227,11 +205,9 @@ class Scheduler:
             if loading and sequence in loading:
                 budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
                 continue
-            if sequence.is_over:
-                num_history = (
-                    sequence.num_history if sequence.event else 0
-                )  # perhaps more than the cache tier had of it
-                num_history = max(sequence.path.num_tokens, num_history)
+            if (view := sequence.view).is_over(len(sequence.context)):
+                # The history is perhaps more than the cache tier had of it.
+                num_history = max(sequence.path.num_tokens, view.num_history if view.event else 0)
                 sequence.path = self._opener.shorten(sequence, sequence.path, num_history)
             if (part := self._take_next(sequence)) is not None:
                 batch.append(part)
@@ -247,7 +223,7 @@ class Scheduler:
         for sequence in [s for s in loading if s.path is not None]:
             self._graft_more(sequence, batch)
         self._admit(batch, budget)
-        if self.gathering and self._note_arriving():
+        if self.gathering and self.gathering.arrive(self.running, self._has_all):
             self._admit(batch, budget)
         self._widen(batch, budget)
         for part in batch:
@@ -344,7 +320,7 @@ class Scheduler:
         if has_room and limit == 0 and sequence.num_to_come:
             return  # others load in this step
         graft = None
-        if has_room and sequence.event:
+        if has_room and sequence.view.event:
             graft = self._restore(sequence, path, load, limit)
         elif has_room and sequence.root is None:
             graft = path.graft(sequence.context, load, limit)
@@ -362,7 +338,7 @@ class Scheduler:
 
         Where not all is there that it had, it is another event: what is computed behind is not what was.
         """
-        event = sequence.event if load.has_all(sequence.num_history - 1) else b""
+        event = sequence.view.event if load.has_all(sequence.view.num_history - 1) else b""
         is_more = path.root.is_own or load.end > path.num_tokens
         restored = self._forest.restore(path, sequence.context, load, event, limit) if is_more else None
         if restored is None:
@@ -412,7 +388,7 @@ class Scheduler:
         if sequence.load is not None and not sequence.load.is_asking:
             assert sequence.path is not None
             budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
-        elif budget.num_left > 0 and not sequence.is_over:
+        elif budget.num_left > 0 and not sequence.view.is_over(len(sequence.context)):
             assert sequence.path is not None
             limit = budget.limit(sequence.path.num_tokens, has_others=has_others)
             part = self._take_rows(sequence, limit) if limit else None
@@ -440,7 +416,7 @@ class Scheduler:
 
     def _num_missing_pages(self, sequence: Sequence) -> int:
         assert sequence.path is not None
-        return sequence.path.num_new_pages(sequence.context, sequence.num_fitting)
+        return sequence.path.num_new_pages(sequence.context, sequence.view.num_fitting(len(sequence.context)))
 
     @property
     def _has_streams(self) -> bool:
@@ -476,7 +452,7 @@ class Scheduler:
     def _take_next(self, sequence: Sequence) -> StepRows | None:
         """Take a decode's row where that is the next slot of its own page; None: `_take_rows` looks at all else."""
         path = sequence.path
-        if path is None or sequence.load is not None or sequence.blend.is_probing or not sequence.num_output:
+        if path is None or sequence.load is not None or sequence.is_probing or not sequence.num_output:
             return None
         run = path.write_next(sequence.context)
         return None if run is None else StepRows(sequence, [(path.num_tokens - 1, path.num_tokens)], [run], [0])
@@ -511,7 +487,7 @@ class Scheduler:
         sequence.note_rows(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
         if load is not None:
-            if not sequence.event:  # what it computes is a part of what is found
+            if not sequence.view.event:  # what it computes is a part of what is found
                 load.num_resident = path.num_tokens
             if part.samples:  # it has all its rows: too late
                 load.give_up("lookup")
@@ -531,6 +507,7 @@ class Scheduler:
         return StepRows(sequence, spans, rows.runs, rows.shifts + [0] * len(pieces), len(positions))
 
     def _put_back(self, sequences: Collection[Sequence]) -> None:
+        parents = self.gathering.parent_by_child
         for sequence in sequences:
             assert sequence.path is not None
             self.running.remove(sequence)
@@ -540,14 +517,17 @@ class Scheduler:
             sequence.drop_load()
             if sequence.chain is not None:
                 sequence.chain.num_saved = 0
-            num_children = sum(child.parent is sequence for child in sequences)
+            num_children = sum(parents.get(child) is sequence for child in sequences)
             if sequence.request.documents and num_children:  # they came in the step that is gone, and come again
-                sequence.blend.num_missing = num_children
                 self.waiting.end(sequence)
-                self.gathering.append(sequence)
+                self.gathering.wait(sequence, num_missing=num_children)
             else:
                 self.waiting.put_back(sequence)
         self._refused = None
+
+    def _has_all(self, sequence: Sequence) -> bool:
+        """Return whether all of its tokens have KV when the step that is being scheduled has run."""
+        return sequence.load is None and not self._num_pending(sequence)
 
     def _num_pending(self, sequence: Sequence) -> int:
         """Count the rows before its next token: 1 in decode; 0 where all has KV and only the logits are missing."""
@@ -582,7 +562,7 @@ def _limit_output(sequences: Iterable[Sequence], capacity: int) -> None:
     Those that are truncated when they outgrow their window have a smaller one.
     """
     for sequence in sequences:
-        if sequence.window is not None:
-            sequence.window = min(sequence.window, capacity)
+        if sequence.view.window is not None:
+            sequence.view.window = min(sequence.view.window, capacity)
         elif sequence.request.sampling.max_tokens is None:
             sequence.max_tokens = min(sequence.max_tokens, capacity - sequence.num_prompt)

@@ -459,7 +459,25 @@ def test_equal_requests_over_documents_find_as_much_as_without_reuse(llm: LLM) -
         cached[mode] = [each.prompt_tokens - each.cached_tokens for each in told]
         modes[mode] = [each.blend.mode for each in told if each.blend is not None]
     assert cached["auto"][2:] == cached["off"][2:] == [1, 1]  # all but the token that the answer is drawn from
-    assert modes == {"auto": ["selective", "off", "off", "off"], "off": ["off"] * 4}
+    assert modes == {"auto": ["selective", "selective", "off", "off"], "off": ["off"] * 4}
+
+
+def test_a_document_that_was_sent_once_is_found_by_the_next_request(llm: LLM) -> None:
+    """Wherever it stands there, and also where it was: it is reused but for the ratio of its tokens."""
+    document = "The grey house on the hill has seven doors and a garden. " * 16
+    asked = {"again": "Who lives there?", "with another before it": "How many doors?"}
+    for name, question in asked.items():
+        before = [f"{name}: the ship has three masts and a crew of twelve."]
+        own = [f"{name}. {document}"]
+        llm.chat([{"role": "user", "content": question}], GREEDY, documents=own)
+        told = llm.chat(
+            [{"role": "user", "content": f"{question} Say it."}],
+            GREEDY,
+            documents=own if name == "again" else before + own,
+        ).metrics
+        assert told.blend is not None
+        size = told.blend.documents[-1].tokens
+        assert told.cached_tokens >= 0.75 * size, name
 
 
 def test_documents_are_found_in_another_order_and_change_nothing_else(llm: LLM) -> None:

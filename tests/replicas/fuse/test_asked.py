@@ -1,4 +1,4 @@
-"""What is asked again under `auto` is computed exactly, and found from then on: engines against the fake runner."""
+"""What is asked again under `auto` is an exact prefix from then on: engines against the fake runner."""
 
 from __future__ import annotations
 
@@ -49,34 +49,49 @@ def asks(
     return usage, usage.blend
 
 
-def test_what_is_asked_again_is_computed_exactly_and_then_found() -> None:
+def test_what_was_computed_once_is_reused_and_an_exact_prefix_from_the_third_time_on() -> None:
     engine, plain = make_engine(), make_engine()
     parts = [SYSTEM, A, B, QUESTION]
+    asks(engine, [B, (4, 4), A, QUESTION])
+    num_reused = len(A) // 2 + len(B) // 2  # the ratio is a half
+    assert asks(engine, [(3,), A, C, B, QUESTION])[0].cached_tokens >= num_reused
     cached = [asks(engine, parts)[0].cached_tokens for _ in range(4)]
+    assert cached[:2] == [num_reused, num_reused + len(SYSTEM)]
     in_full = [asks(plain, parts, BlendOptions(mode="off"))[0].cached_tokens for _ in range(4)]
     assert cached[2:] == in_full[2:] == [len(SYSTEM) + len(A) + len(B) + len(QUESTION) - 1] * 2
-    first, second, third = (asks(make_engine(), parts)[1], *(asks(engine, [SYSTEM, B, A, C])[1] for _ in range(2)))
-    assert (first.mode, second.mode, third.mode) == ("selective", "selective", "off")
+    told = [asks(engine, [SYSTEM, B, A, C])[1].mode for _ in range(3)]
+    assert told == ["selective", "selective", "off"]
+
+
+def test_what_is_asked_again_is_computed_exactly_where_its_documents_are_gone() -> None:
+    engine, parts = make_engine(), [SYSTEM, A, B, QUESTION]
+    asks(engine, parts)
+    engine.forest.clear()
+    usage, told = asks(engine, parts)
+    assert (usage.cached_tokens, told.declined) == (0, "asked_again")
+    assert {(each.outcome, each.why) for each in told.documents} == {("computed", ASKED_AGAIN.why)}
+    assert asks(engine, parts)[1].declined == "exact"
 
 
 def test_usage_says_why() -> None:
     engine = make_engine()
     told = [asks(engine, [SYSTEM, A, B, question])[1] for question in (QUESTION, (4,), (3, 3))]
-    assert [each.declined for each in told] == [None, "asked_again", "exact"]
-    assert [each.why for each in told[1:]] == [ASKED_AGAIN.why, EXACT.why]
-    assert {(each.outcome, each.why) for each in told[1].documents} == {("computed", ASKED_AGAIN.why)}
+    assert [each.declined for each in told] == [None, None, "exact"]
+    assert told[2].why == EXACT.why
     assert {(each.outcome, each.exact) for each in told[2].documents} == {("exact", len(A)), ("exact", len(B))}
-    assert engine_stats(engine)["blend"]["declined"] == {"asked_again": 1, "exact": 1}
+    assert engine_stats(engine)["blend"]["declined"] == {"exact": 1}
 
 
-def test_only_the_beginning_that_is_asked_again_is_computed_exactly() -> None:
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_only_the_beginning_that_is_asked_again_is_computed_exactly(is_gone: bool) -> None:
     engine, between = make_engine(), (4, 4, 4)
     asks(engine, [SYSTEM, A, between, B, QUESTION])
+    if is_gone:
+        engine.forest.clear()
     _, told = asks(engine, [SYSTEM, A, between, C, QUESTION])
-    assert [(each.outcome, each.why) for each in told.documents] == [
-        ("computed", ASKED_AGAIN.why),
-        ("blended", "its KV is reused behind other text"),
-    ]
+    blended_why = "blended", "its KV is reused behind other text"
+    first = ("computed", ASKED_AGAIN.why) if is_gone else blended_why
+    assert [(each.outcome, each.why) for each in told.documents] == [first, blended_why]
     usage, told = asks(engine, [SYSTEM, A, between, [0, 0, 0, 1, 2], QUESTION])  # the text between is found too
     assert told.documents[0].exact == len(A)
     assert usage.cached_tokens >= len(SYSTEM) + len(A) + len(between)
@@ -104,7 +119,7 @@ def test_choices_of_one_turn_and_a_turn_that_is_sent_again_are_not_another() -> 
 def test_documents_whose_order_is_free_take_the_one_they_were_asked_in() -> None:
     engine, parts = make_engine(), ([A, B, C], [C, A, B], [B, C, A], [B, C, [0, 0, 1]])
     told = [asks(engine, [SYSTEM, *documents, QUESTION], ANY)[1] for documents in parts]
-    assert [each.declined for each in told] == [None, "asked_again", "exact", None]
+    assert [each.declined for each in told] == [None, None, "exact", None]
     assert [each.order for each in told] == [(0, 1, 2), (1, 2, 0), (2, 0, 1), (0, 1, 2)]
 
 
@@ -154,6 +169,6 @@ def test_a_conversation_that_is_sent_again_whole_finds_its_documents(parts: list
     for turn in range(4):
         usage, told = asks(engine, [*parts, tuple(said), QUESTION] if said else parts)
         said += [3, turn, 1]
-        assert (told.mode == "off") == (turn > 0)
+        assert (told.mode == "off") == (turn > 1)
         if turn > 1:
             assert usage.cached_tokens >= usage.prompt_tokens - len(QUESTION) - 3

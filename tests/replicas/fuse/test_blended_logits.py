@@ -199,7 +199,8 @@ def test_keys_that_are_compared_in_several_steps_choose_the_same(checkpoint: tup
     for max_batch_tokens in (2048, 48):
         engine = engine_of(directory, max_batch_tokens=max_batch_tokens, max_running=8)
         ask(engine, "a", prompt_of([1, 2, 0]), 1, selector="hkvd", ratio=0.3)
-        sequence = next(iter(engine.scheduler.waiting)).parent  # whose documents are computed first
+        child = next(iter(engine.scheduler.waiting))
+        sequence = engine.scheduler.gathering.parent_by_child[child]  # whose documents are computed first
         run(engine)
         assert sequence is not None
         chosen.append(sequence.blend.narrowed.tolist())
