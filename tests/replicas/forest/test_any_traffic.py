@@ -14,8 +14,7 @@ from mneme.errors import PinRefused
 from mneme.replicas.forest.paths import Path
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.budget import examples
-from tests.replicas.fake_runner import FakeRunner, continuation
-from tests.replicas.losses import lose
+from tests.replicas.fake_runner import FakeRunner, continuation, lose
 from tests.replicas.schedule.test_engine_policy import POLICIES, make_engine, make_request, tokens_of
 
 requests = st.lists(
