@@ -60,16 +60,3 @@ def test_the_largest_are_listed_with_all_before_them() -> None:
     assert sum(run["below"] > least for run in whole["runs"]) < len(few["runs"])
     assert {run["parent"] for run in tree_of(engine, depth=1)["runs"]} == {-1}
     assert all(run["below"] >= 9 for run in tree_of(engine, min_tokens=9)["runs"])
-
-
-def test_who_uses_a_run_is_counted() -> None:
-    engine = engine_of(64)
-    engine.submit(make_request("a", [1, 2, 3, 4, 5], session_id="s"))
-    engine.step()
-    assert {run["running"] for run in tree_of(engine)["runs"]} == {1}
-    run(engine)
-    shown = tree_of(engine)["runs"]
-    assert {each["running"] for each in shown} == {0}
-    assert sum(each["sessions"] for each in shown) == 1
-    assert shown[0]["first_ids"][:5] == [1, 2, 3, 4, 5]
-    assert shown[0]["idle_s"] > 0
