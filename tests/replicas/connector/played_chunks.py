@@ -247,7 +247,6 @@ def run_played(engine: Engine, cache: PlayedCache, chance: random.Random) -> lis
 def move_session(key: SessionKey, old: Engine, new: Engine, version: int) -> None:
     """Let a session's log go to another engine, as where its next turn runs there."""
     log = old.sessions.get(key)
-    assert log is not None
     state = log.state()
     assert old.sessions.delete(key, is_elsewhere=True)
     new.sessions.restore(key, state._replace(version=version), version)
