@@ -29,8 +29,8 @@ from tests.replicas.asked import answer
 from tests.replicas.cache_faults.saved_turn import header_of
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore
-from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine, move_session, run_played
-from tests.replicas.fake_runner import FakeRunner, lose
+from tests.replicas.connector.played_chunks import MovingSessions, run_played
+from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.model.dense_session import DenseSession
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, tokens_of
 from tests.replicas.tiered_engine import (
@@ -241,31 +241,17 @@ def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
 ) -> None:
     """Whatever is lost on the way: the fake runner checks where each row sees each token."""
     chance = random.Random(seed)
-    store = FakeStore(edge=edge, fault=lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None)
-    buffer_bytes = chance.choice([300, 1 << 20])  # of one chunk, of all
-    caches = [PlayedCache(store, 4, step_chunks=step_chunks, read_buffer_bytes=buffer_bytes) for _ in range(2)]
-    runners = [FakeRunner(64, 4, max_context=48, num_host_pages=chance.choice([0, 20])) for _ in range(2)]
-    engines = [
-        make_played_engine(runner, cache, itertools.count().__next__)
-        for runner, cache in zip(runners, caches, strict=True)
-    ]
+    of_cache = {"step_chunks": step_chunks, "read_buffer_bytes": chance.choice([300, 1 << 20])}  # of one chunk, of all
+    moving = MovingSessions(chance, edge, fault_share, 64, of_cache=of_cache, max_context=48)
     plain = make_engine(runner=FakeRunner(64, 4, max_context=48))
-    home = dict.fromkeys([key for key, *_ in turns], 0)
     for number, (key, num_new, num_tokens, moves, num_losses) in enumerate(turns):
-        old = engines[home[key]]
-        home[key] = chance.randrange(2) if moves else home[key]
-        engine, cache = engines[home[key]], caches[home[key]]
-        log = old.sessions.get(key)
-        if moves and log is not None:
-            move_session(key, old, engine, number + 1)
-        for _ in range(num_losses):
-            lose(engine, chance.randrange(100))
+        engine, cache = moving.engine_of(key, moves=moves, version=number + 1, num_losses=num_losses)
         ids = [chance.randrange(5) for _ in range(num_new)]
-        said = []
+        said, append = [], plain.sessions.get(key) is not None
         for each in (plain, engine):
             params = SamplingParams(temperature=0, max_tokens=num_tokens)
             events: list[TokenEvent] = []
-            more = {"salt": key[0], "session_id": key[1], "append": log is not None, "truncation": truncation}
+            more = {"salt": key[0], "session_id": key[1], "append": append, "truncation": truncation}
             if each is engine and chance.random() < 0.5:  # beside which a history may come in parts
                 stream = make_request(f"stream{number}", [number % 5], SamplingParams(temperature=0, max_tokens=30))
                 each.submit(stream)
@@ -275,11 +261,4 @@ def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
             said.append(tokens_of(events, f"t{number}.0"))
         assert said[0] == said[1]
         assert len(said[0]) == num_tokens
-    for engine, cache in zip(engines, caches, strict=True):
-        cache.play()
-        assert (engine.forest.device.num_in_use, cache.num_open) == (0, 0)
-        for key in home:
-            engine.sessions.delete(key)
-        engine.forest.clear()
-        assert not engine.forest.kept_roots
-    assert store.num_open == 0
+    moving.check_rest()

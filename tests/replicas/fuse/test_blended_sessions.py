@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.keys import LineageKind
-from mneme.cachetier.names import Miss
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.queries import DeleteSession, ForkSession
+from mneme.replicas.queries import ForkSession
 from mneme.replicas.request import PromptUsage, SamplingParams
 from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import FakeStore
-from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine, move_session, run_played
-from tests.replicas.fake_runner import FakeRunner, continuation, lose
+from tests.replicas.connector.played_chunks import MovingSessions, run_played
+from tests.replicas.fake_runner import continuation
 from tests.replicas.fuse.test_blended_logits import SINK, prompt_of
 from tests.replicas.fuse.test_blended_traffic import POOL, blended
 from tests.replicas.schedule.test_engine_policy import make_request, run, tokens_of
@@ -157,28 +156,13 @@ def test_any_turns_and_moves_see_their_whole_context_once(
     turns: list[Any], edge: Any, fault_share: float, step_chunks: int | None, seed: int
 ) -> None:
     """Whatever is lost on the way: the fake runner checks what each row sees, and that exact prompts see exact KV."""
-    chance = random.Random(seed)
-    store = FakeStore(edge=edge, fault=lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None)
-    caches = [PlayedCache(store, 4, step_chunks=step_chunks) for _ in range(2)]
-    runners = [FakeRunner(96, 4, num_host_pages=chance.choice([0, 20])) for _ in range(2)]
-    engines = [
-        make_played_engine(runner, cache, itertools.count().__next__, max_batch_tokens=32)
-        for runner, cache in zip(runners, caches, strict=True)
-    ]
-    home = dict.fromkeys([key for key, *_ in turns], 0)
-    said: dict[Any, list[int]] = {key: [] for key in home}
+    chance, said = random.Random(seed), defaultdict[Any, list[int]](list)
+    moving = MovingSessions(chance, edge, fault_share, 96, of_cache={"step_chunks": step_chunks}, max_batch_tokens=32)
     for number, (key, parts, mode, selector, ratio, num_tokens, moves, num_losses) in enumerate(turns):
-        old = engines[home[key]]
-        home[key] = chance.randrange(2) if moves else home[key]
-        engine, cache = engines[home[key]], caches[home[key]]
-        log = old.sessions.get(key)
-        if moves and log is not None:
-            move_session(key, old, engine, number + 1)
-        for _ in range(num_losses):
-            lose(engine, chance.randrange(100))
+        engine, cache = moving.engine_of(key, moves=moves, version=number + 1, num_losses=num_losses)
         name, content = f"t{number}.0", [POOL[each] if isinstance(each, int) else each for each in parts] + [(1,)]
         options = BlendOptions(mode=mode, selector=selector, ratio=ratio, min_tokens=1)
-        request = blended(name, content, options, num_tokens, salt=key[0], session_id=key[1], append=log is not None)
+        request = blended(name, content, options, num_tokens, salt=key[0], session_id=key[1], append=bool(said[key]))
         if len(said[key]) + len(request.prompt_token_ids) + num_tokens > 150:
             continue
         engine.submit(request)
@@ -195,12 +179,4 @@ def test_any_turns_and_moves_see_their_whole_context_once(
         said[key] += request.prompt_token_ids
         assert tokens_of(events, name) == continuation(said[key], num_tokens, 5)
         said[key] += tokens_of(events, name)
-    for engine, cache in zip(engines, caches, strict=True):
-        cache.play()
-        assert (engine.forest.device.num_in_use, cache.num_open) == (0, 0)
-        for key in home:
-            if engine.sessions.get(key) is not None:
-                answer(engine, DeleteSession(key))
-        engine.forest.clear()
-        assert not engine.forest.kept_roots
-    assert store.num_open == 0
+    moving.check_rest()
