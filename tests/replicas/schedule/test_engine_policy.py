@@ -270,6 +270,18 @@ def test_a_request_larger_than_what_admission_leaves_runs_alone() -> None:
     assert tokens_of(events, "small") == continuation([1] * 8, 4, 5)
 
 
+def test_who_is_suspended_is_the_latest_arrival() -> None:
+    """One arrives every few steps, more than the pool holds: each ends, in the order in which they came."""
+    engine, ended = make_engine(num_pages=12, page_size=4, max_batch_tokens=32), list[str]()
+    for step in range(1_000):
+        if step % 5 == 0 and step < 60:
+            ids = [step // 5 % 5, step // 25, *[3] * 4]
+            engine.submit(make_request(f"r{step // 5}", ids, SamplingParams(temperature=0, max_tokens=20)))
+        ended += [event.request_id for event in engine.step() if event.finish_reason]
+    assert engine.scheduler.num_suspensions
+    assert ended == [f"r{index}" for index in range(12)]
+
+
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_traffic_over_the_pool_starves_nobody(eviction: str) -> None:
     """Turns of twenty sessions and strangers that all want more than there is: each ends, in about its turn."""
