@@ -17,7 +17,7 @@ from mneme.cachetier.sessions.rows import LogRows
 from mneme.replicas.sessions import journal as session_journal
 from mneme.replicas.sessions.journal import DurableSessions, SessionLogWriter
 from mneme.replicas.sessions.token_log import Recalled, TokenLog
-from tests.replicas.sessions.test_durable_turns import until
+from tests.replicas.sessions.test_durable_sessions import until
 
 MODEL = b"letters"
 
