@@ -19,6 +19,7 @@ from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.sequence import StepRows
 
+FLOAT32_TOLERANCE = 2e-4  # of logits, against `transformers`
 _SMALL = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -41,12 +42,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
@@ -132,6 +128,13 @@ def write_checkpoint(name: str, directory: Path, **save_options: Any) -> Any:
     return model
 
 
+def teacher_forced(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Logits that `transformers` would sample each output token from, float32 [output, vocab]."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([prompt + output])).logits[0].float()
+    return logits[len(prompt) - 1 : -1]
+
+
 def decoder_of(
     directory: Path,
     dtype: torch.dtype = torch.float32,
@@ -156,11 +159,7 @@ class RecordingRunner(Runner):
         self._sampling: list[str] = []
 
     def prepare(
-        self,
-        batch: list[StepRows],
-        moves: Moves,
-        saves: Sequence[SaveJob] = (),
-        expected: Expected | None = None,
+        self, batch: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = (), expected: Expected | None = None
     ) -> StepInputs | None:
         self._sampling = [part.sequence.request.request_id for part in batch if part.samples]
         self.num_rows += sum(part.num_rows for part in batch)

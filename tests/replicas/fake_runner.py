@@ -94,11 +94,7 @@ class FakeRunner:
         return [*context[:-1], max(int(self._expected.draws.tokens[source]), 0)]
 
     def prepare(
-        self,
-        batch: list[StepRows],
-        moves: Moves,
-        saves: Sequence[SaveJob] = (),
-        expected: Expected | None = None,
+        self, batch: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = (), expected: Expected | None = None
     ) -> list[StepRows]:
         self._expected = expected
         if self.num_failing_transfers:
@@ -175,7 +171,6 @@ class FakeRunner:
         positions = positions[: len(positions) - part.num_compared]
         assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and part.is_last)
         path = part.sequence.path
-        assert path is not None
         private = {page.ids[0] for page in path.pages if page.positions is not None}
         for position, slot, key_position in zip(positions, slots, part.key_positions.tolist(), strict=False):
             assert position % self.page_size == slot[1] or slot[0] in private
@@ -223,7 +218,6 @@ class FakeRunner:
     def _seen(self, part: StepRows, query_position: int) -> list[tuple[int, Slot]]:
         """What a row sees, in its window: positions in its sequence, and slots."""
         path, first = part.sequence.path, self._first_seen(query_position)
-        assert path is not None
         deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.pages)
         seen = []
         for page_id, mask, delta in zip(path.page_ids, path.masks, deltas, strict=False):
@@ -301,3 +295,16 @@ def continuation(ids: list[int], num_tokens: int, vocab_size: int) -> list[int]:
     for _ in range(num_tokens):
         ids.append(predict(ids, vocab_size))
     return ids[len(ids) - num_tokens :]
+
+
+def lose(engine: Any, index: int) -> None:
+    """Let one of the pages that nobody holds, on the device or on the host, be lost."""
+    forest = engine.forest
+    pages = [page for root in forest.roots.values() for page in root.below_it() if not page.refs]
+    pages = [
+        (page, tier) for page in pages for tier in (forest.device, forest.host) if page.ids[tier.index] is not None
+    ]
+    if pages:
+        page, tier = pages[index % len(pages)]
+        forest.store.drop(page, tier)
+        forest.check()

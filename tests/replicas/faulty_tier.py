@@ -56,19 +56,6 @@ class HookedFiles(FileOperations):
         return super().read(fd, buffers, offset)
 
 
-class SharedStore:
-    """A store that outlives the engines on it."""
-
-    def __init__(self, store: ProcessChunkStore) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def close(self) -> None:
-        pass
-
-
 def config_of(folder: Path, *, host_bytes: int, capacity_bytes: int = CAPACITY_BYTES, **more: Any) -> CacheConfig:
     disk = DiskTierConfig(folder=str(folder), capacity_bytes=capacity_bytes)
     return CacheConfig(chunk_tokens=CHUNK_TOKENS, host_bytes=host_bytes, disk=disk, **more)
@@ -144,7 +131,6 @@ def counters_of(engine: Engine, store: ProcessChunkStore) -> Counter[str]:
 def check_rest(engine: Engine, folder: Path, config: CacheConfig) -> None:
     """Pages, buffers and bytes of an engine that has closed are back where they were."""
     check_engine(engine)
-    assert config.disk is not None
     check_folder(folder, config.disk.capacity_bytes)
 
 
@@ -153,7 +139,6 @@ def check_engine(engine: Engine) -> None:
     engine.forest.check()
     assert (engine.forest.device.num_in_use, engine.in_flight) == (0, {})
     connector = engine.connector
-    assert connector is not None
     assert connector.saver.num_bytes == 0
     deadline_s = time.monotonic() + 60.0  # a question that nobody answers ends by its own limit, behind the request
     while connector.loads.num_open and time.monotonic() < deadline_s:

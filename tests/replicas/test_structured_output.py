@@ -18,16 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import torch
 
 from mneme import LLM, Grammar, SamplingParams
 from mneme.errors import InvalidRequest, Overloaded
-from mneme.replicas.model.draws import SampleRow
-from mneme.replicas.model.sampler import sample
-from mneme.replicas.request import MAX_CHOICES, MAX_GRAMMAR_BYTES, GenerationRequest, TokenEvent
-from mneme.replicas.text.calls.answer_parser import whole_calls
+from mneme.replicas.request import MAX_GRAMMAR_BYTES, GenerationRequest, TokenEvent
 from mneme.replicas.text.grammar import GrammarChecker
 from mneme.replicas.text.matcher import Grammars
 from mneme.replicas.text.tool_calls import Dialect
@@ -61,148 +56,6 @@ def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), **CLOSED}
 
 
-# The kinds of JSONSchemaBench: types, bounds, enums, nesting, references, combinations, formats and patterns.
-SCHEMAS: list[dict[str, Any]] = [
-    {"type": "null"},
-    {"type": "boolean"},
-    INTEGER,
-    {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 10},
-    {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 500},
-    {"type": "number", "minimum": 0.5, "maximum": 2.5},
-    {"type": "number", "minimum": -1, "maximum": 1},
-    STRING,
-    {"type": "string", "minLength": 3, "maxLength": 5},
-    {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
-    {"type": "string", "pattern": "^(red|green)$"},
-    {"type": "string", "format": "date"},
-    {"type": "string", "format": "date-time"},
-    {"type": "string", "format": "time"},
-    {"type": "string", "format": "uuid"},
-    {"type": "string", "format": "ipv4"},
-    {"const": "only"},
-    {"const": {"a": [1, None, True]}},
-    {"enum": ["a", 1, None, 2.5, [1], {"k": "v"}]},
-    {"type": ["integer", "null"], "minimum": 0, "maximum": 9},
-    {"type": "array", "items": INTEGER, "maxItems": 4},
-    {"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 2},
-    {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "maxItems": 2},
-    {"type": "array", "prefixItems": [INTEGER, STRING], "items": False, "minItems": 2},
-    {"type": "array", "items": POINT | CLOSED, "minItems": 1, "maxItems": 2},
-    POINT | CLOSED,
-    _object(name=STRING, age=INTEGER),
-    _object(kind={"enum": ["cat", "dog"]}, tags={"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3}),
-    _object(outer=_object(inner=_object(flag={"type": "boolean"}))),
-    {"type": "object", "properties": {"a": INTEGER, "b": {"type": "boolean"}}, **CLOSED},
-    {"type": "object", "properties": {"a": INTEGER, "b": {"type": "null"}}, "required": ["b"], **CLOSED},
-    {"type": "object", "additionalProperties": INTEGER, "maxProperties": 1},
-    {"type": "object", "patternProperties": {"^k[0-9]$": INTEGER}, "maxProperties": 1, **CLOSED},
-    {"anyOf": [INTEGER, {"type": "boolean"}]},
-    {"anyOf": [_object(a=INTEGER), _object(b={"type": "boolean"})]},
-    {"oneOf": [{"type": "boolean"}, {"type": "null"}]},
-    {"oneOf": [_object(t={"const": "i"}, v=INTEGER), _object(t={"const": "b"}, v={"type": "boolean"})]},
-    {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 7}]},
-    {"$defs": {"n": INTEGER}, "type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 3},
-    TREE,
-    {"$schema": "http://json-schema.org/draft-07/schema#", "title": "T", "description": "d", **_object(id=INTEGER)},
-    _object(empty={"type": "array", "maxItems": 0}, nothing={"type": "object", **CLOSED}),
-    _object(**{'a"b\\': {"type": "boolean"}, "é☃": {"const": "ü🙂"}}),
-    _object(value={"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}]}),
-]
-
-
-# Each keyword at several bounds, alone and as a property, an item and a branch.
-VALUES: list[dict[str, Any]] = [
-    *({"type": "integer", "minimum": low, "maximum": low + size} for low in (-99, -1, 0, 7) for size in (0, 1, 120)),
-    *({"type": "integer", "multipleOf": of, "minimum": 0, "maximum": 40} for of in (2, 3, 7)),
-    *({"type": "number", "minimum": low, "exclusiveMaximum": low + 1} for low in (-2, 0, 0.5)),
-    *({"type": "string", "minLength": low, "maxLength": low + size} for low in (0, 2) for size in (0, 3)),
-    *({"type": "string", "pattern": each} for each in (r"^\d{3}$", "^[a-f]+$|^x$", "^(ab){1,2}$", r"^\w-\w$", "^é?$")),
-    *({"type": "string", "format": each} for each in ("date", "uuid", "ipv4", "duration", "hostname")),
-    *({"const": each} for each in (None, True, 0, -1.5, "é", [], [1, "a"], {"a": {"b": []}})),
-    *({"enum": each} for each in (["a"], ["a", "b", "abc"], [1, 2, 30], [None, False], [[1], {"a": 1}])),
-    *({"type": each} for each in ("null", "boolean", ["boolean", "null"])),
-]
-# As people write them: arguments of functions, messages of APIs, files of settings, resources of a cluster.
-COLOR = {"type": "string", "enum": ["red", "green", "blue"]}
-WRITTEN: list[dict[str, Any]] = [
-    {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "description": "Where", "maxLength": 9},
-            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"},
-        },
-        "required": ["city"],
-        **CLOSED,
-    },
-    _object(to={"type": "array", "items": {"type": "string", "format": "ipv4"}, "minItems": 1, "maxItems": 1}),
-    _object(
-        amount={"type": "number", "minimum": 0, "maximum": 9}, currency={"type": "string", "pattern": "^[A-Z]{3}$"}
-    ),
-    _object(op={"enum": ["eq", "lt", "gt"]}, args={"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 2}),
-    _object(ok={"type": "boolean"}, error={"type": ["string", "null"], "maxLength": 5}),
-    _object(page={"type": "integer", "minimum": 1, "maximum": 99, "default": 1}, size={"enum": [10, 20, 50]}),
-    {
-        "$schema": "http://json-schema.org/draft-04/schema#",
-        "definitions": {"port": {"type": "integer", "minimum": 1, "maximum": 65535}},
-        **_object(listen={"$ref": "#/definitions/port"}, admin={"$ref": "#/definitions/port"}),
-    },
-    {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "$id": "https://example.com/settings.json",
-        "title": "Settings",
-        **_object(
-            level={"enum": ["debug", "info"]}, color=COLOR, paths={"type": "array", "items": STRING, "maxItems": 2}
-        ),
-    },
-    {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$defs": {"labels": {"type": "object", "additionalProperties": {"type": "boolean"}, "maxProperties": 1}},
-        **_object(
-            apiVersion={"const": "v1"},
-            kind={"enum": ["Pod", "Service"]},
-            metadata=_object(
-                name={"type": "string", "pattern": "^[a-z][a-z0-9]{0,5}$"}, labels={"$ref": "#/$defs/labels"}
-            ),
-        ),
-    },
-    _object(
-        containers={
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 1,
-            "items": _object(image=STRING, ports={"type": "array", "items": INTEGER, "maxItems": 1}),
-        }
-    ),
-    _object(event={"oneOf": [_object(type={"const": "click"}, x=INTEGER), _object(type={"const": "key"}, k=COLOR)]}),
-    _object(at={"type": "string", "format": "date-time"}, by=_object(id={"type": "string", "format": "uuid"})),
-    _object(matrix={"type": "array", "items": {"type": "array", "items": INTEGER, "maxItems": 1}, "maxItems": 2}),
-    {
-        "allOf": [
-            {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
-            CLOSED | {"properties": {"a": {}}},
-        ]
-    },
-    {
-        "type": "object",
-        "properties": {"n": {"anyOf": [{"type": "null"}, COLOR]}},
-        "required": ["n"],
-        "minProperties": 1,
-    },
-    _object(
-        answer={"type": "string", "minLength": 1, "maxLength": 20}, sure={"type": "number", "minimum": 0, "maximum": 1}
-    ),
-    _object(**{"x-id": INTEGER, "a.b": {"type": "boolean"}, "$c": {"type": "null"}}),
-]
-SCHEMAS += [
-    *WRITTEN,
-    *VALUES,
-    *(_object(v=each) for each in VALUES),
-    *({"type": "array", "items": each, "minItems": 1, "maxItems": 2} for each in VALUES),
-    *({"anyOf": [each, {"type": "null"}]} for each in VALUES[::3]),
-]
-SCHEMAS = [json.loads(text) for text in dict.fromkeys(map(json.dumps, SCHEMAS))]
-
-
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM("mneme-tiny", dtype="float32")
@@ -223,60 +76,22 @@ def _answers(llm: LLM, grammar: Grammar, **how: Any) -> list[tuple[str, str]]:
     return [(each.text, each.finish_reason) for each in llm.generate("Say: ", params)[0].outputs]
 
 
-def test_every_finished_answer_is_valid_under_its_schema(llm: LLM) -> None:
-    # Blanks are made unlikely: a model that is not used to JSON would spend its tokens on them.
-    blanks = [i for i in range(llm.tokenizer.vocab_size) if not llm.tokenizer.token_text(i).strip()]
-    bias = dict.fromkeys(blanks, -100.0)
-    assert len(SCHEMAS) >= 200
-    params = [
-        SamplingParams(grammar=Grammar("json_schema", schema), max_tokens=80, seed=3, logit_bias=bias)
-        for schema in SCHEMAS
-    ]
-    finished = set()
-    for index, output in enumerate(llm.generate(["JSON: "] * len(SCHEMAS), params)):
-        for answer in output.outputs:
-            if answer.finish_reason == "stop":
-                VALIDATOR(SCHEMAS[index], format_checker=VALIDATOR.FORMAT_CHECKER).validate(json.loads(answer.text))
-                finished.add(index)
-    assert len(SCHEMAS) - len(finished) <= 12, [SCHEMAS[i] for i in set(range(len(SCHEMAS))) - finished]
-
-
 @pytest.mark.parametrize(
-    "regex", ["[a-c]{3,5}", "(yes|no) [0-9]{2}", "a{40}", r"\d{4}-\d{2}", "[^a-z]{2}x", "(a|b)*c", "é{1,3}☃"]
+    ("grammar", "pattern"),
+    [
+        *((Grammar("regex", each), each) for each in ("[a-c]{3,5}", "a{40}", "(a|b)*c", "é{1,3}☃", "")),
+        (Grammar("choice", ['a"b\n', "é☃", "\\", "/x/i"]), r'a"b\n|é☃|\\|/x/i'),
+        (Grammar("grammar", 'start: "(" start ")" | "x"'), r"\(*x\)*"),
+    ],
 )
-def test_answers_match_their_regex_as_a_whole(llm: LLM, regex: str) -> None:
-    answers = _answers(llm, Grammar("regex", regex), n=4)
+def test_answers_match_their_grammar_as_a_whole(llm: LLM, grammar: Grammar, pattern: str) -> None:
+    answers = _answers(llm, grammar, n=4)
     assert any(reason == "stop" for _, reason in answers)
-    assert all(re.fullmatch(regex, text) for text, reason in answers if reason == "stop")
+    assert all(re.fullmatch(pattern, text) for text, reason in answers if reason == "stop")
 
 
-def test_formats_that_nobody_defines_bind_nobody(llm: LLM, checker: GrammarChecker) -> None:
-    """Pydantic writes `path` and `password`; what only looks like a format stays."""
-    literal = {"format": "path"}
-    schema: dict[str, Any] = _object(
-        at={"type": "string", "format": "path", "maxLength": 8},
-        format={"const": literal},
-        ids={"type": "array", "items": {"type": "string", "format": "uuid"}, "minItems": 1, "maxItems": 1},
-        any={"anyOf": [{"type": "null"}, {"format": "password", "type": "string", "maxLength": 3}]},
-    )
-    found = _answers(llm, Grammar("json_schema", schema), n=8, max_tokens=300)
-    answers = [json.loads(text) for text, reason in found if reason == "stop"]
-    assert answers
-    for answer in answers:
-        VALIDATOR(schema, format_checker=VALIDATOR.FORMAT_CHECKER).validate(answer)
-        assert answer["format"] == literal
-    tool = Dialect(llm.tokenizer, "hermes").call_grammar({"f": schema}, is_forced=True, is_one=True)
-    assert tool is not None
-    checker.check(tool)
-
-
-def test_choices_and_lark_grammars(llm: LLM) -> None:
-    choices = ['a"b\n', "é☃", "\\", "/x/i"]
-    answers = _answers(llm, Grammar("choice", choices), n=8)
-    assert all(text in choices and reason == "stop" for text, reason in answers)
-    assert len(set(answers)) > 1
-    nested = Grammar("grammar", 'start: "(" start ")" | "x"')
-    assert all(re.fullmatch(r"\(*x\)*", text) for text, reason in _answers(llm, nested, n=3) if reason == "stop")
+def test_a_stop_string_ends_an_answer_inside_its_grammar(llm: LLM) -> None:
+    assert _answers(llm, Grammar("regex", "abcdef"), stop=["cd"]) == [("ab", "stop")]
 
 
 @pytest.mark.parametrize(
@@ -301,35 +116,15 @@ def test_min_tokens_put_off_an_end_that_is_not_forced(llm: LLM) -> None:
     assert len(llm.generate("x", params)[0].outputs[0].token_ids) > 10
 
 
-def test_a_grammar_of_the_empty_text_ends_at_once(llm: LLM) -> None:
-    assert _answers(llm, Grammar("regex", ""), min_tokens=5) == [("", "stop")]
-
-
-def test_a_stop_string_ends_an_answer_inside_its_grammar(llm: LLM) -> None:
-    assert _answers(llm, Grammar("regex", "abcdef"), stop=["cd"]) == [("ab", "stop")]
-
-
 def test_logprobs_are_those_of_the_model_before_the_mask(llm: LLM) -> None:
     def first(**grammar: Any) -> Any:
         params = SamplingParams(max_tokens=1, logprobs=3, seed=0, **grammar)
         logprobs = llm.generate("The server", params)[0].outputs[0].logprobs
-        assert logprobs is not None
         return logprobs[0]
 
     masked, free = first(grammar=Grammar("regex", "☃")), first()
     assert [token_id for token_id, _ in masked.top] == [token_id for token_id, _ in free.top]
     assert masked.logprob < free.top[2][1]
-
-
-def test_each_turn_of_a_session_has_a_grammar_of_its_own(llm: LLM) -> None:
-    messages: list[dict[str, str]] = []
-    for regex in ("[a-c]{4}", "[0-9]{3}", None, "(yes|no)"):
-        messages.append({"role": "user", "content": "Go on."})
-        grammar = None if regex is None else Grammar("regex", regex)
-        params = SamplingParams(grammar=grammar, max_tokens=8, seed=2)
-        answer = llm.chat(messages, params, session_id="turns").outputs[0]
-        assert regex is None or (re.fullmatch(regex, answer.text) and answer.finish_reason == "stop")
-        messages.append({"role": "assistant", "content": answer.text})
 
 
 def _run(llm: LLM, requests: Sequence[GenerationRequest]) -> dict[str, list[TokenEvent]]:
@@ -370,34 +165,6 @@ def test_a_moved_request_goes_on_where_its_grammar_was(llm: LLM) -> None:
         assert rest[-1].finish_reason == events[-1].finish_reason
 
 
-def test_a_matcher_made_anew_from_the_ids_has_the_same_mask(llm: LLM, grammars: Grammars) -> None:
-    grammar = Grammar("json_object")
-    followed = grammars.matcher(grammar, [])
-    ids = llm.tokenizer.encode('{"name": [1, {"a": null}], "é": "x"}', add_special_tokens=False)
-    for count, token_id in enumerate(ids, 1):
-        followed.push(token_id)
-        anew = grammars.matcher(grammar, ids[:count])
-        assert np.array_equal(followed.mask(()), anew.mask(()))
-    end = llm.tokenizer.eos_token_ids[0]
-    assert followed.is_over or followed.mask(())[end >> 5] >> (end & 31) & 1
-
-
-def test_rows_without_a_grammar_are_the_same_to_the_bit_beside_one(llm: LLM) -> None:
-    plain = _request("plain", llm, logprobs=3)
-    beside = _request("beside", llm, grammar=Grammar("json_object"))
-    alone = sample_rows([plain.sampling], None)
-    assert sample_rows([plain.sampling, beside.sampling], np.array([1 << 4, 0], np.int32))[:1] == alone
-    again = replace(plain, request_id="again")
-    assert _ids(_run(llm, [plain])["plain"]) == _ids(_run(llm, [again, beside])["again"])
-
-
-def sample_rows(params: list[SamplingParams], mask: Any) -> list[Any]:
-    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)).repeat(len(params), 1)
-    sampled = sample(logits, [SampleRow(p, 5, 0, 0, mask=mask if p.grammar else None) for p in params]).wait()
-    assert all(each.token_id == 4 for each, p in zip(sampled, params, strict=True) if p.grammar)  # none beyond the mask
-    return list(sampled)
-
-
 def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: LLM) -> None:
     llm.engine.submit(_request("aborted", llm, grammar=Grammar("regex", "[a-z]{100}")))
     llm.engine.step()
@@ -409,7 +176,6 @@ def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: L
         llm.engine.submit(request)
     sequence = next(each for each in llm.engine.scheduler.waiting if each.request.request_id == "broken")
     matcher = sequence.drawing.matcher
-    assert matcher is not None
     matcher.push(llm.tokenizer.encode("9", add_special_tokens=False)[-1])  # not allowed here
     ends = {}
     while llm.engine.has_work:
@@ -423,12 +189,6 @@ def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: L
 @pytest.mark.parametrize(
     ("kind", "text", "named"),
     [
-        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ("json_schema", {"not": {"pattern": "a"}}, "not"),
-        ("json_schema", {"if": {"pattern": "a"}, "then": {"minLength": 3}}, "if"),
-        ("json_schema", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
-        ("json_schema", {"type": "string", "format": "uri-reference"}, "uri-reference"),
-        ("json_schema", {"$ref": "https://example.com/schema"}, "example.com"),
         ("json_schema", {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
         ("json_schema", "{", "is not JSON"),
         ("regex", "a(?=b)", "look-around"),
@@ -470,18 +230,13 @@ def test_grammars_that_are_none_are_refused(kind: Any, text: Any, rule: str) -> 
     ("kind", "text"),
     [
         ("regex", "((a|b|ab)*c){1,3000}x(.*y){50}"),
-        ("regex", ".*a.{2000}"),
         ("regex", "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"),
-        ("regex", "(" * 30_000 + "a" + ")" * 30_000),
         ("grammar", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
         ("grammar", 'start: start start | "x" | start start start'),
         ("json_schema", {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(4000)}}),
         ("json_schema", {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}}),
-        ("json_schema", {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(1, 20)]}),
         ("json_schema", ALL_LETTERS),
-        ("grammar", f"start: T\nT: {' & '.join(f'/.*{letter}.*/' for letter in string.ascii_lowercase)}"),
         ("grammar", f"start: T\nT: ~({' | '.join(f'/.*{letter}.{{9}}/' for letter in string.ascii_lowercase)})"),
-        ("json_schema", {"type": "integer", "multipleOf": 50021}),  # 0.2 s, and 25 MB that would be kept
         ("json_schema", {"type": "integer", "multipleOf": 999983}),
         ("json_schema", {"allOf": [{"type": "integer", "multipleOf": each} for each in (7, 11, 13, 17, 19, 23)]}),
     ],
@@ -559,7 +314,6 @@ def _children(parent: int, name: str = "") -> list[int]:
     [
         "start: /a+/ start",
         'start: "zq" x | "b"\nx: /a+/ x',
-        'start: /a+/{1000000} "b"',
         'start: /a+/ start\n%llguidance {"no_forcing": false}',
         "start: %lark { start: /a+/ start\n }",
     ],
@@ -584,19 +338,6 @@ def test_a_grammar_whose_tokens_take_long_ends_its_request_once_it_has_spent_its
             matcher.mask(())
             matcher.push(token_id)
         assert ("too complex" in str(matcher.error)) == is_refused
-
-
-def test_many_choices_follow_a_usual_schema(llm: LLM) -> None:
-    grammar = Grammar("json_schema", _object(name={"type": "string"}, age={"type": "integer"}))
-    answers = _answers(llm, grammar, n=MAX_CHOICES, max_tokens=12)
-    assert len(answers) == MAX_CHOICES
-    assert {reason for _, reason in answers} <= {"stop", "length"}
-
-
-def test_an_object_of_too_many_properties_is_refused(grammars: Grammars) -> None:
-    schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(4000)}}
-    with pytest.raises(InvalidRequest, match="too big"):
-        grammars.check(Grammar("json_schema", schema))
 
 
 def test_as_many_properties_as_the_docs_say_are_taken(llm: LLM, grammars: Grammars) -> None:
@@ -663,16 +404,6 @@ def test_what_names_cannot_be_held_to_is_refused(
 
 def test_names_that_are_required_may_be_counted(grammars: Grammars) -> None:
     grammars.check(Grammar("json_schema", POINT | {"minProperties": 3}))
-
-
-def test_references_that_go_round_are_refused(llm: LLM, grammars: Grammars) -> None:
-    defs = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
-    round_trip = {**defs, **_object(x={"$ref": "#/$defs/a"})}
-    for schema in ({"$ref": "#"}, round_trip):
-        with pytest.raises(InvalidRequest, match="no answer can be valid"):
-            grammars.check(Grammar("json_schema", schema))
-    with pytest.raises(InvalidRequest, match="no answer can be valid"):
-        Dialect(llm.tokenizer, "hermes").call_grammar({"f": round_trip}, is_forced=True, is_one=True)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -754,48 +485,6 @@ def test_arguments_are_closed_only_where_one_schema_says_all_of_an_object(
             if matcher.error is None:
                 matcher.push(token_id)
         assert (matcher.error is None) == is_taken
-
-
-@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "none"])
-def test_forced_calls_are_valid_whatever_is_drawn(llm: LLM, family: str) -> None:
-    schema_by_name = {
-        "at": POINT | CLOSED,
-        "set": _object(kind={"enum": ["a", "b"]}, items={"type": "array", "items": INTEGER}),
-    }
-    dialect = Dialect(llm.tokenizer, family)
-    for is_one in (True, False):
-        grammar = dialect.call_grammar(schema_by_name, is_forced=True, is_one=is_one)
-        params = SamplingParams(grammar=grammar, max_tokens=160, n=24, seed=11)
-        num_finished = 0
-        for output in llm.generate("Call: ", params)[0].outputs:
-            parser = dialect.parser(schema_by_name, is_forced=True)
-            assert parser is not None
-            said = parser.push(output.text, is_last=True)
-            calls = whole_calls(said.calls)
-            is_finished = output.finish_reason == "stop"  # else the last call is cut off: this model goes on and on
-            if is_finished:
-                num_finished += 1
-                assert not said.content
-                assert len(calls) == 1 if is_one else calls
-            for call in calls if is_finished else calls[:-1]:
-                jsonschema.validate(json.loads(call.arguments), schema_by_name[call.name])
-        assert num_finished >= 12 or not is_one
-
-
-def test_a_grammar_may_begin_at_a_token(llm: LLM) -> None:
-    (opening,) = llm.tokenizer.encode(" the", add_special_tokens=False)
-    params = SamplingParams(max_tokens=200, n=16, seed=5, ignore_eos=True)
-    num_begun = 0
-    for output in llm.generate("Say: ", replace(params, grammar=Grammar("regex", "[0-9]{3}", after=opening)))[
-        0
-    ].outputs:
-        if opening in output.token_ids:
-            end = output.token_ids.index(opening) + 1
-            assert re.fullmatch("[0-9]{3}", llm.tokenizer.decode(output.token_ids[end:], skip_special_tokens=True))
-            num_begun += end > 1
-        else:
-            assert output.finish_reason == "length"
-    assert num_begun > 2
 
 
 def test_a_matcher_behind_emitted_tokens_knows_whether_it_has_begun(llm: LLM, grammars: Grammars) -> None:

@@ -53,9 +53,6 @@ def test_what_attention_looked_at_stays_beside_the_recent_half() -> None:
     assert plan(256, 256, ratio=0.75, keep="important") == [(192, 256)]  # nobody knows what matters
     assert plan(40, 40, ratio=0.5, keep="important", important=[1.0] * 40) == [(20, 40)]  # too little for a run
     assert plan(256, 256, ratio=0.75, keep="important", important=[math.nan] * 256) == [(192, 256)]
-
-
-def test_a_mass_for_each_token_is_needed() -> None:
     with pytest.raises(ValueError, match="3 attention masses for 10 tokens"):
         plan(10, 10, keep="important", important=[1.0] * 3)
 
@@ -129,15 +126,8 @@ def test_no_run_that_went_has_more_mass_than_one_that_stays(window: int, seed: i
 @pytest.mark.parametrize(
     ("given", "field"),
     [
-        ({"ratio": 0}, "ratio"),
-        ({"ratio": 1}, "ratio"),
-        ({"ratio": math.nan}, "ratio"),
-        ({"ratio": True}, "ratio"),
-        ({"ratio": "0.5"}, "ratio"),
-        ({"ratio": -0.5}, "ratio"),
-        ({"keep_first": -1}, "keep_first"),
-        ({"keep_first": 1.0}, "keep_first"),
-        ({"keep_first": True}, "keep_first"),
+        *(({"ratio": each}, "ratio") for each in (0, 1, math.nan, True, "0.5", -0.5)),
+        *(({"keep_first": each}, "keep_first") for each in (-1, 1.0, True)),
         ({"keep": "oldest"}, "keep"),
         ({"strategy": "auto"}, "strategy"),
     ],

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mneme import LLM, SamplingParams
-from mneme.replicas.request import Grammar
 from tests.kernels.cases import needs_native
 from tests.kernels.native.native_variants import use_library
 
@@ -39,12 +38,6 @@ def of_params(**params: Any) -> Callable[[Path], list[object]]:
     return answers
 
 
-def grammar(_: Path) -> list[object]:
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=40, grammar=Grammar("regex", "[a-f]{3}-[0-9]{2}"))
-    with make_llm() as llm:
-        return [llm.generate("The code is", params)[0].outputs[0].text]
-
-
 def turns(_: Path) -> list[object]:
     """Three turns of a session that outgrows its context: keys are used at other places than their own."""
     found: list[object] = []
@@ -55,19 +48,6 @@ def turns(_: Path) -> list[object]:
             (out,) = llm.generate([ids], GREEDY, session_ids=["s"], truncation=truncation)
             ids = [*ids, *out.outputs[0].token_ids, *ids[:20]]
             found.append((out.outputs[0].token_ids, out.metrics.cached_tokens))
-    return found
-
-
-def documents(_: Path) -> list[object]:
-    """Blended in another order: some tokens are computed again, those whose KV deviates most."""
-    texts = [f"Report {number}: " + sentence * 6 for number, sentence in enumerate(("It rains. ", "The sun shines. "))]
-    blend = {"mode": "selective", "selector": "hkvd", "min_tokens": 1, "ratio": 0.3}
-    found: list[object] = []
-    with make_llm() as llm:
-        for order in (1, -1):
-            question = [{"role": "user", "content": "How is the weather?"}]
-            out = llm.chat(question, GREEDY, documents=texts[::order], blend=blend)
-            found.append((out.outputs[0].token_ids, out.metrics.blend))
     return found
 
 
@@ -94,9 +74,7 @@ ANSWERS: dict[str, Callable[[Path], list[object]]] = {
     "whole draws": of_params(temperature=0.9),
     "truncated draws": of_params(temperature=0.9, top_p=0.9, top_k=40, min_p=0.01),
     "penalties": of_params(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, logit_bias={400: 2.0}),
-    "grammar": grammar,
     "turns": turns,
-    "documents": documents,
     "host tier": host_tier,
     "cache tier": cache_tier,
 }

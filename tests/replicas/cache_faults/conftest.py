@@ -9,7 +9,6 @@ import pytest
 from mneme.cachetier.node import folder
 from mneme.replicas.model.decoder import Decoder
 from tests.replicas.cache_faults.saved_turn import NextTurn, Saved, save_turn
-from tests.replicas.tiered_engine import load_decoder
 
 NUM_FOLDERS = 4  # or most of the time would go into making, listing and removing 256 of them
 
@@ -17,11 +16,6 @@ NUM_FOLDERS = 4  # or most of the time would go into making, listing and removin
 @pytest.fixture(autouse=True)
 def few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "NUM_FOLDERS", NUM_FOLDERS)
-
-
-@pytest.fixture(scope="session")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_decoder("llama-3", tmp_path_factory.mktemp("llama-3"))
 
 
 @pytest.fixture(scope="session")

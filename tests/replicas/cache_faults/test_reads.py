@@ -14,14 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.node.sources import ProcessChunkStore
-from mneme.errors import ConfigError
 from mneme.replicas.model.decoder import Decoder
 from tests.budget import examples
-from tests.cachetier.nodes import Clock, RefusingMemory
+from tests.cachetier.nodes import RefusingMemory
 from tests.replicas.cache_faults.saved_turn import NextTurn, Saved
 from tests.replicas.chunk_stores import SlowRows
-from tests.replicas.faulty_tier import NUM_NEW, WAIT_S, HookedFiles, ask, check_folder, config_of, faults_in
+from tests.replicas.faulty_tier import NUM_NEW, WAIT_S, HookedFiles, ask, check_folder, faults_in
 from tests.replicas.tiered_engine import draw, full_prefill
 
 PAGE = 4096
@@ -35,14 +33,14 @@ def test_without_a_fault_all_is_loaded(next_turn: NextTurn) -> None:
     assert not any(count for name, count in found.counters.items() if name.startswith("given_up"))
 
 
-def boundaries(content: bytes) -> list[int]:
-    return list(range(0, len(content), PAGE))
-
-
-def check_truncations(next_turn: NextTurn, lengths: list[int]) -> None:
+@pytest.mark.at_length
+@pytest.mark.timeout(1800)
+def test_a_file_is_truncated(next_turn: NextTurn) -> None:
     """Before the engine looks for it; then while it is read, which may be behind what was cut off."""
     path = next_turn.paths[1]
-    for length in lengths:
+    boundaries = range(0, path.stat().st_size, PAGE)
+    assert len(boundaries) > 10
+    for length in [0, PAGE, *random.Random(1).sample(boundaries, examples(2, at_length=len(boundaries)))]:
         next_turn.saved.put_into(next_turn.folder)
         found = next_turn.ask_and_miss("misses", when_open=lambda: os.truncate(path, length))  # noqa: B023
         assert found.cached["turn"] <= 64
@@ -52,21 +50,12 @@ def check_truncations(next_turn: NextTurn, lengths: list[int]) -> None:
         next_turn.ask_and_miss("misses", "disk_miss_short", files=files)
 
 
-def test_a_file_is_truncated(next_turn: NextTurn) -> None:
-    lengths = boundaries(next_turn.paths[1].read_bytes())
-    check_truncations(next_turn, [lengths[0], lengths[1], lengths[5], lengths[-1]])
-
-
-@pytest.mark.slow
-def test_a_file_is_truncated_at_every_boundary(next_turn: NextTurn) -> None:
-    lengths = boundaries(next_turn.paths[1].read_bytes())
-    assert len(lengths) > 10
-    check_truncations(next_turn, lengths)
-
-
-def check_flips(next_turn: NextTurn, num_flips: int, seed: int) -> None:
-    """A flipped bit that is part of what is used is found; others, in Arrow's own tables and gaps, do not matter."""
-    chance, num_misses = random.Random(seed), 0
+@pytest.mark.at_length
+@pytest.mark.timeout(1800)
+def test_a_bit_is_flipped(next_turn: NextTurn) -> None:
+    """A bit of what is used is found; others, in Arrow's own tables and gaps, do not matter."""
+    num_flips = examples(12, at_length=120)
+    chance, num_misses = random.Random(num_flips), 0
     for _ in range(num_flips):
         next_turn.saved.put_into(next_turn.folder)
         path = chance.choice(next_turn.paths)
@@ -79,16 +68,6 @@ def check_flips(next_turn: NextTurn, num_flips: int, seed: int) -> None:
         assert is_missed == (found.counters["misses"] > 0), (path, bit)
         num_misses += is_missed
     assert num_misses > num_flips // 2
-
-
-def test_a_bit_is_flipped(next_turn: NextTurn) -> None:
-    check_flips(next_turn, 12, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_bit_is_flipped_at_any_of_many_places(next_turn: NextTurn) -> None:
-    check_flips(next_turn, examples(120, at_length=120), 2)
 
 
 def test_a_file_is_deleted_before_it_is_opened(next_turn: NextTurn) -> None:
@@ -121,31 +100,6 @@ def test_a_disk_hangs(next_turn: NextTurn) -> None:
     assert found.counters["disk_miss_busy"] == found.counters["misses"] == 0  # nobody knows that it is faulty
 
 
-def test_a_slow_disk_is_given_up_and_left_alone(decoder: Decoder, saved: Saved, tmp_path: Path) -> None:
-    """30 KB/s, where computing the prompt takes 0.9 s; the next prompt does not try it."""
-    paths, files, read = saved.put_into(tmp_path), HookedFiles(), []
-    sizes = {str(path): path.stat().st_size for path in paths}
-
-    def throttled(name: str, offset: int) -> None:
-        read.append(name)
-        time.sleep(sizes[name] / 3 / 3e4 if offset else 0)
-
-    files.on_read = throttled
-    prompts = {"turn": saved.turn, "other": [*saved.turn[:150], 7, 7]}
-    other = full_prefill(decoder, prompts["other"], NUM_NEW)[0]
-    num_read = []
-    found = ask(
-        decoder, tmp_path, {"turn": saved.turn}, is_reader=True, files=files, costs=SlowRows(4e-3, step_s=0.05),
-        before_close=lambda: num_read.append(len(read)),
-    )  # fmt: skip
-    assert (found.tokens["turn"], found.cached["turn"]) == (saved.answer, 0)
-    assert num_read[0] > 0
-    assert found.counters["given_up_waiting"] + found.counters["given_up_loading"] == 1
-    found = ask(decoder, tmp_path, prompts, is_reader=True, files=files, costs=SlowRows(4e-3, step_s=0.05))
-    assert found.tokens == {"turn": saved.answer, "other": other}
-    assert found.counters["given_up_waiting"] + found.counters["given_up_loading"] == 1  # of two prompts
-
-
 def test_no_memory_for_what_is_read(next_turn: NextTurn) -> None:
     files = HookedFiles()
 
@@ -172,16 +126,6 @@ def test_host_memory_refuses(decoder: Decoder, saved: Saved, tmp_path: Path) -> 
     assert found.counters["host_bytes"] == 0
 
 
-def test_a_folder_is_one_tiers_alone(decoder: Decoder, next_turn: NextTurn) -> None:
-    config = config_of(next_turn.folder, host_bytes=0)
-
-    def second() -> None:
-        with pytest.raises(ConfigError, match="in use by another cluster"):
-            ProcessChunkStore(config)
-
-    assert next_turn.ask(when_open=second).cached["turn"] == next_turn.saved.num_history
-
-
 @pytest.mark.parametrize("years", [-30, 30])
 def test_the_wall_clock_jumps_while_the_tier_is_down(next_turn: NextTurn, years: int) -> None:
     """Files are as old as the newest of them says: nothing is lost under a TTL of 100 s."""
@@ -191,21 +135,6 @@ def test_the_wall_clock_jumps_while_the_tier_is_down(next_turn: NextTurn, years:
     found = next_turn.ask(ttl_s=100.0)
     assert found.cached["turn"] == next_turn.saved.num_history
     assert found.counters["disk_expired"] == 0
-
-
-def test_a_clock_that_leaps_over_the_ttl_expires_chunks_and_no_token_changes(next_turn: NextTurn) -> None:
-    """As after a suspension of the machine; in the middle of a load, which goes on from the file that it has open."""
-    clock, files = Clock(), HookedFiles()
-
-    def leap(name: str, offset: int) -> None:
-        clock.now_s += 1000 if offset else 0
-
-    files.on_read = leap
-    next_turn.ask(files=files, clock=clock, ttl_s=100.0)
-    clock.now_s += 1000
-    next_turn.saved.put_into(next_turn.folder)
-    found = next_turn.ask(clock=Clock(clock.now_s), ttl_s=100.0)
-    assert found.cached["turn"] == next_turn.saved.num_history
 
 
 def test_what_is_left_after_faults_is_sound(next_turn: NextTurn) -> None:

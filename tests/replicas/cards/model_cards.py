@@ -1,4 +1,4 @@
-"""Twenty-three checkpoints of the families that are served, as their cards publicly describe them, with tiny weights.
+"""Thirteen checkpoints of the families that are served, as their cards publicly describe them, with tiny weights.
 
 What matters to who loads them is as published: which files there are and in which spelling, kinds of tokenizers, names
 and places of special tokens, where chat templates stand, rotary scaling, ends of answers, and how to sample. Sizes are
@@ -42,10 +42,6 @@ _INST = (  # Llama 2: the system prompt stands in the first user's turn
     "{% for message in rest %}{% if message['role'] == 'user' %}"
     "{{ bos_token + '[INST] ' + (said if loop.first else '') + message['content'] | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-_ZEPHYR = (
-    "{% for message in messages %}\n{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token }}\n"
-    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
 )
 _MISTRAL_7 = (
     "{{- bos_token }}{%- for message in messages %}{%- if message['role'] == 'system' %}"
@@ -154,14 +150,6 @@ CARDS: dict[str, Card] = {
         *("llama-3", _LLAMA_3_TOKENS, _llama_3(8.0), _LLAMA_3_NAMES, _LLAMA_3_ENDS),
         *({_IN_CONFIG: LLAMA_3}, _LLAMA_3_SAMPLING, True, 3),
     ),
-    "Llama-3.2-1B-Instruct": Card(
-        *("llama-3", _LLAMA_3_TOKENS, _llama_3(32.0, tie_word_embeddings=True, head_dim=16), _LLAMA_3_NAMES),
-        *(_LLAMA_3_ENDS, {_IN_CONFIG: LLAMA_3}, _LLAMA_3_SAMPLING, True),
-    ),
-    "Llama-3-8B-Instruct": Card(
-        *("llama-3", _LLAMA_3_TOKENS, _llama_3(1.0, rope_scaling=None, max_position_embeddings=8192), _LLAMA_3_NAMES),
-        *(("<|end_of_text|>", "<|eot_id|>"), {_IN_CONFIG: LLAMA_3}, {**_LLAMA_3_SAMPLING, "max_length": 4096}),
-    ),
     "Llama-3.1-8B, saved by transformers 5": Card(
         "llama-3",
         _LLAMA_3_TOKENS,
@@ -205,19 +193,6 @@ CARDS: dict[str, Card] = {
         {"temperature": 0.9, "top_p": 0.6, "max_length": 4096},
         has_map=True,
     ),
-    "TinyLlama-1.1B-Chat-v1.0": Card(
-        *("pieces", "", {"model_type": "llama", "max_position_embeddings": 2048, "torch_dtype": "bfloat16"}),
-        *(_LLAMA_NAMES, ("</s>",), {_IN_CONFIG: _ZEPHYR}, {"max_length": 2048}, True),
-    ),
-    "Yi-1.5-9B-Chat": Card(
-        "pieces",
-        "<|im_start|> <|im_end|>",
-        {"model_type": "llama", "max_position_embeddings": 4096, "rope_theta": 5e6, "torch_dtype": "bfloat16"},
-        {**_LLAMA, **_PIECES, "legacy": True, "add_bos_token": False, "eos_token": "<|im_end|>"},
-        ("<|im_end|>",),
-        {_IN_CONFIG: _CHATML},
-        {"do_sample": True, "temperature": 0.3, "top_k": 50, "top_p": 0.7, "max_new_tokens": 2048},
-    ),
     "SmolLM2-1.7B-Instruct": Card(
         "digits",
         "<|endoftext|> <|im_start|> <|im_end|> <repo_name>",
@@ -235,10 +210,6 @@ CARDS: dict[str, Card] = {
         {"transformers_version": "4.42.3"},
         in_config=True,
     ),
-    "DeepSeek-R1-Distill-Llama-8B": Card(
-        *("llama-3-r1", f"{_R1_TOKENS} <|eot_id|>", _llama_3(8.0), _R1_NAMES, _R1_END),
-        *({_IN_CONFIG: _R1}, _R1_SAMPLING, True, 2),
-    ),
     "DeepSeek-R1-Distill-Qwen-7B": Card(
         *("qwen-r1", _R1_TOKENS, _qwen("qwen2", rope_theta=10_000, use_mrope=False), _R1_NAMES, _R1_END),
         *({_IN_CONFIG: _R1}, _R1_SAMPLING, True, 2),
@@ -246,20 +217,6 @@ CARDS: dict[str, Card] = {
     "Qwen2.5-7B-Instruct": Card(
         *("qwen", _QWEN_TOKENS, _qwen("qwen2"), _QWEN_NAMES, _QWEN_ENDS, {_IN_CONFIG: QWEN_2_5}),
         *({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}, False, 4),
-    ),
-    "Qwen2.5-0.5B": Card(
-        *("qwen", _QWEN_TOKENS, _qwen("qwen2", tie_word_embeddings=True)),
-        *({**_QWEN_NAMES, "eos_token": "<|endoftext|>"}, ("<|endoftext|>",), {_IN_CONFIG: QWEN_2_5}),
-        {"do_sample": False, "max_new_tokens": 2048},
-    ),
-    "QwQ-32B": Card(
-        *("qwen", f"{_QWEN_TOKENS} <think> </think>", _qwen("qwen2", max_position_embeddings=40_960), _QWEN_NAMES),
-        *(_QWEN_ENDS, {_IN_CONFIG: QWEN_3}),
-        {"temperature": 0.6, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.0},
-    ),
-    "Qwen3-8B": Card(
-        *("qwen", f"{_QWEN_TOKENS} <think> </think>", _qwen("qwen3", head_dim=32, attention_bias=False), _QWEN_NAMES),
-        *(_QWEN_ENDS, {_IN_CONFIG: QWEN_3}, _QWEN_3_SAMPLING, False, 2),
     ),
     "Qwen3-8B, 131k by YaRN": Card(
         "qwen",
@@ -275,17 +232,9 @@ CARDS: dict[str, Card] = {
         {_IN_FILE: QWEN_3},
         _QWEN_3_SAMPLING,
     ),
-    "Qwen3-4B-Instruct-2507": Card(
-        *("qwen", _QWEN_TOKENS, _qwen("qwen3", head_dim=32, tie_word_embeddings=True, rope_theta=5_000_000)),
-        *(_QWEN_NAMES, _QWEN_ENDS, {_IN_FILE: QWEN_2_5}, {**_QWEN_3_SAMPLING, "temperature": 0.7, "top_p": 0.8}),
-    ),
     "Mistral-7B-Instruct-v0.1": Card(
         *("pieces", "", _mistral(rope_theta=10_000.0, sliding_window=4096), {**_LLAMA_NAMES, "legacy": True}),
         *(("</s>",), {_IN_CONFIG: _INST}, {"transformers_version": "4.34.0"}, True, 2),
-    ),
-    "Mistral-7B-Instruct-v0.3": Card(
-        *("pieces", _MISTRAL_TOKENS, _mistral(), _LLAMA_NAMES, ("</s>",)),
-        *({_IN_CONFIG: [{"name": "default", "template": MISTRAL_V3}]}, {"transformers_version": "4.42"}, True, 3),
     ),
     "Mistral-Nemo-Instruct-2407": Card(
         *("tekken", f"<unk> <s> </s> {_MISTRAL_TOKENS}", _mistral(head_dim=24, max_position_embeddings=131_072)),

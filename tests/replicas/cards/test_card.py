@@ -11,7 +11,6 @@ import pytest
 
 from mneme.errors import CheckpointError, InvalidRequest
 from mneme.replicas.card import sampling_defaults, shard_paths
-from mneme.replicas.config import EMBEDDED_MODEL
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import SamplingParams, Weighing
 
@@ -52,10 +51,6 @@ def test_a_value_out_of_range_is_named_with_the_way_around_it(
     assert sampling_defaults(tmp_path, "none") == {}
 
 
-def test_the_embedded_model_says_nothing_of_sampling() -> None:
-    assert sampling_defaults(model_directory(EMBEDDED_MODEL), "auto") == {}
-
-
 def test_what_is_not_given_is_the_models_else_neutral() -> None:
     given = SamplingParams(top_p=0.5, top_k=0)
     assert given.weighing == Weighing(top_p=0.5)
@@ -89,10 +84,8 @@ def test_weights_are_in_one_file_or_in_all_that_an_index_names(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("pytorch_model.bin", "PyTorch's pickles"),
         ("pytorch_model-00001-of-00002.bin", "PyTorch's pickles"),
         ("consolidated.00.pth", "PyTorch's pickles"),
-        ("model.pt", "PyTorch's pickles"),
         ("tf_model.h5", "another framework's"),
     ],
 )

@@ -6,6 +6,7 @@ compared with what it should be.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +28,7 @@ from mneme.replicas.forest.pages import Page
 from mneme.replicas.load import Load, ReadBudget
 from mneme.replicas.request import SessionKey, TokenEvent
 from tests.replicas.chunk_stores import FakeStore, SlowRows
-from tests.replicas.fake_runner import WRONG, Content, FakeRunner, Slot, Slots
+from tests.replicas.fake_runner import WRONG, Content, FakeRunner, Slot, Slots, lose
 
 CHUNK_TOKENS = 8
 LAYOUT = ChunkLayout(num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", chunk_tokens=CHUNK_TOKENS)
@@ -245,10 +246,49 @@ def run_played(engine: Engine, cache: PlayedCache, chance: random.Random) -> lis
     return events
 
 
-def move_session(key: SessionKey, old: Engine, new: Engine, version: int) -> None:
-    """Let a session's log go to another engine, as where its next turn runs there."""
-    log = old.sessions.get(key)
-    assert log is not None
-    state = log.state()
-    assert old.sessions.delete(key, is_elsewhere=True)
-    new.sessions.restore(key, state._replace(version=version), version)
+class MovingSessions:
+    """Two engines over one store that loses chunks; a session's next turn runs where it is, or on the other one."""
+
+    def __init__(
+        self, chance: random.Random, edge: Any, fault_share: float, num_pages: int, *, of_cache: Any, **options: Any
+    ) -> None:
+        self.chance, self.home = chance, dict[SessionKey, int]()
+        max_context = options.pop("max_context", 10_000)
+        lost: Any = lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None  # noqa: E731
+        self.store = FakeStore(edge=edge, fault=lost)
+        self.caches = [PlayedCache(self.store, 4, **of_cache) for _ in range(2)]
+        num_host_pages = chance.choice([0, 20])
+        self.engines = [
+            make_played_engine(
+                FakeRunner(num_pages, 4, max_context=max_context, num_host_pages=num_host_pages),
+                cache,
+                itertools.count().__next__,
+                **options,
+            )
+            for cache in self.caches
+        ]
+
+    def engine_of(self, key: SessionKey, *, moves: bool, version: int, num_losses: int) -> tuple[Engine, PlayedCache]:
+        """Where its next turn runs; before that the session may move, and pages of that engine are lost."""
+        old = self.engines[self.home.setdefault(key, 0)]
+        if moves:
+            self.home[key] = self.chance.randrange(2)
+        engine, log = self.engines[self.home[key]], old.sessions.get(key)
+        if moves and log is not None:
+            state = log.state()
+            assert old.sessions.delete(key, is_elsewhere=True)
+            engine.sessions.restore(key, state._replace(version=version), version)
+        for _ in range(num_losses):
+            lose(engine, self.chance.randrange(100))
+        return engine, self.caches[self.home[key]]
+
+    def check_rest(self) -> None:
+        """Once its sessions are deleted nothing is kept, and nothing is open."""
+        for engine, cache in zip(self.engines, self.caches, strict=True):
+            cache.play()
+            assert (engine.forest.device.num_in_use, cache.num_open) == (0, 0)
+            for key in self.home:
+                engine.sessions.delete(key)
+            engine.forest.clear()
+            assert not engine.forest.kept_roots
+        assert self.store.num_open == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,72 +22,34 @@ from mneme.replicas.truncation import Truncation
 from tests.budget import examples
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine
-from tests.replicas.fake_runner import FakeRunner, continuation
-from tests.replicas.losses import lose
+from tests.replicas.fake_runner import FakeRunner, continuation, lose
+from tests.replicas.schedule.test_engine_policy import make_engine
 
 NUM_STEPS = 40  # in which requests arrive
 TRUNCATIONS = [None, None, None, Truncation(), Truncation(strategy="recompute")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """One request, of one or more choices."""
-
-    step: int
-    engine: int
-    history: int  # which of a few texts it begins with
-    length: int  # how much of that
-    own: list[int]  # and then
-    max_tokens: int
-    salt: str
-    session: str | None
-    num_choices: int
-    abort_after: int | None  # steps
-    truncation: Truncation | None
-
-    @property
-    def ids(self) -> list[int]:
-        chance = random.Random(self.history)
-        return ([chance.randrange(5) for _ in range(40)][: self.length] + self.own) or [0]
-
-
+# One request, of one or more choices.
 arrivals = st.builds(
-    Arrival,
+    SimpleNamespace,
     step=st.integers(0, NUM_STEPS),
     engine=st.integers(0, 1),
-    history=st.integers(0, 1),
-    length=st.integers(0, 40),
-    own=st.lists(st.integers(0, 1), max_size=6),
+    ids=st.builds(  # the beginning of one of a few texts, and then its own
+        lambda history, length, own: [(7 * i + i // (2 + history)) % 5 for i in range(length)] + own or [0],
+        st.integers(0, 1), st.integers(0, 40), st.lists(st.integers(0, 1), max_size=6),
+    ),
     max_tokens=st.integers(1, 12),
     salt=st.sampled_from(["", "", "tenant"]),
     session=st.sampled_from([None, None, "s", "t"]),
     num_choices=st.integers(1, 3),
-    abort_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),
+    abort_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),  # steps
     truncation=st.sampled_from(TRUNCATIONS),
-)
+)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """An engine's, and how its cache tier behaves."""
-
-    num_pages: int
-    page_size: int
-    num_host_pages: int
-    window: int | None
-    max_context: int
-    sharing: bool
-    max_batch_tokens: int
-    edge: str
-    read_buffer_bytes: int
-    step_chunks: int | None  # that one step loads beside others
-    runs_ahead: bool
-    seed: int
-    fault_share: float  # of reads that are misses, of loads that are late, of steps in which something else fails
-
-
+# An engine's pool, and how its cache tier behaves.
 pools = st.builds(
-    Pool,
+    SimpleNamespace,
     num_pages=st.integers(18, 40),
     page_size=st.sampled_from([4, 8]),
     num_host_pages=st.sampled_from([0, 0, 6, 40]),
@@ -95,11 +57,14 @@ pools = st.builds(
     max_context=st.sampled_from([48, 10_000]),
     sharing=st.sampled_from([True, True, True, False]),
     max_batch_tokens=st.integers(16, 64),
+    max_running=st.just(8),
+    eviction=st.just("lru"),
     edge=st.sampled_from(["host", "disk", "peer_host"]),
     read_buffer_bytes=st.sampled_from([0, 300, 1 << 20]),
-    step_chunks=st.sampled_from([None, 1, 2]),
+    step_chunks=st.sampled_from([None, 1, 2]),  # that one step loads beside others
     runs_ahead=st.booleans(),
     seed=st.integers(0, 2**16),
+    # of reads that are misses, of loads that are late, of steps in which something else fails
     fault_share=st.sampled_from([0.0, 0.05, 0.3]),
 )
 
@@ -107,31 +72,23 @@ pools = st.builds(
 @pytest.mark.at_length
 @settings(max_examples=examples(100, at_length=300))
 @given(st.lists(arrivals, min_size=1, max_size=10), pools)
-def test_any_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
+def test_any_traffic_over_a_cache_tier(traffic: list[Any], pool: Any) -> None:
     Play(traffic, pool).run()
 
 
 class Play:
-    """Two engines of one tenant pool over one store."""
+    """Two engines of one tenant pool over one store, or, where the pool has no `edge`, without any."""
 
-    def __init__(self, traffic: list[Arrival], pool: Pool) -> None:
+    def __init__(self, traffic: list[Any], pool: Any) -> None:
         self.traffic, self.pool, self.chance = traffic, pool, random.Random(pool.seed)
         self.store = FakeStore(edge=pool.edge, fault=self._fault)  # type: ignore[arg-type]
-        self.runners = [self._runner() for _ in range(2)]
-        self.caches = [
-            PlayedCache(
-                self.store,
-                pool.page_size,
-                read_buffer_bytes=pool.read_buffer_bytes,
-                step_chunks=pool.step_chunks,
-            )
-            for _ in range(2)
-        ]
+        buffer = {"read_buffer_bytes": pool.read_buffer_bytes, "step_chunks": pool.step_chunks}
+        self.caches = [PlayedCache(self.store, pool.page_size, **buffer) for _ in range(2 if pool.edge else 0)]
         for cache in self.caches:
             cache.loader.is_late = lambda: self._fails()
-        self.engines = [self._engine(runner, cache) for runner, cache in zip(self.runners, self.caches, strict=True)]
+        self.engines = [self._engine(index) for index in range(2)]
         self.events: list[TokenEvent] = []
-        self.expected: dict[str, Arrival] = {}
+        self.expected: dict[str, Any] = {}
         self.num_failed_steps, self.least_capacity = 0, pool.max_context
         self.pins: list[tuple[Engine, Path]] = []
 
@@ -139,10 +96,11 @@ class Play:
         for step in itertools.count():
             for number, arrival in enumerate(self.traffic):
                 self._arrive(f"r{number}", arrival, step)
-            for engine, cache, runner in zip(self.engines, self.caches, self.runners, strict=True):
-                cache.now_s += self.chance.choice([0.1, 1, 1, 20])
-                cache.play(self.chance.choice([0, 1, None]), self.chance.choice([0, 0, 1, None]))
-                self._disturb(engine, runner)
+            for index, engine in enumerate(self.engines):
+                for cache in self.caches[index : index + 1]:
+                    cache.now_s += self.chance.choice([0.1, 1, 1, 20])
+                    cache.play(self.chance.choice([0, 1, None]), self.chance.choice([0, 0, 1, None]))
+                self._disturb(engine)
                 self._step(engine)
                 engine.forest.check()
             if step > NUM_STEPS + 8 and not any(engine.has_work for engine in self.engines):
@@ -152,15 +110,16 @@ class Play:
             assert step < 4_000, "some request never ends"
         self._unpin()
         self._check_answers()
-        for engine, cache in zip(self.engines, self.caches, strict=True):
+        for cache in self.caches:
             cache.play()
-            assert (engine.forest.device.num_in_use, engine.in_flight) == (0, {})
             assert (cache.num_open, cache.cache.stats()["read_buffer_bytes"]) == (0, 0)
+        for engine in self.engines:
+            assert (engine.forest.device.num_in_use, engine.in_flight) == (0, {})
             engine.close()
         assert self.store.num_open == 0
         assert not self.store.waiting
 
-    def _arrive(self, name: str, arrival: Arrival, step: int) -> None:
+    def _arrive(self, name: str, arrival: Any, step: int) -> None:
         engine = self.engines[arrival.engine]
         names = [f"{name}.{choice}" for choice in range(arrival.num_choices)]
         if arrival.step == step:
@@ -171,7 +130,7 @@ class Play:
         if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
             engine.abort(names[0])
 
-    def _request(self, name: str, choice: int, arrival: Arrival) -> GenerationRequest:
+    def _request(self, name: str, choice: int, arrival: Any) -> GenerationRequest:
         return GenerationRequest(
             request_id=name,
             prompt_token_ids=tuple(arrival.ids),
@@ -182,12 +141,12 @@ class Play:
             truncation=self._truncation(arrival),
         )
 
-    def _truncation(self, arrival: Arrival) -> Truncation | None:
+    def _truncation(self, arrival: Any) -> Truncation | None:
         if self.pool.window is not None or (arrival.session is None and arrival.truncation == Truncation()):
             return None
         return arrival.truncation
 
-    def _is_too_long(self, engine: Engine, arrival: Arrival) -> bool:
+    def _is_too_long(self, engine: Engine, arrival: Any) -> bool:
         return len(arrival.ids) + arrival.max_tokens > engine.capacity
 
     def _step(self, engine: Engine) -> None:
@@ -198,14 +157,14 @@ class Play:
             self.num_failed_steps += 1
             self.events += engine.fail_all("the step failed")
 
-    def _disturb(self, engine: Engine, runner: FakeRunner) -> None:
+    def _disturb(self, engine: Engine) -> None:
         """What else may happen between two steps."""
         if self.pool.sharing and self.chance.random() < self.pool.fault_share / 2:
             lose(engine, self.chance.randrange(100))
         if self.chance.random() < self.pool.fault_share / 4:
-            runner.num_failing_transfers = 1
+            engine.runner.num_failing_transfers = 1
         if self.chance.random() < self.pool.fault_share / 20:
-            runner.fail_next = True
+            engine.runner.fail_next = True
         if self.pool.sharing and self.chance.random() < 0.05:
             with contextlib.suppress(PinRefused):
                 self.pins.append((engine, engine.pins.pin_prefix("", self.chance.choice(self.traffic).ids)))
@@ -232,7 +191,7 @@ class Play:
             left = self.pool.max_context - len(arrival.ids) if is_whole else arrival.max_tokens
             assert len(got) == min(arrival.max_tokens, left) or ends[0] in ("abort", "error")
 
-    def _is_truncated(self, arrival: Arrival) -> bool:
+    def _is_truncated(self, arrival: Any) -> bool:
         """Or may have been: a pin leaves less room as long as it lasts."""
         num_tokens = len(arrival.ids) + arrival.max_tokens
         return self._truncation(arrival) is not None and num_tokens > self.least_capacity
@@ -243,18 +202,12 @@ class Play:
     def _fails(self) -> bool:
         return self.chance.random() < self.pool.fault_share
 
-    def _runner(self) -> FakeRunner:
-        pool = self.pool
-        options: dict[str, Any] = {"num_host_pages": pool.num_host_pages, "window": pool.window}
-        options["runs_ahead"] = pool.runs_ahead
-        return FakeRunner(pool.num_pages, pool.page_size, max_context=pool.max_context, **options)
-
-    def _engine(self, runner: FakeRunner, cache: PlayedCache) -> Engine:
-        pool = self.pool
-        return make_played_engine(
-            runner,
-            cache,
-            itertools.count().__next__,
-            max_batch_tokens=pool.max_batch_tokens,
-            prefix_sharing=pool.sharing,
-        )
+    def _engine(self, index: int) -> Engine:
+        pool, clock = self.pool, itertools.count().__next__
+        kind = {"num_host_pages": pool.num_host_pages, "window": pool.window, "runs_ahead": pool.runs_ahead}
+        runner = FakeRunner(pool.num_pages, pool.page_size, max_context=pool.max_context, **kind)
+        options = {name: getattr(pool, name) for name in ("max_batch_tokens", "max_running", "eviction")}
+        options["prefix_sharing"] = pool.sharing
+        if not self.caches:
+            return make_engine(runner=runner, clock=clock, **options)
+        return make_played_engine(runner, self.caches[index], clock, **options)

@@ -124,34 +124,11 @@ def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame
     workers["kv-look"].play()
     clock.now_s += 100.0  # it is not its turn
     assert not load.is_ready(is_alone=False)
-    assert load.plan is not None
     clock.now_s += load.plan.may_wait_s * 1.01
     assert load.is_ready(is_alone=False)
     workers["kv-read"].play()
     assert costs.told == []
     assert loads.num_given_up == {"waiting": 1}
-
-
-@pytest.mark.parametrize("slowness", [1.0, 4.0])
-def test_what_came_of_a_load_that_was_given_up_says_how_fast_its_edge_is(slowness: float) -> None:
-    """The first layer of each of three chunks had come, and one more."""
-    store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
-    size = chain_of(IDS)[0].header.layer_bytes
-    layer_s = costs.edge_s("disk", 2 * size, 2 / NUM_LAYERS) - costs.edge_s("disk", size, 1 / NUM_LAYERS)
-
-    def read(layer: int) -> None:
-        clock.now_s += layer_s * slowness
-        if layer == 1:
-            load_by_name["load"].give_up("waiting")
-            load_by_name["load"].close()
-
-    workers: dict[str, PlayedWorkers] = {}
-    loads = make_loads(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
-    store.before_read = read
-    load_by_name = {"load": begin(loads)}
-    for name in ("kv-look", "kv-read"):
-        workers[name].play()
-    assert costs.told == [("disk", 4 * size, 4 / NUM_LAYERS, pytest.approx(4 * layer_s * slowness))]
 
 
 def test_a_read_that_hangs_when_its_load_is_given_up_counts_with_the_time_it_took() -> None:

@@ -13,8 +13,7 @@ from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.names import Miss
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.stats import engine_stats
-from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.connector.played_chunks import CHUNK_TOKENS, PlayedCache, make_played_engine
@@ -40,6 +39,13 @@ class Played:
     def submit(self, name: str, ids: list[int], num_tokens: int = 3, **more: Any) -> None:
         params = SamplingParams(temperature=0, max_tokens=num_tokens)
         self.engine.submit(GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=params, **more))
+
+    def finish(self, name: str, ids: list[int]) -> PromptUsage:
+        """Let all end; the answer is right, and nothing stays open."""
+        events = run(self.engine)
+        assert tokens_of(events, name) == continuation(ids, 3, 5)
+        self.check_rest()
+        return next(event.usage for event in events if event.request_id == name and event.usage is not None)
 
     def check_rest(self) -> None:
         self.cache.play()
@@ -103,21 +109,21 @@ def test_what_was_found_of_a_prompt_is_not_loaded_once_it_was_cut(store: FakeSto
 LONG_S = 1e6
 
 
-def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: FakeStore) -> None:
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: FakeStore, is_slow: bool) -> None:
+    """These begin when the answer is overdue, or at once if answers take as long as five rows (`is_slow`)."""
     case = Played(store)
+    if is_slow:
+        case.cache.cache.costs.note_lookup(5.5)
     case.submit("a", IDS[:30])
-    assert case.engine.is_blocked
-    case.cache.now_s += LONG_S
+    assert case.engine.is_blocked != is_slow
+    case.cache.now_s += 0 if is_slow else LONG_S
     assert not case.engine.is_blocked
     assert case.engine.step() == []
     assert case.runner.num_rows == CHUNK_TOKENS  # no more: what the store says may be of use behind them
     case.cache.play()
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
-    usage = next(event.usage for event in events if event.usage is not None)
-    assert (usage.host_tokens, usage.cached_tokens) == (24 - CHUNK_TOKENS, 24 - CHUNK_TOKENS)
+    assert case.finish("a", IDS[:30]).host_tokens == 24 - CHUNK_TOKENS
     assert case.cache.cache.stats()["given_up"] == {}
-    case.check_rest()
 
 
 @pytest.mark.parametrize("is_overdue", [False, True])
@@ -126,18 +132,13 @@ def test_one_of_the_prompts_that_wait_for_answers_has_rows_until_these_are_overd
 ) -> None:
     """No step of many first chunks stands between an answer and what it finds."""
     case = Played(store)
-    for name in "abc":
-        case.submit(name, IDS[:30] if name == "a" else IDS[ord(name) - ord("a") :][:30])
+    for index, name in enumerate("abc"):
+        case.submit(name, IDS[index : 30 + index])
     case.cache.now_s += LONG_S if is_overdue else 2 * CHUNK_TOKENS  # a row takes a second; a prompt may be asked for 30
     assert case.engine.step() == []
     assert case.runner.num_rows == (3 if is_overdue else 1) * CHUNK_TOKENS
     case.cache.play()
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
-    assert tokens_of(events, "c") == continuation(IDS[2:32], 3, 5)
-    usage = next(event.usage for event in events if event.usage is not None and event.request_id == "a")
-    assert usage.host_tokens == 24 - CHUNK_TOKENS
-    case.check_rest()
+    assert case.finish("a", IDS[:30]).host_tokens == 24 - CHUNK_TOKENS
 
 
 def test_a_prompt_that_another_computes_whole_waits_for_no_answer(store: FakeStore) -> None:
@@ -148,23 +149,6 @@ def test_a_prompt_that_another_computes_whole_waits_for_no_answer(store: FakeSto
     events = case.engine.step()
     assert [tokens_of(events, name) for name in "ab"] == [continuation(IDS[:CHUNK_TOKENS], 1, 5)] * 2
     assert case.runner.num_rows == CHUNK_TOKENS + 1
-    case.check_rest()
-
-
-def test_rows_begin_before_a_slow_answer_and_what_is_found_then_is_loaded_behind_them(store: FakeStore) -> None:
-    """Answers take as long as five rows, one of which a step more would cost: nobody waits for them."""
-    case = Played(store)
-    case.cache.cache.costs.note_lookup(5.5)
-    case.submit("a", IDS[:30])
-    assert not case.engine.is_blocked
-    assert case.engine.step() == []
-    assert case.runner.num_rows == CHUNK_TOKENS
-    case.cache.play()
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
-    usage = next(event.usage for event in events if event.usage is not None)
-    assert (usage.host_tokens, usage.cached_tokens) == (16, 16)
-    assert case.cache.cache.stats()["given_up"] == {}
     case.check_rest()
 
 
@@ -179,47 +163,34 @@ def test_a_session_waits_for_its_stored_history_as_long_as_computing_that_would_
     case.submit("a", IDS[25:30], session_id="s", append=True)
     case.cache.now_s += 24.0
     assert case.engine.is_blocked
-    if not answers:
-        case.cache.now_s += 2.0
-    else:
+    if answers:
         case.cache.play()
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
-    usage = next(event.usage for event in events if event.usage is not None)
-    assert usage.host_tokens == (24 if answers else 0)
-    case.check_rest()
+    else:
+        case.cache.now_s += 2.0
+    assert case.finish("a", IDS[:30]).host_tokens == (24 if answers else 0)
 
 
-def test_who_always_loads_waits_for_the_store(store: FakeStore) -> None:
+def test_who_always_loads_waits_for_the_store_and_who_never_loads_saves(store: FakeStore) -> None:
     case = Played(store, load="always")
     case.submit("a", IDS[:30])
     case.cache.now_s += 10.0
     assert case.engine.is_blocked
     case.cache.play()
-    events = run(case.engine)
-    assert next(event.usage for event in events if event.usage is not None).host_tokens == 24
-    case.check_rest()
-
-
-def test_who_never_loads_asks_for_nothing_and_saves(store: FakeStore) -> None:
+    assert case.finish("a", IDS[:30]).host_tokens == 24
     case = Played(store, load="never")
     case.submit("a", IDS[:40])
-    events = run(case.engine)
-    assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
+    assert case.finish("a", IDS[:40]).cached_tokens == 0
     assert case.cache.cache.counts["lookups"] == 0
     assert len(store.chunks) > 3
-    case.check_rest()
 
 
 def test_what_is_found_after_the_last_row_is_not_used(store: FakeStore) -> None:
     case = Played(store)
     case.submit("a", IDS[:30])
     case.cache.now_s += LONG_S
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    case.finish("a", IDS[:30])
     assert case.runner.num_rows == 30 + 2
     assert case.cache.cache.stats()["given_up"] == {"lookup": 1}
-    case.check_rest()
 
 
 def test_what_is_found_late_is_waited_for_beside_others_only(store: FakeStore) -> None:
@@ -237,10 +208,7 @@ def test_what_is_found_late_is_waited_for_beside_others_only(store: FakeStore) -
     assert {event.request_id for event in events} == {"stream"}
     assert case.runner.num_rows == before + 5
     case.cache.play()
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
-    assert next(event.usage for event in events if event.usage is not None).disk_tokens == 24 - CHUNK_TOKENS
-    case.check_rest()
+    assert case.finish("a", IDS[:30]).disk_tokens == 24 - CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("other", [None, IDS[1:30]])
@@ -256,11 +224,8 @@ def test_before_others_whose_chunks_come_it_is_not_computed_while_its_own_are_re
     case.cache.play(num_reads=0)
     assert case.engine.is_blocked == (other is not None)
     case.cache.play()
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
-    assert next(event.usage for event in events if event.request_id == "a" and event.usage).disk_tokens == 24
+    assert case.finish("a", IDS[:30]).disk_tokens == 24
     assert case.cache.cache.stats()["given_up"] == {}
-    case.check_rest()
 
 
 @pytest.mark.parametrize("num_device", [24, 16], ids=["all went", "what was before the rest went"])
@@ -277,7 +242,6 @@ def test_who_waits_asks_again_for_what_its_engine_had_and_has_no_more(store: Fak
     case.cache.play()
     case.engine.step()
     found = case.engine.scheduler.waiting.head.load
-    assert found is not None
     assert found.spans == [(8 * i, 8 * i + 8) for i in range(num_device // 8, 3)]
     case.engine.forest.clear()
     num_lookups = case.cache.cache.counts["lookups"]
@@ -287,40 +251,7 @@ def test_who_waits_asks_again_for_what_its_engine_had_and_has_no_more(store: Fak
     case.engine.step()
     case.cache.play()
     assert store.waiting == {"a"}
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
-    usage = next(event.usage for event in events if event.request_id == "a" and event.usage is not None)
-    assert usage.host_tokens == 24
-    case.check_rest()
-
-
-def test_a_warm_up_leaves_nothing(store: FakeStore) -> None:
-    case = Played(store)
-    case.submit("before", [4] * 20)
-    case.cache.play()
-    run(case.engine)
-    stats, chunks, cached = engine_stats(case.engine), dict(store.chunks), case.engine.forest.device.num_cached
-    for number in range(2):
-        case.submit(f"w{number}", IDS[:30], salt=WARM_UP_SALT)
-        events = run(case.engine)
-        assert tokens_of(events, f"w{number}") == continuation(IDS[:30], 3, 5)
-        assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
-    assert (engine_stats(case.engine), store.chunks, case.engine.forest.device.num_cached) == (stats, chunks, cached)
-    assert len(case.engine.explanations) == 1
-    case.check_rest()
-
-
-def test_all_choices_follow_one_load(store: FakeStore) -> None:
-    case = Played(store)
-    for choice in range(3):
-        case.submit(f"a{choice}", IDS[:30], choice_index=choice)
-    case.cache.play()
-    events = run(case.engine)
-    for choice in range(3):
-        assert tokens_of(events, f"a{choice}") == continuation(IDS[:30], 3, 5)
-    assert case.cache.cache.counts["lookups"] == 1
-    assert case.cache.loader.num_loaded == 1
-    case.check_rest()
+    assert case.finish("a", IDS[:30]).host_tokens == 24
 
 
 def test_who_comes_beside_others_is_not_planned_as_if_alone(store: FakeStore) -> None:
@@ -331,14 +262,9 @@ def test_who_comes_beside_others_is_not_planned_as_if_alone(store: FakeStore) ->
     loads = [sequence.load for sequence in case.engine.scheduler.waiting]
     assert [load is not None and load.is_alone for load in loads] == [True, False, False]
     case.cache.play()
-    run(case.engine)
+    case.finish("a", IDS[:30])
     case.submit("d", IDS[2:30])
-    (last,) = case.engine.scheduler.waiting
-    assert last.load is not None
-    assert last.load.is_alone
-    case.cache.play()
-    run(case.engine)
-    case.check_rest()
+    assert [sequence.load.is_alone for sequence in case.engine.scheduler.waiting] == [True]
 
 
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
@@ -375,22 +301,6 @@ def test_a_request_ends_while_its_chunks_are_looked_for_or_brought(
     case.check_rest()
 
 
-def test_a_step_that_raises_with_a_load_under_way_leaves_nothing_open(store: FakeStore) -> None:
-    case = Played(store)
-    case.submit("a", IDS[:30])
-    case.cache.play()
-    case.runner.fail_next = True
-    with pytest.raises(RuntimeError):
-        case.engine.step()
-    events = case.engine.fail_all("gone")
-    assert [event.finish_reason for event in events] == ["error"]
-    case.check_rest()
-    case.submit("b", IDS[:30])
-    case.cache.play()
-    assert tokens_of(run(case.engine), "b") == continuation(IDS[:30], 3, 5)
-    case.check_rest()
-
-
 def test_a_chunk_that_cannot_be_brought_costs_only_what_is_behind_it(store: FakeStore) -> None:
     """It is known before pages are taken: nobody goes back."""
     store.edge, store.fault = "disk", lose_from(1)
@@ -399,12 +309,8 @@ def test_a_chunk_that_cannot_be_brought_costs_only_what_is_behind_it(store: Fake
     run_some(case.engine, 2)
     case.submit("a", IDS[:30])
     case.cache.play()
-    events = run(case.engine)
-    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
-    usage = next(event.usage for event in events if event.request_id == "a" and event.usage is not None)
-    assert usage.disk_tokens == CHUNK_TOKENS
+    assert case.finish("a", IDS[:30]).disk_tokens == CHUNK_TOKENS
     assert case.engine.scheduler.num_retracted == 0
-    case.check_rest()
 
 
 def run_some(engine: Engine, num_steps: int) -> None:
@@ -463,25 +369,6 @@ def test_alone_a_history_comes_in_one_step(store: FakeStore) -> None:
     case.check_rest()
 
 
-def test_the_rest_of_a_history_is_computed_if_a_later_part_does_not_come(store: FakeStore) -> None:
-    store.fault = lose_from(1)
-    parts = Parts(store)
-    parts.finish("a0")
-    assert parts.engine.scheduler.num_retracted == 1
-
-
-@pytest.mark.parametrize("how", ["abort", "fail_all", "suspend"])
-def test_a_request_ends_between_two_parts(store: FakeStore, how: str) -> None:
-    parts = Parts(store)
-    if how == "abort":
-        parts.engine.abort("a0")
-    elif how == "fail_all":
-        parts.engine.fail_all("gone")
-    else:
-        parts.engine.scheduler._suspend(parts.engine.scheduler.running[-1])
-    parts.finish(*(["a0"] if how == "suspend" else []))
-
-
 def test_parts_may_be_all_that_a_step_has(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows the stream's end waits for nobody's rows."""
     parts = Parts(store)
@@ -511,9 +398,7 @@ class Queue:
 
     def finish(self) -> None:
         self.case.cache.play()
-        events = run(self.case.engine)
-        assert tokens_of(events, "head") == continuation(IDS[:30], 3, 5)
-        self.case.check_rest()
+        self.case.finish("head", IDS[:30])
 
 
 def test_short_prompts_overtake_a_head_that_waits_for_its_chunks(store: FakeStore) -> None:
@@ -632,17 +517,6 @@ def test_who_overtakes_a_head_takes_no_later_step_to_load(store: FakeStore) -> N
     queue.finish()
 
 
-def test_what_the_read_buffer_has_no_room_for_is_loaded_at_once() -> None:
-    """It is read layer by layer, of all chunks: those of a later part would be read with the first. One in a step."""
-    many = Many([history(i) for i in range(3)], edge="disk")
-    for sequence in many.case.engine.scheduler.waiting:
-        assert sequence.load is not None
-        sequence.load._set_ready(range(3))  # as far as it can be
-    many.finish()
-    assert many.num_loaded[0] == 3
-    assert many.num_loaded[1:] == [1] * 6  # there was room when the first was taken
-
-
 @pytest.mark.parametrize("how", ["finish", "abort"])
 def test_of_a_history_larger_than_the_read_buffer_no_stream_waits_for_a_part(store: FakeStore, how: str) -> None:
     """A chunk fits the buffer, and is read when the one before it is in its pages."""
@@ -668,23 +542,16 @@ def test_of_a_history_larger_than_the_read_buffer_no_stream_waits_for_a_part(sto
     case.check_rest()
 
 
-@pytest.mark.parametrize("what", ["running", "budget", "suspended"])
-def test_a_head_that_could_not_run_anyway_does_not_give_its_chunks_up(store: FakeStore, what: str) -> None:
-    """It was asked for once; then others take the places or the rows, or are suspended and go before it."""
+def test_a_head_that_could_not_run_anyway_does_not_give_its_chunks_up(store: FakeStore) -> None:
+    """It was asked for once; then others take the places (no public way leads there in a few steps)."""
     queue = Queue(store, max_running=2)
     assert queue.step() == []
     scheduler = queue.case.engine.scheduler
-    if what == "running":
-        scheduler._max_running = 1
-    elif what == "budget":
-        scheduler._max_batch_tokens = 1
-    else:
-        scheduler._suspend(scheduler.running[0])
-        scheduler._max_running = 0
+    scheduler._max_running = 1
     queue.step()
     queue.case.cache.now_s += 1000.0
     queue.step()
-    scheduler._max_running, scheduler._max_batch_tokens = 2, 128
+    scheduler._max_running = 2
     queue.step()
     assert queue.case.cache.cache.stats()["given_up"] == {}
     queue.finish()

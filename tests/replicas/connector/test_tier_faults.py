@@ -6,7 +6,6 @@ import queue
 import threading
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,18 +18,12 @@ from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.model import runner as runner_module
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
-from tests.replicas.tiered_engine import draw, full_prefill, load_decoder, make_engine
+from tests.replicas.tiered_engine import draw, full_prefill, make_engine
 
 pytestmark = pytest.mark.engine
 
 NUM_NEW = 4
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    directory: Path = tmp_path_factory.mktemp("llama-3")
-    return load_decoder("llama-3", directory)
 
 
 class FailingCopies:
@@ -149,13 +142,11 @@ def test_a_save_that_fails_leaves_nothing_on_the_host(
     turn = [*ids, *draw(3, 6)]
     again = client.ask({"a2": turn})["a2"]
     assert outcome(again) == (full_prefill(decoder, turn, NUM_NEW)[0], "length")
-    assert again[0].usage is not None
     assert again[0].usage.host_tokens == 0
     client.ask({"b3": draw(5, 16 * 16 - NUM_NEW)})
     longer = [*turn, *outcome(again)[0], 7]
     third = client.ask({"a3": longer})["a3"]  # the tier works as before
     assert outcome(third) == (full_prefill(decoder, longer, NUM_NEW)[0], "length")
-    assert third[0].usage is not None
     assert third[0].usage.host_tokens >= 90
 
 
@@ -173,6 +164,5 @@ def test_a_copy_ahead_of_need_that_fails_is_told_once(
     client.check()
     again = client.ask({"a2": ids})["a2"]
     assert outcome(again) == (full_prefill(decoder, ids, NUM_NEW)[0], "length")
-    assert again[0].usage is not None
     assert again[0].usage.cached_tokens == 0
     client.loop.stop()

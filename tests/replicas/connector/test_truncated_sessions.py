@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,9 +29,8 @@ from tests.replicas.asked import answer
 from tests.replicas.cache_faults.saved_turn import header_of
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore
-from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine, move_session, run_played
+from tests.replicas.connector.played_chunks import MovingSessions, run_played
 from tests.replicas.fake_runner import FakeRunner
-from tests.replicas.losses import lose
 from tests.replicas.model.dense_session import DenseSession
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, tokens_of
 from tests.replicas.tiered_engine import (
@@ -50,11 +48,6 @@ pytestmark = pytest.mark.engine
 
 WINDOW = 300
 TOLERANCE = 1e-4
-TRUNCATIONS = {
-    "oldest half": Truncation(keep_first=0),
-    "sinks": Truncation(),
-    "keep_first": Truncation(ratio=0.4, keep_first=5),
-}
 KEY = ("tenant", "s")
 
 
@@ -90,13 +83,12 @@ class Conversation:
         events = run(self.engine)
         output = answers(events)[name]
         logits = logits_of(self.engine, name)[-len(output) :]  # without those of a step that was taken back
-        assert (logits - self._dense_logits(ids, output)).abs().max() <= TOLERANCE
+        assert (logits - self.dense.replay(ids, output)).abs().max() <= TOLERANCE
         return usages(events)[name]
 
     def move(self, key: SessionKey = KEY, **more: Any) -> None:
         """To a new engine, which knows the session's log."""
         log = self.engine.sessions.get(KEY)
-        assert log is not None
         state = log.state()
         self.close()
         self.engine = self.new_engine()
@@ -107,7 +99,6 @@ class Conversation:
         self.dense.forget(start)
 
     def close(self) -> None:
-        assert self.engine.connector is not None
         assert self.engine.connector.saver.settle(60)
         self.engine.close()
         assert self.store.num_open == 0
@@ -115,22 +106,14 @@ class Conversation:
     def chunk_keys(self) -> list[bytes]:
         """The session's own chunks of the last event, in order."""
         log = self.engine.sessions.get(KEY)
-        assert log is not None
-        assert log.seen is not None
         lineage = session_lineage(fingerprint_of(self.decoder), *KEY, log.seen.event)
         return [each.key for each in lineage.chain(log.seen.ids, CHUNK_TOKENS) if each.key in self.store.chunks]
 
-    def _dense_logits(self, ids: list[int], output: list[int]) -> torch.Tensor:
-        self.dense.begin_turn(ids)
-        logits = []
-        for token_id in output:
-            logits.append(self.dense.step())
-            self.dense.take(token_id)
-        return torch.stack(logits)
 
-
-@pytest.mark.parametrize("edge", ["host", "disk"])
-@pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
+@pytest.mark.parametrize(
+    ("truncation", "edge"),
+    [(Truncation(keep_first=0), "host"), (Truncation(), "disk"), (Truncation(ratio=0.4, keep_first=5), "host")],
+)
 def test_it_goes_on_where_it_moves(checkpoint: tuple[Decoder, Any], truncation: Truncation, edge: Any) -> None:
     """Over several truncations and moves its logits are those of one that never moved."""
     talk = Conversation(checkpoint, truncation)
@@ -154,7 +137,6 @@ def test_who_looks_a_session_up_finds_what_its_next_turn_would(checkpoint: tuple
     shown = answer(talk.engine, GetSession(KEY))["kv"]
     assert (found["device"], found["host"]) == (shown["device"], shown["host"])
     assert found["device"] > 100 > answer(talk.engine, LookUpPages(KEY[0], known.ids))["device"]
-    assert talk.engine.connector is not None
     assert talk.engine.connector.saver.settle(60)
     nobody: Any = None
     tier = KvTier(admin=nobody, fingerprint=fingerprint_of(talk.decoder))
@@ -259,31 +241,17 @@ def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
 ) -> None:
     """Whatever is lost on the way: the fake runner checks where each row sees each token."""
     chance = random.Random(seed)
-    store = FakeStore(edge=edge, fault=lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None)
-    buffer_bytes = chance.choice([300, 1 << 20])  # of one chunk, of all
-    caches = [PlayedCache(store, 4, step_chunks=step_chunks, read_buffer_bytes=buffer_bytes) for _ in range(2)]
-    runners = [FakeRunner(64, 4, max_context=48, num_host_pages=chance.choice([0, 20])) for _ in range(2)]
-    engines = [
-        make_played_engine(runner, cache, itertools.count().__next__)
-        for runner, cache in zip(runners, caches, strict=True)
-    ]
+    of_cache = {"step_chunks": step_chunks, "read_buffer_bytes": chance.choice([300, 1 << 20])}  # of one chunk, of all
+    moving = MovingSessions(chance, edge, fault_share, 64, of_cache=of_cache, max_context=48)
     plain = make_engine(runner=FakeRunner(64, 4, max_context=48))
-    home = dict.fromkeys([key for key, *_ in turns], 0)
     for number, (key, num_new, num_tokens, moves, num_losses) in enumerate(turns):
-        old = engines[home[key]]
-        home[key] = chance.randrange(2) if moves else home[key]
-        engine, cache = engines[home[key]], caches[home[key]]
-        log = old.sessions.get(key)
-        if moves and log is not None:
-            move_session(key, old, engine, number + 1)
-        for _ in range(num_losses):
-            lose(engine, chance.randrange(100))
+        engine, cache = moving.engine_of(key, moves=moves, version=number + 1, num_losses=num_losses)
         ids = [chance.randrange(5) for _ in range(num_new)]
-        said = []
+        said, append = [], plain.sessions.get(key) is not None
         for each in (plain, engine):
             params = SamplingParams(temperature=0, max_tokens=num_tokens)
             events: list[TokenEvent] = []
-            more = {"salt": key[0], "session_id": key[1], "append": log is not None, "truncation": truncation}
+            more = {"salt": key[0], "session_id": key[1], "append": append, "truncation": truncation}
             if each is engine and chance.random() < 0.5:  # beside which a history may come in parts
                 stream = make_request(f"stream{number}", [number % 5], SamplingParams(temperature=0, max_tokens=30))
                 each.submit(stream)
@@ -293,11 +261,4 @@ def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
             said.append(tokens_of(events, f"t{number}.0"))
         assert said[0] == said[1]
         assert len(said[0]) == num_tokens
-    for engine, cache in zip(engines, caches, strict=True):
-        cache.play()
-        assert (engine.forest.device.num_in_use, cache.num_open) == (0, 0)
-        for key in home:
-            engine.sessions.delete(key)
-        engine.forest.clear()
-        assert not engine.forest.kept_roots
-    assert store.num_open == 0
+    moving.check_rest()

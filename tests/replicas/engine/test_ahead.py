@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ import pytest
 import torch
 
 from mneme import LLM
-from mneme.cachetier.names import Miss
-from mneme.errors import DeadlineExceeded, PinRefused, TransferFailed
+from mneme.errors import TransferFailed
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model import runner as runner_module
@@ -24,7 +24,6 @@ from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.sampler import sample
 from mneme.replicas.request import GenerationRequest, Grammar, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.sequence import StepRows
-from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.connector.played_chunks import CHUNK_TOKENS, PlayedCache, make_played_engine
 from tests.replicas.fake_runner import Clock, FakeRunner, continuation
@@ -33,13 +32,6 @@ from tests.replicas.schedule.test_engine_policy import make_engine, make_request
 pytestmark = pytest.mark.engine
 
 VOCAB_SIZE = 320
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    directory: Path = tmp_path_factory.mktemp("llama-3")
-    write_checkpoint("llama-3", directory)
-    return decoder_of(directory)
 
 
 def ahead_engine(num_pages: int = 64, page_size: int = 4, **options: Any) -> tuple[Engine, FakeRunner]:
@@ -249,21 +241,6 @@ def test_a_known_end_costs_no_row_and_an_unknown_one_at_most_one() -> None:
         assert num_rows[0] <= num_rows[1] <= num_rows[0] + more
 
 
-def test_twins_share_their_pages() -> None:
-    """They begin pages with placeholders that differ, and go on together once the tokens are known."""
-    engine, _ = ahead_engine(num_pages=64, page_size=4)
-    for name in "abc":
-        engine.submit(make_request(name, [1, 2, 3, 1, 2], SamplingParams(temperature=0, max_tokens=20)))
-    most, events = 0, list[TokenEvent]()
-    while engine.has_work:
-        events += engine.step()
-        engine.forest.check()
-        most = max(most, engine.forest.device.num_in_use)
-    assert most <= 25 // 4 + 1 + 2
-    answer = continuation([1, 2, 3, 1, 2], 20, 5)
-    assert all(tokens_of(events, name) == answer for name in "abc")
-
-
 def test_between_two_steps_nobody_sees_a_placeholder() -> None:
     engine, _ = ahead_engine()
     key: SessionKey = ("", "s")
@@ -273,7 +250,6 @@ def test_between_two_steps_nobody_sees_a_placeholder() -> None:
     for _ in range(9):
         events += engine.step()
         so_far = engine.turn_so_far(key)
-        assert so_far is not None
         assert all(token >= 0 for token in so_far[0].ids)
         assert all(
             token >= 0 for root in engine.forest.roots.values() for page in root.below_it() for token in page.tokens
@@ -285,21 +261,6 @@ def test_between_two_steps_nobody_sees_a_placeholder() -> None:
     assert got == continuation([1, 2, 3], len(got), 5)
     engine.submit(make_request("b", [*[1, 2, 3], *got, 4], params, session_id="t"))
     assert tokens_of(run(engine), "b") == continuation([1, 2, 3, *got, 4], 30, 5)
-
-
-def test_a_deadline_that_passes_with_a_step_under_way() -> None:
-    clock = Clock()
-    runner = FakeRunner(64, 4, runs_ahead=True)
-    engine = make_engine(runner=runner, clock=clock)
-    engine.submit(make_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=30), timeout_s=5.0))
-    engine.submit(make_request("b", [2, 2, 3], SamplingParams(temperature=0, max_tokens=30)))
-    events = [event for _ in range(6) for event in engine.step()]
-    clock.now_s = 6.0
-    events += run(engine)
-    got = tokens_of(events, "a")
-    assert got == continuation([1, 2, 3], len(got), 5)
-    assert isinstance(next(e for e in events if e.request_id == "a" and e.finish_reason).refusal, DeadlineExceeded)
-    assert tokens_of(events, "b") == continuation([2, 2, 3], 30, 5)
 
 
 class FailingRunner(FakeRunner):
@@ -375,29 +336,17 @@ def test_steps_are_smaller_for_a_while_where_memory_did_not_do() -> None:
 
 def test_a_step_costs_what_lies_between_two_ends() -> None:
     """Of steps that overlap, the time from one's tokens to the next one's, not from its launch."""
-    noted = list[tuple[int, float]]()
-
-    class Costs:
-        def note_step(self, rows: list[tuple[int, int]], seconds: float) -> None:
-            noted.append((len(rows), seconds))
-
-        def prefill_s(self, *_: float) -> float:
-            return 0.0
-
-        def decode_s(self, *_: float) -> float:
-            return 0.0
-
-    clock = Clock()
-    runner = FakeRunner(64, 4, runs_ahead=True)
-    engine = make_engine(runner=runner, clock=clock, max_step_ms=0)
-    engine.costs: Any = Costs()
+    noted, clock = list[float](), Clock()
+    engine = make_engine(runner=FakeRunner(64, 4, runs_ahead=True), clock=clock, max_step_ms=0)
+    engine.costs: Any = SimpleNamespace(
+        note_step=lambda _rows, seconds: noted.append(seconds), prefill_s=lambda *_: 0.0, decode_s=lambda *_: 0.0
+    )
     for name in "ab":
         engine.submit(make_request(name, [1, 2, 3, ord(name) % 5], SamplingParams(temperature=0, max_tokens=8)))
     while engine.has_work:
         clock.now_s += 10.0
         engine.step()
-    assert noted
-    assert all(seconds == 10.0 for _, seconds in noted[1:-1])
+    assert set(noted[1:-1]) == {10.0}
 
 
 def test_chunks_of_a_step_under_way_are_kept_if_its_request_ends_and_not_if_its_session_is_deleted() -> None:
@@ -423,26 +372,6 @@ def test_chunks_of_a_step_under_way_are_kept_if_its_request_ends_and_not_if_its_
     assert num_chunks[1] == 0
 
 
-def test_nobody_can_hold_what_is_being_loaded_before_it_has_come() -> None:
-    """A pin between the launch of a load that is lost and its commit would keep the page, for whoever comes next."""
-    store, prompt = FakeStore(), [i % 5 for i in range(2 * CHUNK_TOKENS)]
-    for is_late in (False, True):
-        cache = PlayedCache(store, 4, load="always")
-        cache.loader.is_late = lambda is_late=is_late: is_late
-        store.fault = lambda header, layer, is_late=is_late: Miss.ABSENT if is_late else None
-        engine = make_played_engine(FakeRunner(64, 4, runs_ahead=True), cache, Clock(), max_batch_tokens=64)
-        engine.submit(make_request("a", prompt, SamplingParams(temperature=0, max_tokens=3)))
-        events = list[TokenEvent]()
-        while engine.has_work:
-            cache.play()
-            events += engine.step()
-            with suppress(PinRefused):
-                engine.pins.pin_prefix("", prompt)
-        assert tokens_of(events, "a") == continuation(prompt, 3, 5)
-        assert is_late == bool(engine.scheduler.num_retracted)
-        engine.close()
-
-
 def test_pages_of_chunks_under_way_get_new_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step waits for their copies; these go on by themselves, whoever commits the step that wrote them."""
     monkeypatch.setattr(Runner, "runs_ahead", True)
@@ -451,7 +380,6 @@ def test_pages_of_chunks_under_way_get_new_owners(tmp_path: Path, monkeypatch: p
     generator = np.random.default_rng(1)
     llm = LLM("mneme-tiny", dtype="float32", config=config, cache=cache)
     engine, connector = llm.engine, llm.engine.connector
-    assert connector is not None
     begin, num_begun = connector.saver.begin, 0
 
     def begun(jobs: Any) -> None:

@@ -71,16 +71,12 @@ def test_two_engines_that_load_at_once_on_one_gpu_do_not_take_more_than_it_has(g
         assert pages == int(28.5 * GIB * 0.8 // page_bytes)  # a context and graphs are not in what torch holds
         measured = choose_num_pages(CONFIG, big_model(), CUDA, torch.bfloat16, 0.5, GIB)
         assert measured == int((28.5 - 2 - 0.05 * 40) * GIB // page_bytes)
-    gpu_with_gib(12, 80, 10)  # the other took more than its part
-    assert choose_num_pages(CONFIG, big_model(), CUDA, torch.bfloat16, 0.5) == int(12 * GIB * 0.8 // page_bytes)
-
-
-def test_a_pool_has_what_the_largest_step_its_graphs_and_some_air_leave(gpu_with_gib: Any) -> None:
-    page_bytes = 2 * 32 * 32 * 32 * 2
-    gpu_with_gib(60, 80, 20)
+    gpu_with_gib(60, 80, 20)  # alone: what the largest step, its graphs and some air leave
     guessed = choose_num_pages(CONFIG, big_model(), CUDA, torch.bfloat16)
     measured = choose_num_pages(CONFIG, big_model(), CUDA, torch.bfloat16, step_bytes=3 * GIB)
     assert (guessed, measured) == (int(48 * GIB // page_bytes), int(50 * GIB // page_bytes))
+    gpu_with_gib(12, 80, 10)  # the other took more than its part
+    assert choose_num_pages(CONFIG, big_model(), CUDA, torch.bfloat16, 0.5) == int(12 * GIB * 0.8 // page_bytes)
 
 
 def test_a_gpu_that_its_weights_fill_is_said_to_be_too_small(gpu_with_gib: Any) -> None:
@@ -153,6 +149,9 @@ def test_a_containers_limit_counts_and_its_page_cache_does_not(tmp_path: Path, v
     assert available_bytes(cgroup) == 500_000
     write_cgroup(tmp_path, version=version, limit="1000000", usage=1_300_000, files=0)
     assert available_bytes(cgroup) == 0
+    write_cgroup(tmp_path, version=version, limit="max" if version == 2 else str(2**63 - 4096), usage=5, files=0)
+    assert available_bytes(cgroup) > 2**20
+    assert available_bytes(tmp_path / "nowhere") > 2**20
 
 
 def test_the_machines_page_cache_is_available(tmp_path: Path) -> None:
@@ -161,13 +160,6 @@ def test_the_machines_page_cache_is_available(tmp_path: Path) -> None:
     assert available_bytes(tmp_path, meminfo) == 4000 << 10
     meminfo.write_text("MemTotal: 9000 kB\n")  # before Linux 3.14
     assert available_bytes(tmp_path, meminfo) > 2**20
-
-
-@pytest.mark.parametrize("limit", ["max", str(2**63 - 4096)])
-def test_no_limit_leaves_what_the_machine_has(tmp_path: Path, limit: str) -> None:
-    cgroup = write_cgroup(tmp_path, version=2, limit=limit, usage=5, files=0)
-    assert available_bytes(cgroup) > 2**20
-    assert available_bytes(tmp_path / "nowhere") > 2**20
 
 
 @pytest.mark.parametrize(

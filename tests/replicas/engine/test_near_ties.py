@@ -18,7 +18,7 @@ from tests.e2e.nodes import test_scaling, test_survival
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # looked at when prompts of end-to-end tests change
 
-NEAR_TIE = 4e-4  # twice the tolerance of float32 logits in test_parity.py; rounding was seen to move leads by 1.4e-5
+NEAR_TIE = 4e-4  # twice the tolerance of float32 logits in checkpoints.py; rounding was seen to move leads by 1.4e-5
 FURTHER = "And then?"
 
 

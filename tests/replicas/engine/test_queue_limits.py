@@ -19,8 +19,8 @@ from mneme.replicas.queries import GetSession
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.budget import examples
 from tests.replicas.asked import answer
-from tests.replicas.fake_runner import Clock, continuation
-from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
+from tests.replicas.fake_runner import Clock, FakeRunner, continuation
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
 
@@ -114,18 +114,6 @@ def test_retry_after_is_what_the_queue_takes_to_drain() -> None:
     assert refused.value.retry_after_s == MAX_RETRY_S
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 1000), st.booleans()), max_size=30), st.integers(0, 10**9))
-def test_retry_after_is_from_1_to_60_seconds(steps: list[tuple[float, int, bool]], num_tokens: int) -> None:
-    clock, taken = Clock(), 0
-    rate = DrainRate(clock)
-    assert rate.drain_s(num_tokens) == MIN_RETRY_S
-    for elapsed_s, num_taken, is_waiting in steps:
-        clock.now_s += elapsed_s
-        taken += num_taken
-        rate.note(taken, is_waiting=is_waiting)
-        assert MIN_RETRY_S <= rate.drain_s(num_tokens) <= MAX_RETRY_S
-
-
 def test_idle_time_does_not_slow_the_measured_rate() -> None:
     clock = Clock()
     rate = DrainRate(clock)
@@ -196,20 +184,6 @@ def test_usage_says_how_long_a_request_waited_and_how_long_its_prompt_took() -> 
     assert engine.num_tokens["device"] + engine.num_tokens["recomputed"] == engine.num_tokens["prompt"] == 23
 
 
-def test_a_suspended_sequence_has_its_deadline_too() -> None:
-    engine, clock = engine_with_clock(num_pages=8)
-    params = SamplingParams(temperature=0, max_tokens=20)
-    for index in range(4):
-        engine.submit(make_request(f"r{index}", [index, 1, 2], params, timeout_s=9))
-    while not engine.scheduler.num_suspensions:
-        engine.step()
-    clock.now_s = 10
-    found = ends(engine.step())
-    assert [type(end) for end in found.values()] == [DeadlineExceeded] * 4
-    assert not engine.has_work
-    assert engine.forest.device.num_in_use == 0
-
-
 def test_the_default_is_for_requests_that_name_none() -> None:
     engine, clock = engine_with_clock(request_timeout_s=5)
     engine.submit(make_request("default", [1], LONG))
@@ -241,10 +215,12 @@ def test_an_id_that_comes_again_has_its_own_deadline() -> None:
         ),
         min_size=1,
         max_size=12,
-    )
+    ),
+    st.booleans(),
 )
-def test_any_deadlines_give_one_end_each_and_only_their_own(traffic: list[Any]) -> None:
-    engine, clock = engine_with_clock(num_pages=12, max_running=3)
+def test_any_deadlines_give_one_end_each_and_only_their_own(traffic: list[Any], runs_ahead: bool) -> None:
+    clock = Clock()
+    engine = make_engine(runner=FakeRunner(12, 4, runs_ahead=runs_ahead), clock=clock, max_running=3)
     events: list[TokenEvent] = []
     for step in itertools.count():
         clock.now_s = float(step)
@@ -277,25 +253,6 @@ def test_refusals_cross_processes() -> None:
         assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
-def first_token_step(engine: Engine, name: str) -> int:
-    for step in range(1, 1000):
-        if tokens_of(engine.step(), name):
-            return step
-    raise AssertionError("it has no first token")
-
-
-def test_a_short_prompt_behind_a_huge_one_does_not_wait_for_all_of_it() -> None:
-    engine = make_engine(num_pages=200, max_batch_tokens=32)
-    engine.submit(make_request("huge", [i % 3 for i in range(320)]))
-    engine.step()
-    engine.submit(make_request("short", [4] * 12))
-    assert first_token_step(engine, "short") == 1
-    events = run(engine)
-    # Twelve rows of "short", and its four decodes, are all that the huge one lost: 321 and 15 rows in steps of 32.
-    assert engine.num_steps == -(-(320 + 12) // 32) + 3
-    assert tokens_of(events, "huge") == continuation([i % 3 for i in range(320)], 4, 5)
-
-
 def test_prompts_in_a_step_have_halves_of_what_is_left_and_no_row_is_wasted() -> None:
     engine = make_engine(num_pages=400, page_size=4, max_batch_tokens=64)
     for index in range(4):
@@ -304,26 +261,6 @@ def test_prompts_in_a_step_have_halves_of_what_is_left_and_no_row_is_wasted() ->
     rows = [sequence.path.num_tokens for sequence in engine.scheduler.running if sequence.path]
     assert rows == [32, 16, 8, 8]
     assert engine.runner.num_rows == 64  # type: ignore[attr-defined]
-
-
-def test_prompts_of_one_length_end_in_their_order() -> None:
-    engine = make_engine(num_pages=400, max_batch_tokens=64)
-    for index in range(6):
-        engine.submit(make_request(f"r{index}", [index % 5, index // 5, *[i % 5 for i in range(100)]]))
-    assert list(ends(run(engine))) == [f"r{index}" for index in range(6)]
-    assert engine.num_steps <= 6 * 102 // 64 + 6
-
-
-def test_an_equal_prompt_that_comes_later_follows_and_takes_no_rows() -> None:
-    engine = make_engine(num_pages=100, max_batch_tokens=16)
-    prompt = [i % 5 for i in range(80)]
-    for name in ("leads", "follows"):
-        engine.submit(make_request(name, prompt))
-    engine.submit(make_request("short", [4, 4, 4]))
-    events = engine.step()
-    assert tokens_of(events, "short")  # it need not wait for those before it
-    events += run(engine)
-    assert (usage_of(events, "leads"), usage_of(events, "follows")) == ((80, 0), (80, 79))
 
 
 def test_a_prompt_that_was_cut_keeps_the_pages_that_it_will_need() -> None:

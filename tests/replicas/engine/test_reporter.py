@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import count, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,25 +14,40 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
 from mneme.replicas.report import ReplicaReport, unpack
-from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.request import SamplingParams
 from mneme.router.token_hashes import block_hashes
 from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner
+from tests.replicas.schedule.test_engine_policy import make_request
 
 BLOCK = 64
 
 
-def engine_and_reporter(num_pages: int, *, num_host_pages: int = 0, page_size: int = 16) -> tuple[Engine, Reporter]:
-    runner = FakeRunner(num_pages, page_size, vocab_size=4096, num_host_pages=num_host_pages)
-    engine = Engine(runner, None, EngineConfig())  # type: ignore[arg-type]
-    ticks = count()
-    return engine, Reporter(engine, "epoch", clock=lambda: next(ticks) * 2 * REPORT_S)
+class Ticks:
+    """Each time that it is asked it is later by this."""
+
+    def __init__(self, tick_s: float = 2 * REPORT_S) -> None:
+        self.now_s, self.tick_s = 0.0, tick_s
+
+    def __call__(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
 
 
-def run(engine: Engine, ids: list[int], *, salt: str = "", max_tokens: int = 1) -> list[int]:
-    """Compute a prompt and an answer; returns both."""
+def engine_and_reporter(num_pages: int = 64, **more: Any) -> tuple[Engine, Reporter, Ticks]:
+    runner: Any = FakeRunner(num_pages, 16, vocab_size=4096, **more)
+    engine, clock = Engine(runner, None, EngineConfig()), Ticks()
+    return engine, Reporter(engine, "epoch", clock=clock), clock
+
+
+def submit(engine: Engine, ids: Sequence[int], *, name: str = "r", salt: str = "", max_tokens: int = 1) -> None:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
-    engine.submit(GenerationRequest(request_id="r", prompt_token_ids=tuple(ids), sampling=params, salt=salt))
+    engine.submit(make_request(name, list(ids), params, salt=salt))
+
+
+def run(engine: Engine, ids: Sequence[int], **more: Any) -> list[int]:
+    """Compute a prompt and an answer; returns both."""
+    submit(engine, ids, **more)
     said = list(ids)
     while engine.has_work:
         for event in engine.step():
@@ -70,9 +87,9 @@ def resident_blocks(engine: Engine, prompts: list[tuple[str, list[int]]]) -> dic
 
 
 def test_blocks_have_the_routers_names() -> None:
-    engine, reporter = engine_and_reporter(64)
+    engine, reporter, _ = engine_and_reporter()
     told = Told()
-    ids = run(engine, list(range(150)), salt="tenant", max_tokens=50)
+    ids = run(engine, range(150), salt="tenant", max_tokens=50)
     told.take(reporter.poll())
     assert told.tier == dict.fromkeys(block_hashes(ids[:-1], salt="tenant"), "device")
     assert len(told.tier) == 3
@@ -82,83 +99,62 @@ def test_blocks_have_the_routers_names() -> None:
 
 
 def test_what_was_there_before_and_what_was_missed_is_in_a_snapshot() -> None:
-    engine, _ = engine_and_reporter(64)
-    ids = run(engine, list(range(128)))
+    engine, _, _ = engine_and_reporter()
+    ids = run(engine, range(128))
     reporter = Reporter(engine, "next")
-    first = reporter.poll()
-    assert first is not None
-    assert sorted(unpack(first.device)) == sorted(block_hashes(ids[:128]))
-    whole = reporter.snapshot()
+    first, whole = reporter.poll(), reporter.snapshot()
+    assert sorted(unpack(first.device)) == sorted(unpack(whole.device)) == sorted(block_hashes(ids[:128]))
     assert (whole.is_snapshot, whole.epoch, whole.seq) == (True, "next", first.seq)
-    assert sorted(unpack(whole.device)) == sorted(unpack(first.device))
 
 
-def test_nothing_is_said_that_is_not_new_and_nothing_too_often() -> None:
-    engine, _ = engine_and_reporter(64)
-    now_s = [0.0]
-    reporter = Reporter(engine, "epoch", clock=lambda: now_s[0])
-    run(engine, list(range(128)))
+def test_a_replica_is_heard_of_when_there_is_news_every_second_while_it_has_work_and_else_every_other() -> None:
+    engine, reporter, clock = engine_and_reporter()
+    clock.tick_s = 0.0
+    run(engine, range(128))
     assert reporter.is_waiting
     assert reporter.poll() is not None
     assert not reporter.is_waiting
-    run(engine, list(range(1000, 1128)))
-    assert reporter.poll() is None
+    run(engine, range(1000, 1128))
+    assert reporter.poll() is None  # so soon
     assert reporter.is_waiting
-    now_s[0] += REPORT_S
+    clock.now_s += REPORT_S
     assert reporter.poll() is not None
-    now_s[0] += REPORT_S
-    assert reporter.poll() is None
-
-
-def test_a_replica_is_heard_of_every_second_while_it_has_work_and_else_every_other() -> None:
-    engine, _ = engine_and_reporter(64)
-    now_s = [0.0]
-    reporter = Reporter(engine, "epoch", clock=lambda: now_s[0])
-    params = SamplingParams(temperature=0, max_tokens=30, seed=0)
-    engine.submit(GenerationRequest(request_id="r", prompt_token_ids=(1, 2, 3), sampling=params))
+    clock.now_s = 10.0
+    submit(engine, [1, 2, 3], max_tokens=30)
     said_s = []
     while engine.has_work:
         engine.step()
-        if reporter.poll() is not None:
-            said_s.append(now_s[0])
-        now_s[0] += 0.5
+        said_s += [clock.now_s] if reporter.poll() is not None else []
+        clock.now_s += 0.5
     assert all(after - before <= 1.0 for before, after in pairwise(said_s))
-    now_s[0] += IDLE_REPORT_S
+    clock.now_s += IDLE_REPORT_S
     idle = reporter.poll()
-    assert idle is not None
     assert (idle.running, idle.waiting) == (0, 0)
-    now_s[0] += IDLE_REPORT_S / 2
+    clock.now_s += IDLE_REPORT_S / 2
     assert reporter.poll() is None
-    now_s[0] += IDLE_REPORT_S / 2
+    clock.now_s += IDLE_REPORT_S / 2
     assert reporter.poll() is not None
 
 
 def test_a_snapshot_for_one_ingress_is_no_news_for_the_others() -> None:
-    engine, reporter = engine_and_reporter(64)
-    params = SamplingParams(temperature=0, max_tokens=30, seed=0)
-    engine.submit(GenerationRequest(request_id="r", prompt_token_ids=(1, 2, 3), sampling=params))
+    engine, reporter, _ = engine_and_reporter()
+    submit(engine, [1, 2, 3], max_tokens=30)
     engine.step()
     busy = reporter.poll()
     engine.abort("r")
     snapshot, news = reporter.snapshot(), reporter.poll()
-    assert busy is not None
-    assert news is not None
     assert (busy.running, snapshot.running, news.running) == (1, 0, 0)
     assert reporter.poll() is None
 
 
 def test_the_load_counts_what_waits_and_runs() -> None:
-    engine, reporter = engine_and_reporter(64)
-    params = SamplingParams(temperature=0, max_tokens=8, seed=0)
+    engine, reporter, _ = engine_and_reporter()
     for index in range(3):
-        prompt = tuple(range(index * 1000, index * 1000 + 100))
-        engine.submit(GenerationRequest(request_id=str(index), prompt_token_ids=prompt, sampling=params))
+        submit(engine, range(index * 1000, index * 1000 + 100), name=str(index), max_tokens=8)
     report = reporter.poll()
-    assert report is not None
     assert (report.running, report.waiting, report.queued_tokens) == (0, 3, 300)
     engine.step()
     report = reporter.poll()
-    assert report is not None
     assert (report.running, report.waiting) == (3, 0)
     assert report.free_page_share < 1
 
@@ -170,7 +166,7 @@ def test_the_load_counts_what_waits_and_runs() -> None:
     st.sampled_from([0, 12, 40]),
 )
 def test_reports_follow_the_forest_through_evictions(turns: list[tuple[int, int, int]], num_host_pages: int) -> None:
-    engine, reporter = engine_and_reporter(24, num_host_pages=num_host_pages)
+    engine, reporter, _ = engine_and_reporter(24, num_host_pages=num_host_pages)
     told = Told()
     prompts: list[tuple[str, list[int]]] = []
     for which, num_pages, tail in turns:

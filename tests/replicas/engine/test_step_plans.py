@@ -49,7 +49,6 @@ class CheckedRunner(Runner):
         expected = []
         for part in batch:
             path = part.sequence.path
-            assert path is not None
             here = [index for index, page_id in enumerate(path.page_ids) if page_id != NOWHERE]
             expected.append([(path.page_ids[index], path.masks[index]) for index in here])
         listed = [list(zip(each.page_ids.tolist(), each.masks.tolist(), strict=True)) for each in tables]

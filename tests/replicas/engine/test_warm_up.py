@@ -6,31 +6,28 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.errors import ConfigError
-from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import load_engine, load_engine_loop
+from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
-from mneme.replicas.model.graphs import Graph, MakeGraphs, Run, StepGraphs
+from mneme.replicas.model.graphs import Graph, Run, StepGraphs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.budget import rarer
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
-from tests.replicas.engine.test_engine_loop import subscribe, until_finished
-from tests.replicas.model.played_device import PlayedDevice
+from tests.replicas.model.played_device import PlayedDevice, StagedByTriton, addresses_of
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
 from tests.replicas.schedule.test_engine_policy import run
 
@@ -67,10 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def with_played_device(
-    directory: Path,
-    capture: Callable[[Callable[[], None]], Graph] | None,
-) -> Runner:
+def with_played_device(directory: Path, capture: Callable[[Callable[[], None]], Graph] | None) -> Runner:
     """A runner whose steps are captured by a device that is played, or by `capture`."""
     decoder = decoder_of(directory, share="auto")
 
@@ -85,7 +79,6 @@ def with_played_device(
 def test_each_bucket_is_captured_before_an_engine_is_ready_and_no_trace_is_left(checkpoint: Path) -> None:
     runner = with_played_device(checkpoint, None)
     graphs = runner.graphs
-    assert graphs is not None
     reported: list[tuple[str, float]] = []
     warm_up(runner, None, CONFIG, lambda what, share: reported.append((what, share)))
     num_graphs = graphs.num_graphs
@@ -104,36 +97,6 @@ def test_each_bucket_is_captured_before_an_engine_is_ready_and_no_trace_is_left(
     run(engine)
     assert graphs.num_replays == engine.num_steps - 1  # with prompts, too; the last launches nothing
     assert graphs.num_graphs == num_graphs
-
-
-class StagedByTriton(PlayedDevice):
-    """Tells shapes apart as the Triton backend does."""
-
-    def __init__(self, run: Run, pool: KvPool, decoder: Decoder) -> None:
-        super().__init__(run)
-        self.pool, self.decoder = pool, decoder
-        self.staged: list[Hashable] = []
-
-    def reserve(self, plan: Plan) -> None:
-        from mneme.kernels.triton.backend import reserve
-
-        reserve(plan, self.pool.slot_position, self.decoder.dtype)
-
-    def launches(self, plan: Plan) -> list[Hashable]:
-        from mneme.kernels.triton.backend import launches_of
-
-        return [*launches_of(plan, self.decoder.device, self.decoder.dtype)]
-
-    def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
-        from mneme.kernels.triton.backend import stage
-
-        self._plan, positions = plan, self.decoder.ropes[0].num_positions
-        self.staged.append(stage(plan, self.pool.slot_position, self.decoder.dtype, positions, launch))
-        return self.staged[-1]
-
-
-def addresses_of(step: Any) -> list[int]:
-    return [buffer.data_ptr() for buffer in (step.words, step.key_position, *step.partials)]
 
 
 @pytest.mark.parametrize("is_too_large", [False, True])
@@ -159,7 +122,6 @@ def test_traffic_over_the_whole_pool_is_replayed_and_no_buffer_of_graphs_moves(
         runner = Runner(decoder, 64, 16, make)
         warm_up(runner, None, expected, lambda _what, _share: None)
         graphs, device = runner.graphs, made[0]
-        assert graphs is not None
         num_graphs, addresses = graphs.num_graphs, addresses_of(step)
         device.staged.clear()
         engine = Engine(runner, None, CONFIG)
@@ -173,32 +135,6 @@ def test_traffic_over_the_whole_pool_is_replayed_and_no_buffer_of_graphs_moves(
     assert graphs.num_graphs == num_graphs
     assert (None in device.staged) == is_too_large
     assert graphs.num_replays == sum(launch is not None for launch in device.staged) > 0
-
-
-def test_graphs_that_were_captured_while_loading_serve_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its first step on, costs that are measured before it among them; which thread steps it is one to them."""
-
-    def graphs_for(decoder: Decoder, max_rows: int, _most: int) -> MakeGraphs:
-        def make(run: Run, pool: KvPool) -> StepGraphs:
-            return PlayedDevice(run).graphs(vocab_size=decoder.config.vocab_size, max_rows=max_rows)
-
-        return make
-
-    monkeypatch.setattr("mneme.replicas.engine.load.step_graphs_for", graphs_for)
-    loop = load_engine_loop("mneme-tiny", replace(CONFIG, num_pages=64, dtype="float32"))
-    graphs, messages = loop.engine.runner.graphs, subscribe(loop, "")  # what nobody is told
-    assert graphs is not None
-    num_graphs, ids = graphs.num_graphs, tuple(range(7))
-    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    loop.start()
-    loop.submit_many([GenerationRequest(request_id="a", prompt_token_ids=ids, sampling=sampling)])
-    tokens, _ = until_finished(messages, "a")
-    loop.stop()
-    assert graphs.num_replays == 6
-    elsewhere = Engine(loop.engine.runner, None, CONFIG)
-    elsewhere.submit(GenerationRequest(request_id="b", prompt_token_ids=ids, sampling=sampling))
-    assert [token for event in run(elsewhere) for token in event.token_ids] == tokens
-    assert (graphs.num_replays, graphs.num_graphs) == (12, num_graphs)
 
 
 def test_the_largest_step_is_run_before_the_pool_is_made(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,18 +155,6 @@ def test_the_largest_step_is_run_before_the_pool_is_made(checkpoint: Path, monke
     decoder = decoder_of(checkpoint, share="auto")
     assert largest_step_bytes(decoder, None, CONFIG, lambda _what, _share: None) == CONFIG.max_batch_tokens
     assert rows == [(CONFIG.max_batch_tokens, CONFIG.max_running)]
-
-
-def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
-    def fail(_step: Callable[[], None]) -> Graph:
-        raise RuntimeError("out of memory")
-
-    runner = with_played_device(checkpoint, fail)
-    assert runner.graphs is not None
-    warm_up(runner, None, CONFIG, lambda _what, _share: None)
-    assert (runner.graphs.num_graphs, runner.graphs.is_on) == (0, False)
-    assert runner.graphs.stats()["failed"] == 3
-    assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), *rarer([("mistral", "float32")])])
@@ -258,7 +182,6 @@ def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
     engine = load_engine("mneme-tiny", config, on_progress=lambda what, _share: reported.append(what))
     assert {"kernels", "CUDA graphs"} <= set(reported)
     graphs = engine.runner.graphs  # what nobody is told
-    assert graphs is not None
     assert graphs.num_graphs >= 31
     assert graphs.num_failed == 0
 

@@ -65,7 +65,6 @@ def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
     reused = {position for use in uses for position in range(use.start, use.end)} - chosen
     private = [position for position in range(exact.num_tokens, end) if position not in reused]
     path = forest.blend(exact, uses, private, ids, end)
-    assert path is not None
     for other in (exact, *(use.path for use in uses)):
         forest.release(other)
     forest.check()
@@ -79,7 +78,6 @@ def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
     assert num_known < len(ids) or is_document
     forest.release(stranger)
     again = forest.open_kept(root, [*ids, 1])
-    assert again is not None
     again.extend(ids, len(ids))
     assert compute(forest, runner, again, [*ids, 1], num_rows) == 1
     forest.release(again)
@@ -96,7 +94,6 @@ def test_a_blend_whose_private_tokens_are_gone_is_lost() -> None:
     compute(forest, runner, path, document, 16)
     exact = forest.open_path("")
     blended = forest.blend(exact, [DocumentUse(path, 2, 8, 2)], [0, 1, 3], ids, 8)
-    assert blended is not None
     root = blended.root
     forest.release(exact)
     compute(forest, runner, blended, ids, 16)

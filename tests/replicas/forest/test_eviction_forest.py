@@ -24,19 +24,12 @@ from mneme.replicas.forest.pages import Owner, Page
 from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.store import OutOfPages
 from tests.budget import examples
+from tests.replicas.fake_runner import Clock
 
 SessionName = tuple[str, str]  # (tenant salt, session)
 
 PAGE_SIZE = 4
 POLICIES = ["lru", "pensieve", "lookahead"]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class NamedForest(PrefixForest):
@@ -74,42 +67,6 @@ def num_found(forest: PrefixForest, ids: list[int]) -> int:
     return found
 
 
-def sizes(forest: PrefixForest) -> dict[int, int]:
-    """Runs as the policy has them: first token of the leaf -> pages."""
-    forest.device.rank()
-    return {key.tokens[0]: c.num_pages for key, c in forest.device.policy.candidates.items()}  # type: ignore[attr-defined]
-
-
-SHARED = [1] * 8  # two pages
-A, B = SHARED + [2] * 16, SHARED + [3] * 12  # four and three pages more
-
-
-def test_a_session_is_as_large_as_what_its_eviction_would_free() -> None:
-    forest = make_forest(40)
-    turn(forest, A, "a")
-    assert sizes(forest) == {2: 6}
-    turn(forest, B, "b")
-    assert sizes(forest)[3] == 3
-    forest.clear()
-    assert len(forest.device.free) == 40
-
-
-def test_a_shared_page_is_freed_by_its_last_owner() -> None:
-    clock = Clock()
-    forest = make_forest(9, "pensieve", clock)
-    turn(forest, A, "a")
-    clock.now_s = 1.0
-    turn(forest, B, "b")
-    clock.now_s = 100.0
-    path = hold(forest, [5] * 28)  # seven pages: all of a and b but what they share
-    assert num_found(forest, A) == num_found(forest, B) == len(SHARED)
-    assert forest.owners.tail_of(forest.owner["", "a"]) is forest.owners.tail_of(forest.owner["", "b"]) is not None
-    assert sizes(forest) == {1: 2}
-    path.write([5] * 36, 36)
-    assert num_found(forest, A) == 0
-    assert forest.owners.tail_of(forest.owner["", "a"]) is None
-
-
 def test_the_trailing_half_goes_first_and_no_page_before_it_must() -> None:
     clock = Clock()
     forest = make_forest(10, "pensieve", clock)
@@ -135,50 +92,6 @@ def test_a_half_that_was_chosen_goes_on_to_its_end() -> None:
     assert (num_found(forest, [2] * 24), num_found(forest, [3] * 16)) == (12, 12)
 
 
-def test_what_nobody_owns_competes_by_the_same_score() -> None:
-    clock = Clock()
-    forest = make_forest(10, "pensieve", clock)
-    turn(forest, [2] * 24)
-    clock.now_s = 1.0
-    turn(forest, [3] * 16, "owned")
-    clock.now_s = 2.0
-    hold(forest, [5] * 8)
-    assert num_found(forest, [3] * 16) == 16
-    assert num_found(forest, [2] * 24) == 16
-
-
-def test_a_session_that_moves_on_leaves_its_old_branch_to_nobody() -> None:
-    forest = make_forest(40)
-    turn(forest, A, "a")
-    turn(forest, A[:16], "b")
-    turn(forest, B, "b")
-    assert len(forest.owners) == 2
-    forest.abandon(None, owner=forest.owner["", "a"])
-    forest.abandon(None, owner=forest.owner["", "a"])
-    forest.check()
-    assert len(forest.owners) == 1
-
-
-def test_a_run_grows_when_the_owner_inside_it_is_gone() -> None:
-    forest = make_forest(40)
-    path_a, path_b = hold(forest, A), hold(forest, A[:16])
-    forest.release(path_b, forest.owner["", "b"])
-    forest.release(path_a, forest.owner["", "a"])
-    assert sizes(forest) == {2: 2}
-    forest.abandon(None, owner=forest.owner["", "b"])
-    assert sizes(forest) == {2: 6}
-    forest.check()
-
-
-def test_lookahead_keeps_a_session_that_waits() -> None:
-    forest = make_forest(10, "lookahead")
-    forest.look_ahead(lambda: [None, forest.owner["", "a"]])
-    turn(forest, [2] * 16, "a")
-    turn(forest, [3] * 16, "b")
-    hold(forest, [5] * 16)
-    assert (num_found(forest, [2] * 16), num_found(forest, [3] * 16)) == (16, 8)
-
-
 def test_without_sharing_nothing_is_pinned_or_owned() -> None:
     forest = make_forest(8, sharing=False)
     path = hold(forest, [1] * 8)
@@ -187,22 +100,6 @@ def test_without_sharing_nothing_is_pinned_or_owned() -> None:
     forest.release(path, forest.owner["", "a"])
     forest.check()
     assert (len(forest.device.free), len(forest.owners)) == (8, 0)
-
-
-def test_pins_over_each_other_count_a_page_once() -> None:
-    forest = make_forest(20)
-    path_a, path_b = hold(forest, A), hold(forest, B)
-    pin_a, pin_b = forest.pin("", A), forest.pin("", B)
-    forest.release(path_a)
-    forest.release(path_b)
-    forest.check()
-    assert (forest.capacity, forest.device.num_available) == (11 * PAGE_SIZE, 11)
-    forest.unpin(pin_a)
-    assert (forest.capacity, forest.device.num_available) == (15 * PAGE_SIZE, 15)
-    forest.clear()
-    assert num_found(forest, B) == len(B)
-    forest.unpin(pin_b)
-    assert (forest.capacity, forest.device.num_available) == (20 * PAGE_SIZE, 20)
 
 
 def idle_leaves(forest: PrefixForest) -> list[Page]:
@@ -404,7 +301,6 @@ class ForestMachine(RuleBasedStateMachine):
         """What is left of its path is found from the root, token by token."""
         tail = self.tail_of(name)
         if self.claimed[name] == self.num_evicted:
-            assert tail is not None
             assert tail.start < len(ids) <= tail.end
         end = len(ids)
         if tail is not None and self.claimed[name] != self.num_evicted:

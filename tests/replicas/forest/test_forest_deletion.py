@@ -29,24 +29,6 @@ def found(engine: Engine, ids: list[int], salt: str = "") -> int:
     return sum(engine.forest.resident(salt, ids))
 
 
-def test_what_begins_with_a_prefix_goes_and_what_it_shares_stays() -> None:
-    shared, mine, other = [1] * 20, [2] * 13, [3] * 13
-    engine = filled([[*shared, *mine], [*shared, *mine, *other], [*shared, *other]])
-    engine.forest.drop_prefix("", [*shared, *mine])
-    engine.forest.check()
-    assert found(engine, [*shared, *mine, *other]) == 20
-    assert found(engine, [*shared, *other]) == 33
-
-
-def test_a_prefix_that_nothing_begins_with_takes_its_own_alone() -> None:
-    engine = filled([[1] * 8, [1] * 8 + [2] * 8])
-    engine.forest.drop_prefix("", [1] * 8 + [3])
-    assert found(engine, [1] * 8 + [2] * 8) == 16
-    engine.forest.drop_prefix("", [1] * 8 + [2] * 8 + [4])
-    assert found(engine, [1] * 8 + [2] * 8) in (0, 8)
-    engine.forest.check()
-
-
 def test_what_runs_or_is_pinned_stays() -> None:
     engine = make_engine()
     engine.submit(make_request("r", [1] * 9, SamplingParams(temperature=0, max_tokens=6)))
@@ -60,21 +42,14 @@ def test_what_runs_or_is_pinned_stays() -> None:
     engine.forest.check()
 
 
-def test_a_tenants_salts_go_and_no_others() -> None:
-    engine = make_engine()
-    salts = ["a", "a:1", "a:2", "b", "", ":1"]
-    for index, salt in enumerate(salts):
-        engine.submit(make_request(f"r{index}", [1] * 9, ONE, salt=salt))
-    run(engine)
-    engine.forest.drop_salts(lambda salt: tenant_of(salt) == "a")
-    engine.forest.check()
-    assert [found(engine, [1] * 9, salt) for salt in salts] == [0, 0, 0, 9, 9, 9]
-
-
 PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", "b", PUBLIC_SALT]), PROMPT), max_size=10), PROMPT, st.integers(16, 40))
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "a:1", "b", ":1", PUBLIC_SALT]), PROMPT), max_size=10),
+    PROMPT,
+    st.integers(16, 40),
+)
 @settings(max_examples=examples(100))
 def test_tenants_find_their_own_and_what_is_public(
     said: list[tuple[str, list[int]]], ids: list[int], pages: int
@@ -84,18 +59,19 @@ def test_tenants_find_their_own_and_what_is_public(
         engine.submit(make_request(f"r{index}", prompt, ONE, salt=salt))
         if index % 3:
             run(engine)
-            engine.forest.check()
     run(engine)
-    for salt in ("a", "b", "c"):
-        reachable = [prompt for other, prompt in said if other in (salt, PUBLIC_SALT)]
-        most = max((common_prefix(array("i", prompt), 0, ids, 0, len(ids)) for prompt in reachable), default=0)
-        assert found(engine, ids, salt) <= most
-    engine.forest.drop_salts(lambda salt: salt == "a")
+
+    def most(*salts: str) -> int:
+        prompts = [array("i", prompt) for salt, prompt in said if salt in salts]
+        return max((common_prefix(prompt, 0, ids, 0, len(ids)) for prompt in prompts), default=0)
+
+    for salt in ("a", "a:1", "b", "c", ":1"):
+        assert found(engine, ids, salt) <= most(salt, PUBLIC_SALT)
+    before = {salt: found(engine, ids, salt) for salt in ("b", ":1", PUBLIC_SALT)}
+    engine.forest.drop_salts(lambda salt: tenant_of(salt) == "a")
     engine.forest.check()
-    public = [prompt for salt, prompt in said if salt == PUBLIC_SALT]
-    assert found(engine, ids, "a") <= max(
-        (common_prefix(array("i", p), 0, ids, 0, len(ids)) for p in public), default=0
-    )
+    assert {salt: found(engine, ids, salt) for salt in before} == before
+    assert max(found(engine, ids, "a"), found(engine, ids, "a:1")) <= most(PUBLIC_SALT)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=6), st.data())

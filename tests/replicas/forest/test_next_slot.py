@@ -112,16 +112,3 @@ def test_the_short_way_and_the_long_way_leave_the_same_forest(seed: int, sharing
         for each in both if sharing else ():
             each.forest.check()
     assert both[0].num_short > 0
-
-
-def test_a_page_that_another_follows_or_goes_on_from_is_looked_through() -> None:
-    traffic = Traffic(is_short=True, num_pages=8, sharing=True, window=None)
-    traffic.begin([1, 2])
-    first, ids = traffic.running[0]
-    assert first.write_next([*ids, 3]) == (first.page_ids[0], 2, 1)
-    ids.append(3)
-    traffic.begin([1, 2, 9])  # leaves the page at its third slot
-    assert first.write_next([*ids, 4]) is None
-    fork = traffic.forest.open_path("", ids)
-    fork.extend(ids, len(ids))
-    assert fork.write_next([*ids, 4]) is None  # whose page it is not

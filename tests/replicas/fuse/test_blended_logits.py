@@ -18,13 +18,11 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.fuse.report import Gate
 from mneme.replicas.fuse.selectors import Wanted, choose, count, filter_counts, first_share
 from mneme.replicas.model.attention_mass import NUM_ASKING
-from mneme.replicas.model.decoder import KvPool
-from mneme.replicas.model.graphs import MakeGraphs, Run, StepGraphs
+from mneme.replicas.model.graphs import MakeGraphs
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows
 from tests.replicas.dense_blend import DenseBlend
-from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.tiered_engine import (
     PAGE_SIZE,
     answers,
@@ -100,17 +98,7 @@ def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("selector", "ratio", "max_batch_tokens"),
-    [
-        ("none", 0.0, 2048),
-        ("first-k", 0.2, 2048),
-        ("random", 0.3, 40),
-        ("random", 0.9, 64),
-        ("first-k", 0.0, 24),
-        ("query", 0.15, 2048),
-        ("query", 0.4, 40),
-        ("query", 0.0, 64),
-        ("query+first-k", 0.3, 2048),
-    ],
+    [("none", 0.0, 24), ("random", 0.3, 40), ("query", 0.15, 2048), ("query", 0.4, 40), ("query+first-k", 0.3, 2048)],
 )
 def test_logits_are_those_of_the_dense_computation(
     checkpoint: tuple[Path, Any], selector: str, ratio: float, max_batch_tokens: int
@@ -138,7 +126,7 @@ def test_a_device_computes_what_dense_computation_does(
         assert error_of(logits_of(engine, name).cpu(), dense(model, prompt, output, selector, ratio)) <= 1e-3
 
 
-@pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("random", 0.999), ("query", 1.0), ("hkvd", 1.0)])
+@pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("hkvd", 1.0)])
 def test_where_all_is_computed_anew_it_equals_a_full_prefill(
     checkpoint: tuple[Path, Any], selector: str, ratio: float | None
 ) -> None:
@@ -150,26 +138,6 @@ def test_where_all_is_computed_anew_it_equals_a_full_prefill(
     expected, logits = full_prefill(decoder_of(directory), prompt[0], 4)
     assert output == expected
     assert error_of(logits_of(engine, "a"), logits.double()) <= TOLERANCE
-
-
-def test_answers_over_documents_are_replayed_as_any_others(checkpoint: tuple[Path, Any]) -> None:
-    """What recomputes documents is launched, the answer's decodes are not."""
-    made: list[StepGraphs] = []
-
-    def make(run: Run, _pool: KvPool) -> StepGraphs:
-        made.append(PlayedDevice(run).graphs())
-        return made[0]
-
-    found = {}
-    for graphs in (None, make):
-        engine = engine_of(checkpoint[0], make_graphs=graphs)
-        engine.runner.capture_graphs(8, 400, lambda _share: None)
-        for name, order, blend in (("a", [0, 1, 2], {"selector": "none"}), ("b", [2, 0, 1], {"selector": "first-k"})):
-            ask(engine, name, prompt_of(order), 20, **blend)
-            found[name, graphs] = answers(run(engine))[name]
-    assert found["a", None] == found["a", make]
-    assert found["b", None] == found["b", make]
-    assert made[0].num_replays > 30
 
 
 @pytest.mark.parametrize(("selector", "max_batch_tokens"), [("random", 48), ("query", 48), ("hkvd", 400)])
@@ -202,7 +170,6 @@ def test_keys_that_are_compared_in_several_steps_choose_the_same(checkpoint: tup
         child = next(iter(engine.scheduler.waiting))
         sequence = engine.scheduler.gathering.parent_by_child[child]  # whose documents are computed first
         run(engine)
-        assert sequence is not None
         chosen.append(sequence.blend.narrowed.tolist())
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == count(151, first_share(3, 0.3))
@@ -231,21 +198,6 @@ def test_documents_come_from_the_cache_tier_and_nothing_behind_them_goes_there(
             store.fault = lambda header, layer: Miss.SHORT if layer == 1 else None
 
 
-def test_no_chunk_of_what_stands_behind_a_blend_is_saved(checkpoint: tuple[Path, Any]) -> None:
-    directory, _ = checkpoint
-    store = FakeStore()
-    engine = make_cached_engine(decoder_of(directory), store, tokenizer=WITH_SINK)
-    ids, spans = prompt_of([2, 0])
-    ask(engine, "a", ([*ids, *draw(9, 4 * CHUNK_TOKENS)], spans), mode="full_reuse")
-    run(engine)
-    engine.close()
-    known = [SYSTEM, *([*SINK, *document] for document in DOCUMENTS)]
-    assert store.chunks
-    for chunk in store.chunks.values():
-        tokens = chunk.header.token_ids.tolist()
-        assert any(tokens in (each[:CHUNK_TOKENS], each[CHUNK_TOKENS:]) for each in known)
-
-
 class SlowLoads(SlowRows):
     """The tier is slower still than rows, and they are loaded all the same."""
 
@@ -262,7 +214,6 @@ def test_auto_computes_more_anew_while_documents_are_loaded(checkpoint: tuple[Pa
         engine = make_cached_engine(decoder, store, costs=SlowLoads(), config=config, gate=gate, tokenizer=WITH_SINK)
         ask(engine, name, prompt_of([2, 0]), mode="auto")
         blend = usages(run(engine))[name].blend
-        assert blend is not None
         assert (blend.mode, blend.selector, blend.ratio, blend.is_measured) == ("selective", "first-k", ratio, True)
         assert blend.why.startswith("the quality report allows it; predicted: ")
         engine.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,23 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.keys import LineageKind
-from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.names import Miss
-from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.replicas.documents import BlendOptions
-from mneme.replicas.engine.commands import kv_tier_of
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.queries import DeleteKv, DeleteSession, ForkSession
+from mneme.replicas.queries import ForkSession
 from mneme.replicas.request import PromptUsage, SamplingParams
 from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
-from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore
-from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine, move_session, run_played
-from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.connector.played_chunks import MovingSessions, run_played
+from tests.replicas.fake_runner import continuation
 from tests.replicas.fuse.test_blended_logits import SINK, prompt_of
 from tests.replicas.fuse.test_blended_traffic import POOL, blended
-from tests.replicas.losses import lose
 from tests.replicas.schedule.test_engine_policy import make_request, run, tokens_of
 from tests.replicas.tiered_engine import answers, draw, logits_of, make_cached_engine, submit, usages
 
@@ -67,7 +62,6 @@ class Talk:
             parts += [PROMPT[start:end], tuple(PROMPT[end:behind])]
         self.engine.submit(blended("t0.0", parts, options, 20, salt=KEY[0], session_id=KEY[1]))
         told = usages(run(self.engine))["t0.0"].blend
-        assert told is not None
         assert told.declined is None
 
     def say(self, engine: Engine, name: str, **more: Any) -> tuple[PromptUsage, Any]:
@@ -79,10 +73,8 @@ class Talk:
 
     def moved(self) -> Engine:
         """Another engine, which knows the session's log; what was to be saved is."""
-        assert self.engine.connector is not None
         assert self.engine.connector.saver.settle(60)
         log = self.engine.sessions.get(KEY)
-        assert log is not None
         engine = self.new_engine()
         engine.sessions.restore(KEY, log.state()._replace(version=1), 2)
         return engine
@@ -101,7 +93,6 @@ def test_it_goes_on_where_it_moves(directory: Path, blend: dict[str, Any]) -> No
     assert usage.host_tokens >= num_history - 17
     assert (logits - stayed).abs().max() <= TOLERANCE
     for each in (usage, stayed_usage):
-        assert each.blend is not None
         assert each.blend.is_history_approximate
     exact = talk.moved()
     usage, _ = talk.say(exact, "t2.0", blend=BlendOptions(mode="off"))
@@ -112,42 +103,14 @@ def test_it_goes_on_where_it_moves(directory: Path, blend: dict[str, Any]) -> No
     assert store.num_open == 0
 
 
-def test_it_outlives_a_restart_until_it_is_deleted(directory: Path, tmp_path: Path) -> None:
-    disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 24)
-    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, disk=disk, host_bytes=1 << 24)
-    talk = Talk(directory, lambda: ProcessChunkStore(config))
-    talk.begin(selector="hkvd", ratio=0.1)
-    log = talk.engine.sessions.get(KEY)
-    assert log is not None
-    state = log.state()._replace(version=1)
-    _, stayed = talk.say(talk.engine, "t1.0")
-    talk.engine.close()
-    talk.engine = talk.new_engine()
-    talk.engine.sessions.restore(KEY, state, 2)
-    usage, logits = talk.say(talk.engine, "t1.0")
-    assert usage.disk_tokens > 150
-    assert (logits - stayed).abs().max() <= TOLERANCE
-    tier = kv_tier_of(talk.engine.connector)
-    assert answer(talk.engine, DeleteKv("tenant", (), KEY), tier)["chunks"] > 0
-    talk.engine.close()
-    talk.engine = talk.new_engine()
-    talk.engine.sessions.restore(KEY, state, 2)
-    usage, _ = talk.say(talk.engine, "t2.0")
-    assert usage.disk_tokens <= SPANS[0][0]
-    assert usage.blend is None  # all that it sees was computed exactly
-    talk.engine.close()
-
-
 def test_nobody_else_finds_it(directory: Path) -> None:
     """Another session or tenant of the same log, a fork, and a prompt of the same tokens compute what they see."""
     store = FakeStore()
     talk = Talk(directory, lambda: store)
     talk.begin(mode="full_reuse")
     log = talk.engine.sessions.get(KEY)
-    assert log is not None
     answer(talk.engine, ForkSession(KEY, "fork"))
     chunks, fork = dict(store.chunks), talk.engine.sessions.get((KEY[0], "fork"))
-    assert fork is not None
     for key, state in (((KEY[0], "t"), log.state()), (("another", "s"), log.state()), ((KEY[0], "fork"), fork.state())):
         engine = talk.moved()
         engine.sessions.restore(key, state._replace(version=1), 2)
@@ -193,28 +156,13 @@ def test_any_turns_and_moves_see_their_whole_context_once(
     turns: list[Any], edge: Any, fault_share: float, step_chunks: int | None, seed: int
 ) -> None:
     """Whatever is lost on the way: the fake runner checks what each row sees, and that exact prompts see exact KV."""
-    chance = random.Random(seed)
-    store = FakeStore(edge=edge, fault=lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None)
-    caches = [PlayedCache(store, 4, step_chunks=step_chunks) for _ in range(2)]
-    runners = [FakeRunner(96, 4, num_host_pages=chance.choice([0, 20])) for _ in range(2)]
-    engines = [
-        make_played_engine(runner, cache, itertools.count().__next__, max_batch_tokens=32)
-        for runner, cache in zip(runners, caches, strict=True)
-    ]
-    home = dict.fromkeys([key for key, *_ in turns], 0)
-    said: dict[Any, list[int]] = {key: [] for key in home}
+    chance, said = random.Random(seed), defaultdict[Any, list[int]](list)
+    moving = MovingSessions(chance, edge, fault_share, 96, of_cache={"step_chunks": step_chunks}, max_batch_tokens=32)
     for number, (key, parts, mode, selector, ratio, num_tokens, moves, num_losses) in enumerate(turns):
-        old = engines[home[key]]
-        home[key] = chance.randrange(2) if moves else home[key]
-        engine, cache = engines[home[key]], caches[home[key]]
-        log = old.sessions.get(key)
-        if moves and log is not None:
-            move_session(key, old, engine, number + 1)
-        for _ in range(num_losses):
-            lose(engine, chance.randrange(100))
+        engine, cache = moving.engine_of(key, moves=moves, version=number + 1, num_losses=num_losses)
         name, content = f"t{number}.0", [POOL[each] if isinstance(each, int) else each for each in parts] + [(1,)]
         options = BlendOptions(mode=mode, selector=selector, ratio=ratio, min_tokens=1)
-        request = blended(name, content, options, num_tokens, salt=key[0], session_id=key[1], append=log is not None)
+        request = blended(name, content, options, num_tokens, salt=key[0], session_id=key[1], append=bool(said[key]))
         if len(said[key]) + len(request.prompt_token_ids) + num_tokens > 150:
             continue
         engine.submit(request)
@@ -231,12 +179,4 @@ def test_any_turns_and_moves_see_their_whole_context_once(
         said[key] += request.prompt_token_ids
         assert tokens_of(events, name) == continuation(said[key], num_tokens, 5)
         said[key] += tokens_of(events, name)
-    for engine, cache in zip(engines, caches, strict=True):
-        cache.play()
-        assert (engine.forest.device.num_in_use, cache.num_open) == (0, 0)
-        for key in home:
-            if engine.sessions.get(key) is not None:
-                answer(engine, DeleteSession(key))
-        engine.forest.clear()
-        assert not engine.forest.kept_roots
-    assert store.num_open == 0
+    moving.check_rest()

@@ -60,17 +60,6 @@ def names(blend: BlendUsage) -> str:
     return "".join(each.id for each in blend.documents)
 
 
-def test_the_second_request_finds_the_documents_of_the_first_whatever_their_order() -> None:
-    engine = make_engine()
-    _, first = ask(engine, prompt([A, B, C]))
-    tokens, second = ask(engine, prompt([C, A, B]))
-    assert (names(first), names(second)) == ("ABC", "ABC")
-    assert second.order == (1, 2, 0)
-    assert [each.exact for each in first.documents] == [0, 0, 0]
-    assert [each.exact for each in second.documents] == [40, 40, 40]
-    assert tokens == ask(make_engine(), prompt([A, B, C], "given"))[0]
-
-
 def test_a_given_order_stays() -> None:
     engine = make_engine()
     ask(engine, prompt([A, B]))
@@ -123,16 +112,6 @@ def test_a_request_that_is_moved_keeps_the_order_in_which_it_began() -> None:
     moved = request.in_order(blend.order)
     assert moved.prompt_token_ids == prompt([A, B]).prompt_token_ids
     assert (names(ask(make_engine(), moved)[1]), moved.prompt_text) == ("AB", prompt([A, B]).prompt_text)
-
-
-def test_a_conversation_goes_on_in_the_order_in_which_it_began() -> None:
-    engine = make_engine()
-    ask(engine, prompt([A, B]))
-    ask(engine, prompt([B, A], session_id="s"))
-    again, num_first = prompt([B, A], session_id="s"), len(prompt([A, B]).prompt_token_ids)
-    _, blend = ask(engine, again)
-    assert (names(blend), sum(each.exact for each in blend.documents)) == ("AB", 80)
-    assert num_first == len(again.prompt_token_ids)
 
 
 @pytest.mark.parametrize("spans", [[(5, 5)], [(5, 4)], [(0, 9), (8, 12)], [(8, 12), (0, 4)], [(-1, 4)], [(0, 999)]])

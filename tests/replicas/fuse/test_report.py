@@ -18,7 +18,6 @@ from mneme.replicas.engine.load import model_fingerprint
 from mneme.replicas.fuse.report import (
     MIN_CASES,
     NO_REPORT,
-    Gate,
     Measured,
     QualityReport,
     measured_on,
@@ -51,35 +50,27 @@ def report(*rows: Measured) -> QualityReport:
     return QualityReport(model=MODEL, task="a task", rows=rows)
 
 
-def test_the_smallest_ratio_counts_from_which_on_every_larger_one_is_good() -> None:
+def test_the_smallest_ratio_counts_that_is_good_in_all_that_was_measured() -> None:
+    """And every larger one, in every layout, by words and by exact matches, of a task that the model can do."""
     measured = report(
         row("query", 0.05, 0.9), row("query", 0.1, 0.88), row("query", 0.15, 0.89), row("query", 0.3, 0.9),
         row("first-k", 0.5, 0.5), row("hkvd", 0.05, 0.95),
     )  # fmt: skip
     assert measured.allowed() == {"query": 0.15, "hkvd": 0.05}
     assert measured.allowed(tolerance=0.02) == {"query": 0.05, "hkvd": 0.05}
-
-
-def test_every_layout_must_be_good_and_measured() -> None:
     rows = [row("query", ratio, 0.9) for ratio in (0.1, 0.2, 0.3)]
     other = [replace(rows[1], layout="16x2"), replace(rows[2], layout="16x2")]
     assert report(*rows, *other).allowed() == {"query": 0.2}
-    assert report(*rows, *other, row("query", 0.3, 0.5, layout="4x8")).allowed() == {}
-
-
-def test_exact_matches_count_as_words_do() -> None:
-    assert report(replace(row("query", 0.3, 0.9), exact_match=0.88)).allowed() == {}
-
-
-def test_a_task_that_the_model_cannot_do_allows_nothing() -> None:
-    failed = replace(row("query", 0.3, 0.1), score_full=0.1, exact_match_full=0.1)
-    assert report(failed).allowed() == {}
-    assert report(row("query", 0.3, 0.9), replace(failed, layout="16x2")).allowed() == {}
-
-
-def test_few_cases_allow_nothing() -> None:
-    assert report(row("query", 0.3, 0.9, num_cases=MIN_CASES - 1)).allowed() == {}
-    assert report().allowed() == {}
+    failed = replace(rows[2], score=0.1, exact_match=0.1, score_full=0.1, exact_match_full=0.1)
+    for nothing in (
+        report(),
+        report(*rows, *other, row("query", 0.3, 0.5, layout="4x8")),
+        report(replace(rows[2], exact_match=0.88)),
+        report(failed),
+        report(rows[2], replace(failed, layout="16x2")),
+        report(row("query", 0.3, 0.9, num_cases=MIN_CASES - 1)),
+    ):
+        assert nothing.allowed() == {}
 
 
 def test_a_report_is_found_by_weights_dtype_and_rope(tmp_path: Path) -> None:
@@ -96,13 +87,6 @@ def test_a_report_is_found_by_weights_dtype_and_rope(tmp_path: Path) -> None:
     assert read_gate(tmp_path, lambda: MODEL | {"dtype": "bfloat16"}).allowed == {}
 
 
-def test_what_was_not_measured_as_good_is_not_called_so() -> None:
-    gate = Gate({"query": 0.15})
-    assert gate.is_measured("query", 0.15)
-    assert not gate.is_measured("query", 0.14)
-    assert not gate.is_measured("none", 0)
-
-
 def changed(**fields: object) -> bytes:
     good = json.loads(json.dumps({"format": 1, "model": MODEL, "task": "t", "rows": []}))
     return json.dumps(good | fields).encode()
@@ -117,22 +101,13 @@ GOOD_ROW = {
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\xff\xfe",
-        b"[" * 200_000,
-        b"[]",
-        b" " * (5 << 20),
-        changed(format=2),
-        changed(model=[]),
-        changed(model={"weights": 1}),
-        changed(rows={}),
-        changed(rows=[1]),
-        changed(rows=[{"layout": "8x4"}]),
+        *(b"", b"\xff\xfe", b"[" * 200_000, b"[]", b" " * (5 << 20)),
+        *(changed(format=2), changed(model={"weights": 1}), changed(rows={}), changed(rows=[1])),
         *(
             changed(rows=[GOOD_ROW | field])
             for field in (
                 {"score": float("nan")}, {"ratio": 2}, {"ratio": True}, {"kl": float("inf")}, {"selector": "best"},
-                {"num_cases": 0}, {"num_cases": 1.5}, {"score": "1"}, {"more": 1}, {"selector": []},
+                {"num_cases": 0}, {"num_cases": 1.5}, {"score": "1"}, {"more": 1},
             )
         ),
     ],
@@ -142,12 +117,6 @@ def test_a_damaged_report_is_refused_with_its_name(content: bytes, tmp_path: Pat
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=path.name):
         QualityReport.read(path)
-
-
-def test_a_whole_row_is_read(tmp_path: Path) -> None:
-    path = report_path(tmp_path, MODEL)
-    path.write_bytes(changed(rows=[GOOD_ROW]))
-    assert QualityReport.read(path).allowed() == {"query": 0.1}
 
 
 PARTS = [
@@ -174,7 +143,6 @@ def told(folder: Path, *blends: dict[str, Any], dtype: str = "float32") -> list[
     for blend in blends:
         with LLM(str(folder), device="cpu", dtype=dtype, config={"num_pages": 32}) as llm:
             (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=1), blend={"min_tokens": 1, **blend})
-            assert output.metrics.blend is not None
             found.append(output.metrics.blend.as_json())
     return found
 
@@ -207,17 +175,14 @@ def test_a_damaged_report_is_one_warning_and_no_reuse(tmp_path: Path, caplog: py
     assert [str(path) in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "query", "first-k"])
-def test_what_was_reused_in_the_mean_over_the_layers_counts_as_found(selector: str) -> None:
+def test_what_was_reused_in_the_mean_over_the_layers_counts_as_found() -> None:
     """The first pass of `hkvd` begins with nearly all tokens, of which all but a few leave it behind two layers."""
     turned: Any = {"prompt": [*reversed(PARTS), *PROMPT["prompt"][len(PARTS) :]]}
-    options = {"mode": "selective", "selector": selector, "ratio": 0.3, "min_tokens": 1}
+    options = {"mode": "selective", "selector": "hkvd", "ratio": 0.3, "min_tokens": 1}
     with LLM(device="cpu", dtype="float32", config={"num_pages": 32}) as llm:
         first, again = (llm.generate(each, SamplingParams(max_tokens=1), blend=options)[0] for each in (PROMPT, turned))
-    assert first.metrics.blend is not None
     assert first.metrics.blend.reused > 0  # it was computed for this request: reused, and not found
     assert first.metrics.cached_tokens <= 2  # a document begins with what is before it, too
     blend = again.metrics.blend
-    assert blend is not None
     assert blend.reused > blend.recomputed > 0
     assert 0 <= again.metrics.cached_tokens - blend.reused - blend.token_counts()["exact"] <= 1  # what is before them

@@ -39,13 +39,6 @@ class DenseSession:
         self._masses: Tensor | None = None  # while they are added up
         self._waiting: list[int] = []  # the last output token, which has no KV until the next step
 
-    def copy(self) -> DenseSession:
-        """Goes on by itself from here."""
-        other = copy.copy(self)
-        other.seen, other._waiting = list(self.seen), list(self._waiting)
-        other._keys, other._values = list(self._keys), list(self._values)
-        return other
-
     def forget(self, start: int) -> None:
         """Lose the KV of all tokens from this one on: it is computed anew with the next step."""
         self._waiting = [*self.seen[start:], *self._waiting]
@@ -76,6 +69,15 @@ class DenseSession:
     def take(self, token_id: int) -> None:
         """The token that was drawn."""
         self._waiting = [token_id]
+
+    def replay(self, ids: list[int], output: list[int]) -> Tensor:
+        """The logits from which each token of a turn should have been drawn."""
+        self.begin_turn(ids)
+        logits = []
+        for token_id in output:
+            logits.append(self.step())
+            self.take(token_id)
+        return torch.stack(logits)
 
     def visible(self) -> list[int]:
         """All that the next token is drawn from, if it is drawn now."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mneme.kernels.attention import Plan
-from mneme.replicas.model.decoder import StepInputs
+from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import Graph, Run, StepGraphs
 
 
@@ -70,3 +70,35 @@ class PlayedDevice:
             self.run, self, self.capture, max_rows=max_rows, max_sampled=max_sampled or max_rows,
             vocab_size=vocab_size, device=torch.device("cpu"), **options,
         )  # fmt: skip
+
+
+class StagedByTriton(PlayedDevice):
+    """Tells shapes apart as the Triton backend does, whose buffers are on the CPU here."""
+
+    def __init__(self, run: Run, pool: KvPool, decoder: Decoder) -> None:
+        super().__init__(run)
+        self._of_pool = pool.slot_position, decoder.dtype
+        self._decoder = decoder
+        self.staged: list[Hashable] = []
+
+    def reserve(self, plan: Plan) -> None:
+        from mneme.kernels.triton.backend import reserve
+
+        reserve(plan, *self._of_pool)
+
+    def launches(self, plan: Plan) -> list[Hashable]:
+        from mneme.kernels.triton.backend import launches_of
+
+        return [*launches_of(plan, self._decoder.device, self._decoder.dtype)]
+
+    def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
+        from mneme.kernels.triton.backend import stage
+
+        self._plan = plan
+        self.staged.append(stage(plan, *self._of_pool, self._decoder.ropes[0].num_positions, launch))
+        return self.staged[-1]
+
+
+def addresses_of(step: Any) -> list[int]:
+    """Where the buffers of Triton's step are."""
+    return [buffer.data_ptr() for buffer in (step.words, step.key_position, *step.partials)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mneme.cachetier.config import CacheConfig
-from mneme.kernels.attention import Plan, attend
+from mneme.kernels.attention import attend
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.device_pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
@@ -28,7 +28,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.budget import rarer
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows
-from tests.replicas.model.played_device import PlayedDevice
+from tests.replicas.model.played_device import PlayedDevice, StagedByTriton, addresses_of
 from tests.replicas.tiered_engine import fingerprint_of, run
 
 TOLERANCE = 2e-4  # of float32 logits, as against `transformers`
@@ -162,52 +162,30 @@ def test_replayed_prompts_give_the_logits_of_eager_ones(
         assert (runner.logits_of(name) - torch.stack(rows)).abs().max() <= TOLERANCE, name
 
 
-class TritonDevice(PlayedDevice):
+class TritonDevice(StagedByTriton):
     """Attention by Triton, interpreted. A replay keeps plan and launch of the capture: buffers alone are of now."""
 
     def __init__(self, run: Run, pool: KvPool, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(run)
-        self._pool, self._decoder, self._monkeypatch = pool, decoder, monkeypatch
+        super().__init__(run, pool, decoder)
+        self._monkeypatch, self._captured = monkeypatch, dict[int, Any]()
         self._step = triton_step().DeviceStep(decoder.device)
         monkeypatch.setitem(triton_step()._STEPS.by_device, decoder.device, self._step)
-        self._captured: dict[int, Any] = {}
 
     def capture(self, step: Callable[[], None]) -> Graph:
         graph = super().capture(step)
-        self._captured[id(self._last)] = self._step.launch, self.addresses
+        self._captured[id(self._last)] = self._step.launch, addresses_of(self._step)
         return graph
-
-    @property
-    def addresses(self) -> list[int]:
-        step = self._step
-        return [buffer.data_ptr() for buffer in (step.words, step.key_position, *step.partials)]
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         if self._frozen is None:
             return super().run(inputs)
         launch, addresses = self._captured[id(self._frozen)]
-        assert addresses == self.addresses
+        assert addresses == addresses_of(self._step)
         with self._monkeypatch.context() as patch:
             patch.setattr(self._step, "holding", lambda plan, slot_position, grid: self._step)
             patch.setattr(self._step, "staged", self._frozen.plan)
             patch.setattr(self._step, "launch", launch)
             return self._forward(self._frozen)
-
-    def reserve(self, plan: Plan) -> None:
-        from mneme.kernels.triton.backend import reserve
-
-        reserve(plan, self._pool.slot_position, self._decoder.dtype)
-
-    def launches(self, plan: Plan) -> list[Hashable]:
-        from mneme.kernels.triton.backend import launches_of
-
-        return [*launches_of(plan, self._decoder.device, self._decoder.dtype)]
-
-    def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
-        from mneme.kernels.triton.backend import stage
-
-        rope = self._decoder.ropes[0]
-        return stage(plan, self._pool.slot_position, self._decoder.dtype, rope.num_positions, launch)
 
 
 def triton_step() -> Any:
@@ -324,7 +302,6 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
     engine, runner = engine_of(decoder, step_graphs_for(decoder, 8))
     tokens, eager_tokens = serve(engine), serve(eager_engine)
     graphs = runner.graphs
-    assert graphs is not None
     assert graphs.num_replays > 20
     if dtype == torch.float32:
         assert tokens == eager_tokens
@@ -366,7 +343,6 @@ def test_nothing_waits_for_the_gpu_before_the_next_step_is_launched(
     engine.forest.clear()
     assert mixed_answers(engine) == expected
     assert num_watched > 30
-    assert runner.graphs is not None
     assert runner.graphs.num_failed == 0
 
 

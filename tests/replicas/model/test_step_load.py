@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,12 @@ from torch import Tensor
 from mneme.cachetier.pages.host_memory import HostMemory
 from mneme.cachetier.pages.tier import Load
 from mneme.errors import TransferFailed
-from mneme.kernels.attention import (
-    PageTable,
-    QueryRows,
-    attend,
-    build_plan,
-    mark_free,
-    mark_written,
-    new_slot_position,
-)
+from mneme.kernels.attention import PageTable, QueryRows, attend, build_plan, mark_free, mark_written, new_slot_position
 from mneme.kernels.native.kv import scatter_chunk
 from mneme.replicas.model import decoder as model
-from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs, StreamSpans
 from mneme.replicas.model.timeline import Span, Timeline
-from tests.replicas.checkpoints import decoder_of, write_checkpoint
+from tests.cachetier.played_streams import PlayedStreams
 
 PAGE_SIZE = 16
 NUM_PAGES = 8
@@ -36,13 +29,6 @@ LOADED = [6, 4, 5]
 NUM_HISTORY = 40
 NUM_NEW = 20
 TIMEOUT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    directory: Path = tmp_path_factory.mktemp("llama-3")
-    write_checkpoint("llama-3", directory)
-    return decoder_of(directory)
 
 
 @pytest.fixture
@@ -155,3 +141,33 @@ def test_a_failed_load_ends_the_step(decoder: Decoder, pool: KvPool) -> None:
     with pytest.raises(TransferFailed, match="unreadable"):
         step(decoder, pool, [*LOADED, 7], NUM_HISTORY, NUM_HISTORY + 1, load_back(tier, pool))
     tier.close()
+
+
+def test_spans_are_written_as_trace_events(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.span("load layer 0", 1.5, 1.75, "transfers", pages=3)
+    timeline.span("attend layer 0", 1.0, 1.625, "engine")
+    timeline.write(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert list(tmp_path.iterdir()) == [tmp_path / "trace.json"]
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(event["name"], event["ts"], event["dur"], names[event["tid"]], event["args"]) for event in events] == [
+        ("attend layer 0", 1e6, 625e3, "engine", {}),
+        ("load layer 0", 1.5e6, 250e3, "transfers", {"pages": 3}),
+    ]
+    assert len({event["pid"] for event in trace["traceEvents"]}) == 1
+
+
+def test_layer_spans_of_a_device_come_from_its_events() -> None:
+    timeline, streams = Timeline(clock=lambda: 5.0), PlayedStreams()
+    recorder = StreamSpans(timeline, streams)
+    assert recorder.begin() is recorder
+    for part in ("project", "attend"):
+        streams.current().run(lambda: None)
+        recorder.end(part, 2)
+    assert recorder.begin() is recorder  # nothing has run yet
+    spans = timeline.spans()
+    assert [(span.name, span.end_s - span.start_s) for span in spans] == [("project layer 2", 2), ("attend layer 2", 2)]
+    assert spans[0].end_s == spans[1].start_s
+    assert spans[0].start_s > 5

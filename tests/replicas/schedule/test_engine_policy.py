@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from mneme.errors import ContextLengthExceeded, InvalidRequest
 from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
@@ -103,61 +103,20 @@ def test_a_prompt_that_is_being_prefilled_is_computed_once() -> None:
     assert all(usage_of(events, f"r{index}") == (90, 89) for index in (1, 2, 3))
 
 
-def test_a_head_that_does_not_fit_is_not_matched_again_until_pages_come_free() -> None:
-    engine = make_engine(num_pages=16, page_size=4, max_batch_tokens=64)
-    engine.submit(make_request("long", [1] * 40, SamplingParams(temperature=0, max_tokens=20)))
-    engine.submit(make_request("head", [2] * 40))
-    opened: list[int] = []
-    open_path = engine.forest.open_path
-    engine.forest.open_path = lambda *of: opened.append(engine.num_steps) or open_path(*of)  # type: ignore[func-returns-value,method-assign]
-    events: list[TokenEvent] = []
-    while engine.scheduler.waiting:
-        events += engine.step()
-    assert [event.finish_reason for event in events if event.finish_reason] == ["length"]  # of "long", just before
-    assert opened == [0, 0, 20]  # both at first, the head in the step after the last of "long"
-    events += run(engine)
-    assert tokens_of(events, "head") == continuation([2] * 40, 4, 5)
-
-
-def test_identical_decodes_share_their_pages() -> None:
-    engine = make_engine()
-    for index in range(3):
-        engine.submit(make_request(f"r{index}", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9)))
-    peak = 0
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_identical_decodes_share_their_pages(runs_ahead: bool) -> None:
+    """A step ahead they begin pages with placeholders that differ, and go on together once the tokens are known."""
+    engine = make_engine(runner=FakeRunner(64, 4, runs_ahead=runs_ahead))
+    for name in "abc":
+        engine.submit(make_request(name, [1, 2, 3, 1, 2], SamplingParams(temperature=0, max_tokens=20)))
+    peak, events = 0, list[TokenEvent]()
     while engine.has_work:
-        engine.step()
+        events += engine.step()
+        engine.forest.check()
         peak = max(peak, engine.forest.device.num_in_use)
-    assert peak <= 4  # 11 positions with KV are three pages of four, however many sequences follow them
-
-
-def test_tenants_do_not_share() -> None:
-    engine = make_engine()
-    engine.submit(make_request("a", [1, 2, 3, 4, 1], salt="one"))
-    run(engine)
-    engine.submit(make_request("b", [1, 2, 3, 4, 1], salt="two"))
-    assert usage_of(run(engine), "b") == (5, 0)
-
-
-def test_a_tail_nobody_writes_is_continued_in_place() -> None:
-    engine = make_engine(page_size=16)
-    engine.submit(make_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3)))
-    answer = tokens_of(run(engine), "a")
-    in_first = engine.forest.device.num_cached
-    engine.submit(make_request("b", [1, 2, 3, *answer, 4]))
-    events = run(engine)
-    assert usage_of(events, "b") == (7, 5)  # the last token of an answer was sampled, never computed
-    assert in_first == engine.forest.device.num_cached == 1
-
-
-def test_out_of_pages_suspends_and_every_request_ends() -> None:
-    engine = make_engine(num_pages=8, page_size=4)
-    prompts = [[i % 5, 1, 2, i // 5] for i in range(6)]
-    for index, prompt in enumerate(prompts):
-        engine.submit(make_request(f"r{index}", prompt, SamplingParams(temperature=0, max_tokens=20)))
-    events = run(engine)
-    assert engine.scheduler.num_suspensions > 0
-    for index, prompt in enumerate(prompts):
-        assert tokens_of(events, f"r{index}") == continuation(prompt, 20, 5)
+    assert peak <= 6 + 1 + 2 * runs_ahead  # 24 positions with KV, however many sequences follow them
+    answer = continuation([1, 2, 3, 1, 2], 20, 5)
+    assert all(tokens_of(events, name) == answer for name in "abc")
 
 
 def test_what_can_never_fit_is_refused_at_submission() -> None:
@@ -170,29 +129,23 @@ def test_what_can_never_fit_is_refused_at_submission() -> None:
     assert len(tokens_of(run(engine), "fits")) == 4
 
 
-@pytest.mark.parametrize(("ids", "rule"), [([], "at least one"), ([1, 5], "from 0 to 4"), ([-1], "from 0 to 4")])
-def test_bad_ids_are_refused(ids: list[int], rule: str) -> None:
+@pytest.mark.parametrize(
+    ("ids", "options", "rule"),
+    [
+        ([], {}, "at least one"),
+        ([1, 5], {}, "from 0 to 4"),
+        ([-1], {}, "from 0 to 4"),
+        ([1], {"logit_bias": {5: 1.0}}, "from 0 to 4"),
+        ([1], {"stop_token_ids": (5,)}, "from 0 to 4"),
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_refused_wherever_they_stand(
+    ids: list[int], options: dict[str, Any], rule: str
+) -> None:
     engine = make_engine()
     with pytest.raises(InvalidRequest, match=rule):
-        engine.submit(make_request("a", ids))
+        engine.submit(make_request("a", ids, SamplingParams(max_tokens=1, **options)))
     assert not engine.has_work
-
-
-@pytest.mark.parametrize("options", [{"logit_bias": {5: 1.0}}, {"stop_token_ids": (5,)}])
-def test_ids_in_parameters_are_checked_against_the_vocabulary(options: dict[str, Any]) -> None:
-    engine = make_engine()
-    with pytest.raises(InvalidRequest, match="from 0 to 4"):
-        engine.submit(make_request("a", [1], SamplingParams(max_tokens=1, **options)))
-
-
-def test_a_full_queue_is_overloaded() -> None:
-    engine = make_engine(max_waiting=2)
-    engine.submit(make_request("a", [1]))
-    engine.submit(make_request("b", [1]))
-    with pytest.raises(Overloaded):
-        engine.submit(make_request("c", [1]))
-    run(engine)
-    engine.submit(make_request("c", [1]))
 
 
 def test_a_failed_step_answers_everyone_and_trusts_nothing() -> None:
@@ -206,16 +159,6 @@ def test_a_failed_step_answers_everyone_and_trusts_nothing() -> None:
     assert len(engine.forest.device.free) == engine.forest.device.num_pages
     engine.submit(make_request("b", [1, 2, 3, 4, 0]))
     assert tokens_of(run(engine), "b") == continuation([1, 2, 3, 4, 0], 4, 5)
-
-
-def test_no_sharing_still_computes_the_same() -> None:
-    engine = make_engine(prefix_sharing=False)
-    for name in ("a", "b"):
-        engine.submit(make_request(name, [1, 2, 3, 4, 0, 1]))
-    events = run(engine)
-    assert usage_of(events, "b") == (6, 0)
-    assert tokens_of(events, "a") == tokens_of(events, "b") == continuation([1, 2, 3, 4, 0, 1], 4, 5)
-    assert len(engine.forest.device.free) == engine.forest.device.num_pages
 
 
 def test_the_next_turns_all_fail_and_nobody_else_notices() -> None:
@@ -325,6 +268,18 @@ def test_a_request_larger_than_what_admission_leaves_runs_alone() -> None:
     events = run(engine)
     assert tokens_of(events, "all") == continuation([2] * 156, 4, 5)
     assert tokens_of(events, "small") == continuation([1] * 8, 4, 5)
+
+
+def test_who_is_suspended_is_the_latest_arrival() -> None:
+    """One arrives every few steps, more than the pool holds: each ends, in the order in which they came."""
+    engine, ended = make_engine(num_pages=12, page_size=4, max_batch_tokens=32), list[str]()
+    for step in range(1_000):
+        if step % 5 == 0 and step < 60:
+            ids = [step // 5 % 5, step // 25, *[3] * 4]
+            engine.submit(make_request(f"r{step // 5}", ids, SamplingParams(temperature=0, max_tokens=20)))
+        ended += [event.request_id for event in engine.step() if event.finish_reason]
+    assert engine.scheduler.num_suspensions
+    assert ended == [f"r{index}" for index in range(12)]
 
 
 @pytest.mark.parametrize("eviction", POLICIES)

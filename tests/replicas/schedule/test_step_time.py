@@ -232,11 +232,3 @@ def test_out_of_pages_nobody_is_suspended_in_the_step_in_which_it_has_rows(
         if played.scheduler.has_work:
             assert played.step()
     assert all(sequence.num_output == sequence.max_tokens for sequence in sequences)
-
-
-@given(st.floats(0, 10), st.integers(0, 10**6), st.sampled_from([0.0, 1e-9, 1e-6]))
-def test_rows_within_a_time_take_that_time(seconds: float, context: int, key_s: float) -> None:
-    costs = costs_of(key_s=key_s)
-    rows = costs.rows_within(seconds, context)
-    assert costs.rows_s(int(rows), context) <= seconds + 1e-9
-    assert costs.rows_s(int(rows) + 1, context) >= seconds - 1e-9

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.sequence import Sequence
-from tests.replicas.tiered_engine import (
-    answers,
-    draw,
-    full_prefill,
-    load_decoder,
-    logits_of,
-    make_engine,
-    run,
-    runner_of,
-    submit,
-)
+from tests.replicas.tiered_engine import answers, draw, full_prefill, logits_of, make_engine, run, runner_of, submit
 
 pytestmark = pytest.mark.engine
 
 NUM_NEW = 60
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    directory: Path = tmp_path_factory.mktemp("llama-3")
-    return load_decoder("llama-3", directory)
 
 
 @pytest.fixture
@@ -90,24 +73,3 @@ def test_without_room_on_the_host_the_rest_is_computed_anew(decoder: Decoder) ->
     for name, ids in prompts.items():
         assert found[name] == full_prefill(decoder, ids, NUM_NEW)[0]
     runner.close()
-
-
-def test_a_stream_of_arrivals_starves_nobody(decoder: Decoder, engine: Engine) -> None:
-    """One arrives every few steps, more than the pool holds: each ends, in the order in which they came."""
-    prompts = [draw(index, 24) for index in range(12)]
-    ended: list[str] = []
-    found: dict[str, list[int]] = {}
-    for number in range(2_000):
-        if number % 5 == 0 and number // 5 < len(prompts):
-            submit(engine, f"r{number // 5}", prompts[number // 5], NUM_NEW)
-        for event in engine.step():
-            assert event.error is None
-            found.setdefault(event.request_id, []).extend(event.token_ids)
-            ended += [event.request_id] if event.finish_reason else []
-        engine.forest.check()
-        if len(ended) == len(prompts):
-            break
-    assert engine.scheduler.num_suspensions
-    assert ended == [f"r{index}" for index in range(len(prompts))]
-    for index, ids in enumerate(prompts):
-        assert found[f"r{index}"] == full_prefill(decoder, ids, NUM_NEW)[0]

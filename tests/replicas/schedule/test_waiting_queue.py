@@ -9,7 +9,6 @@ import random
 import tracemalloc
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,24 +168,6 @@ def test_any_use_gives_the_order_of_the_model(todo: list[tuple[str, str | None, 
         assert sorted(in_order) == sorted(names([*model.waiting, *model.suspended]))
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 100)), max_size=60))
-def test_with_one_request_per_flow_it_is_first_come_first_served(todo: list[tuple[int, int]]) -> None:
-    queue, make, taken = WaitingQueue(), Arrivals(), []
-    running: list[Sequence] = []
-    for what, number in todo:
-        if what == 0 and queue:
-            running.append(queue.pop(number))
-            taken.append(running[-1].arrival)
-        elif what == 1 and running:
-            queue.charge(running[number % len(running)], number)
-        elif what == 2 and running:
-            queue.end(running.pop(number % len(running)))
-        else:
-            queue.add(make(f"flow {len(taken) + len(queue)}", number + 1))
-    taken += [sequence.arrival for sequence in drained(queue)]
-    assert taken == sorted(taken)
-
-
 def test_flows_that_always_want_more_get_alike() -> None:
     """The difference is at most one request of each, whatever their sizes (the bound of the paper's theorem)."""
     queue, make, rng = WaitingQueue(), Arrivals(), random.Random(1)
@@ -202,33 +183,6 @@ def test_flows_that_always_want_more_get_alike() -> None:
         queue.add(make(flow, sizes[flow] or rng.randrange(1, 300)))
         queue.end(sequence)
         assert max(served.values()) - min(served.values()) <= 2 * 700
-
-
-def test_output_counts_too() -> None:
-    queue, make = WaitingQueue(), Arrivals()
-    first = make("talks", 5)
-    queue.add(first)
-    queue.add(make("listens", 5))
-    assert queue.pop(5) is first
-    listener = queue.pop(5)
-    queue.charge(first, 100)
-    for flow in ("listens", "talks", "listens"):
-        queue.add(make(flow, 5))
-    assert [each.request.session_id for each in drained(queue)] == ["listens", "listens", "talks"]
-    queue.end(listener)
-
-
-def test_idle_time_earns_nothing() -> None:
-    queue, make = WaitingQueue(), Arrivals()
-    queue.add(make("idle", 1))
-    idle = queue.pop(1)
-    for _ in range(3):
-        queue.add(make("busy", 1000))
-    queue.end(idle)
-    queue.pop(1000)
-    for _ in range(3):
-        queue.add(make("idle", 1000))
-    assert [each.request.session_id for each in drained(queue)] == ["busy", "idle", "busy", "idle", "idle"]
 
 
 def test_an_endless_row_of_new_flows_starves_nobody() -> None:
@@ -250,42 +204,11 @@ def test_an_endless_row_of_new_flows_starves_nobody() -> None:
     assert number > 600  # and until then the others were in the right
 
 
-def test_a_head_that_was_asked_for_stays_but_behind_suspended_ones() -> None:
-    queue, make = WaitingQueue(), Arrivals()
-    runs = [make("runs", 1) for _ in range(3)]
-    for sequence in runs:
-        queue.add(sequence)
-        assert queue.pop(1) is sequence
-    head = make("a", 5)
-    queue.add(head)
-    assert queue.head is head
-    queue.charge(runs[0], 50)
-    queue.add(make("b", 1))
-    assert queue.head is head
-    for sequence in (runs[2], runs[0], runs[1]):
-        queue.put_back(sequence)
-    assert queue.head is runs[0]
-    assert drained(queue)[:4] == [*runs, head]
-
-
 def test_a_tenant_s_requests_without_a_session_are_one_flow() -> None:
     queue, make = WaitingQueue(), Arrivals()
     for salt in ("one", "one", "one", "two"):
         queue.add(make(None, 10, salt))
     assert [each.request.salt for each in drained(queue)] == ["one", "two", "one", "one"]
-
-
-def test_a_resumed_sequence_is_charged_once() -> None:
-    """Of two flows that were charged 10 and 15 the first goes on; charged twice, it would be the second's turn."""
-    queue, make = WaitingQueue(), Arrivals()
-    sequence, other = make("a", 10), make("b", 15)
-    for each in (sequence, other, make("b", 10), make("a", 10)):
-        queue.add(each)
-    assert queue.pop(10) is sequence
-    queue.put_back(sequence)
-    assert queue.pop(10) is sequence
-    assert queue.pop(15) is other
-    assert [each.request.session_id for each in drained(queue)] == ["a", "b"]
 
 
 def test_flows_that_are_gone_cost_nothing() -> None:
@@ -313,25 +236,6 @@ def test_flows_that_are_gone_cost_nothing() -> None:
         tracemalloc.stop()
     queue.remove(stuck)
     assert (len(queue), queue.num_tokens, list(queue)) == (0, 0, [])
-    with pytest.raises(IndexError):
-        _ = queue.head
-
-
-def test_the_first_few_are_found_without_looking_at_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eviction looks ahead whenever it chooses."""
-    queue, make = WaitingQueue(), Arrivals()
-    for number in range(10_000):
-        queue.add(make(f"flow {number}", 1))
-    looked_at: list[int] = []
-    unroll = WaitingQueue._unroll
-
-    def counted(queue: WaitingQueue, frontier: Any, place: int) -> None:
-        looked_at.append(place)
-        unroll(queue, frontier, place)
-
-    monkeypatch.setattr(WaitingQueue, "_unroll", counted)
-    assert names(itertools.islice(queue, 10)) == [str(number) for number in range(10)]
-    assert len(looked_at) <= 2 * 10 + 1
 
 
 def test_who_overtakes_the_head_leaves_it_the_head() -> None:

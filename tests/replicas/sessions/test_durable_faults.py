@@ -17,7 +17,7 @@ from mneme.cachetier.sessions.rows import LogRows
 from mneme.replicas.sessions import journal as session_journal
 from mneme.replicas.sessions.journal import DurableSessions, SessionLogWriter
 from mneme.replicas.sessions.token_log import Recalled, TokenLog
-from tests.replicas.sessions.test_durable_turns import until
+from tests.replicas.sessions.test_durable_sessions import until
 
 MODEL = b"letters"
 
@@ -89,13 +89,7 @@ def test_reads_that_are_cancelled_fail_and_are_not_under_way_any_more() -> None:
     asking.join(60)
     assert not asking.is_alive()
     assert 1 <= len(found) == durable.stats()["read"]["failed"] <= 20  # the others have found nothing
-
-
-def test_nothing_is_read_once_all_is_closed() -> None:
-    durable = DurableSessions(HeldStore(), MODEL, 5, read_s=60)
-    durable.close()
-    (key,) = keys(1)
-    assert durable.recall([key], lambda _key: 0) == [Recalled(key, None)]
+    assert durable.recall(keys(1), lambda _key: 0) == [Recalled(keys(1)[0], None)]  # closed: nothing is read
 
 
 def test_all_sessions_of_a_burst_are_read() -> None:

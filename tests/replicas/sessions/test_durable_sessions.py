@@ -1,24 +1,27 @@
-"""A second engine on the same logs goes on where the first one was: same ids, same marks, same turns."""
+"""A second engine on the same logs goes on where the first one was: same ids, same marks, same turns.
+
+Where logs cannot be read or written now no answered turn is lost, nor gives way to an older one.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mneme.cachetier.names import tenant_id
+from mneme.cachetier.names import Appended, tenant_id
 from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.rows import SessionState
-from mneme.errors import InvalidRequest, SessionNotFound
+from mneme.errors import InvalidRequest, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import DeleteSession, DeleteTenantPages, ForkSession, GetSession, LeaveSession
-from mneme.replicas.request import SamplingParams, TokenEvent
+from mneme.replicas.request import SamplingParams
+from mneme.replicas.sessions import journal as session_journal
 from mneme.replicas.sessions.journal import DurableSessions
-from mneme.replicas.sessions.token_log import TokenLog
 from mneme.replicas.truncation import Truncation
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import continuation
@@ -92,20 +95,17 @@ def say(engine: Engine, name: str, ids: list[int], *, max_tokens: int = 4, **mor
 
 
 def recall(engine: Engine, *sessions: str | None) -> None:
-    assert engine.durable is not None
     keys = [None if session is None else (KEY[0], session) for session in sessions]
     engine.sessions.take_over(engine.durable.recall(keys, engine.sessions.version_of))
 
 
 def flush(engine: Engine) -> None:
-    assert engine.durable is not None
     assert engine.durable.writer.flush(10)
 
 
 def state_of(engine: Engine, session: str = KEY[1]) -> SessionState:
     """But for the version, which counts how often a session was taken over."""
     log = engine.sessions.get((KEY[0], session))
-    assert log is not None
     return log.state()._replace(version=0)
 
 
@@ -120,32 +120,14 @@ def test_a_restart_knows_ids_and_marks(cluster: Cluster) -> None:
     for number in range(6):  # all of it as text, each time
         history += [*say(first, f"t{number}", history), number % 5]
     before = state_of(first)
+    assert (before.num_turns, len(before.marks)) == (6, 16 * 7)
     second = cluster.restart()
     recall(second, KEY[1])
     assert state_of(second) == before
-    assert (before.num_turns, len(before.marks)) == (6, 16 * 7)
-    answered = say(second, "t6", history)
-    assert answered == continuation(history, 4, 5)
+    assert say(second, "t6", history) == continuation(history, 4, 5)
     log = second.sessions.get(KEY)
-    assert log is not None
-    assert [mark.num_ids for mark in log.matching_marks(text_of(log.ids.tolist()))][-2:] == [
-        len(log.ids) - 4,
-        len(log.ids),
-    ]
-
-
-def test_appended_turns_go_on(cluster: Cluster) -> None:
-    said = [1, 2, 3]
-    engine = cluster.engine()
-    for number in range(8):
-        added = said if number == 0 else [number % 5, 4]
-        answered = say(engine, f"t{number}", added, append=number > 0)
-        said = [*(said if number == 0 else said + added), *answered]
-        assert state_of(engine).ids.tolist() == said
-        assert answered == said[-4:]
-        if number % 2:
-            engine = cluster.restart()
-    assert state_of_stored(cluster) == said
+    marks = [mark.num_ids for mark in log.matching_marks(text_of(log.ids.tolist()))]
+    assert marks[-2:] == [len(log.ids) - 4, len(log.ids)]
 
 
 def state_of_stored(cluster: Cluster) -> list[int]:
@@ -154,77 +136,26 @@ def state_of_stored(cluster: Cluster) -> list[int]:
     return state_of(engine).ids.tolist()
 
 
-def test_nothing_is_appended_to_what_no_log_has(cluster: Cluster) -> None:
-    engine = cluster.engine()
-    with pytest.raises(SessionNotFound):
-        say(engine, "1", [1], append=True)
-
-
 def test_a_turn_that_was_running_begins_where_it_began(cluster: Cluster) -> None:
-    """Its replica dies while it answers; it is sent again with what the client has of it."""
-    first = cluster.engine()
-    said = [1, 2, 3, *say(first, "a", [1, 2, 3])]
-    request = make_request(
-        "b.0", [4, 4], SamplingParams(temperature=0, max_tokens=9), salt=KEY[0], session_id=KEY[1], append=True
-    )
-    first.submit(request)
-    emitted = [token for _ in range(4) for event in first.step() for token in event.token_ids]
-    flush(first)
-    second = cluster.restart()  # the first one never ended it
-    resumed = dataclasses.replace(
-        request,
-        request_id="b~1.0",
-        prompt_token_ids=(4, 4, *emitted),
-        output_offset=len(emitted),
-        sampling=SamplingParams(temperature=0, max_tokens=9 - len(emitted)),
-    )
-    recall(second, KEY[1])
-    assert state_of(second).ids.tolist() == said  # whole turns
-    second.submit(resumed)
-    answered = emitted + tokens_of(run(second), "b~1.0")
-    assert answered == continuation([*said, 4, 4], 9, 5)
-    flush(second)
-    assert state_of(second).ids.tolist() == [*said, 4, 4, *answered]
-    # And once more, on a third: the turn ended, only the word of it was lost.
-    third = cluster.restart()
-    again = dataclasses.replace(resumed, request_id="b~2.0", prompt_token_ids=(4, 4, *answered[:8]), output_offset=8)
-    recall(third, KEY[1])
-    third.submit(dataclasses.replace(again, sampling=SamplingParams(temperature=0, max_tokens=1)))
-    assert tokens_of(run(third), "b~2.0") == answered[8:]
-    assert state_of(third).ids.tolist() == [*said, 4, 4, *answered]
-
-
-def test_another_turn_after_one_that_was_lost_goes_on_behind_the_last_whole_one(cluster: Cluster) -> None:
-    first = cluster.engine()
-    said = [1, 2, 3, *say(first, "a", [1, 2, 3])]
-    first.submit(make_request("b.0", [4, 4], salt=KEY[0], session_id=KEY[1], append=True))
-    first.step()
-    flush(first)
-    second = cluster.restart()
-    assert say(second, "c", [2], append=True) == continuation([*said, 2], 4, 5)
-
-
-def test_edited_histories_and_forks(cluster: Cluster) -> None:
-    first = cluster.engine()
-    answered = say(first, "a", [1, 2, 3])
-    whole = [1, 2, 3, *answered, 2, 2]
-    whole += say(first, "b", whole)
-    recall(first, "public:f")
-    answer(first, ForkSession(KEY, "public:f"))
-    edited = [1, 2, 3, *answered, 4]
-    edited += say(first, "c", edited)
-    second = cluster.restart()
-    recall(second, KEY[1], "public:f")
-    assert state_of(second).ids.tolist() == edited
-    assert state_of(second, "public:f").ids.tolist() == whole
-    assert state_of(second, "public:f").marks == state_of(first, "public:f").marks
-    say(second, "d", [1], append=True, session_id="public:f")
-    third = cluster.restart()
-    recall(third, KEY[1], "public:f")
-    assert state_of(third).ids.tolist() == edited
-    assert state_of(third, "public:f").ids.tolist()[: len(whole) + 1] == [*whole, 1]
-    with pytest.raises(InvalidRequest):
-        answer(third, ForkSession(KEY, "public:f"))
+    """Its replica dies while it answers; it is sent again with what the client has of it, and then once more: the
+    turn ended, only the word of it was lost."""
+    engine = cluster.engine()
+    said = [1, 2, 3, *say(engine, "a", [1, 2, 3])]
+    expected = continuation([*said, 4, 4], 9, 5)
+    more = {"salt": KEY[0], "session_id": KEY[1], "append": True}
+    for attempt, num_emitted in enumerate((0, 4, 8)):
+        recall(engine, KEY[1])
+        assert state_of(engine).ids.tolist() == [*said, *([4, 4, *expected] if attempt == 2 else [])]  # whole turns
+        sampling = SamplingParams(temperature=0, max_tokens=9 - num_emitted)
+        sent = [4, 4, *expected[:num_emitted]]
+        engine.submit(make_request(f"b~{attempt}.0", sent, sampling, output_offset=num_emitted, **more))
+        events = [event for _ in range(4) for event in engine.step()] if attempt == 0 else run(engine)
+        emitted = tokens_of(events, f"b~{attempt}.0")
+        assert emitted == expected[num_emitted : num_emitted + len(emitted)]
+        flush(engine)
+        if attempt:
+            assert state_of(engine).ids.tolist() == [*said, 4, 4, *expected]
+        engine = cluster.restart()
 
 
 def test_a_session_that_moves_is_taken_over_in_its_newest_state(cluster: Cluster) -> None:
@@ -256,42 +187,12 @@ def test_who_was_left_while_it_answered_does_not_write_over_who_goes_on(cluster:
     assert say(one, "c", [2], append=True) == continuation([*said, 2], 4, 5)
 
 
-def test_what_was_deleted_stays_so(cluster: Cluster) -> None:
-    first = cluster.engine()
-    said = [1, 2, 3, *say(first, "a", [1, 2, 3])]
-    assert delete(first)
-    assert not delete(first)
-    second = cluster.restart()
-    with pytest.raises(SessionNotFound):
-        say(second, "b", [1], append=True)
-    assert not delete(second)
-    say(second, "c", said)  # a new one of its name
-    assert state_of(second).num_turns == 1
-    third = cluster.restart()
-    recall(third, KEY[1])
-    assert state_of(third) == state_of(second)
-    assert delete(third)
-
-
 def test_a_session_that_only_its_log_has_can_be_deleted(cluster: Cluster) -> None:
     say(cluster.engine(), "a", [1, 2, 3])
     second = cluster.restart()
     assert delete(second)
     assert not delete(second)
     assert answer(cluster.restart(), GetSession(KEY)) is None
-
-
-def test_a_turn_that_answers_while_its_session_is_deleted_is_not_written(cluster: Cluster) -> None:
-    engine = cluster.engine()
-    say(engine, "a", [1, 2, 3])
-    engine.submit(make_request("b.0", [1, 1], salt=KEY[0], session_id=KEY[1], append=True))
-    engine.submit(make_request("c.0", [3, 3], salt=KEY[0], session_id=KEY[1]))  # waits, and finds no history
-    engine.step()
-    assert delete(engine)
-    events = run(engine)
-    flush(engine)
-    assert state_of_stored(cluster) == [3, 3, *tokens_of(events, "c.0")]
-    assert state_of(engine).num_turns == 1
 
 
 def test_what_is_noted_with_a_session_outlives_a_restart_and_stays_with_it_alone(cluster: Cluster) -> None:
@@ -341,7 +242,6 @@ def test_a_truncated_session_sees_what_it_saw(cluster: Cluster) -> None:
     second.submit(request)
     events = run(second)
     usage = next(event.usage for event in events if event.usage)
-    assert usage is not None
     assert usage.kv_details()["recomputed"] == usage.prompt_tokens  # the visible text, exactly
     assert state_of(second).ids.tolist()[:-2] == [*before.ids.tolist(), 3]
 
@@ -351,7 +251,6 @@ def test_a_session_s_own_time_to_live_goes_along(cluster: Cluster) -> None:
     second = cluster.restart()
     recall(second, KEY[1])
     log = second.sessions.get(KEY)
-    assert log is not None
     assert log.ttl_s == 77.0
     assert second.sessions.expires_in_s(log) <= 77.0
     cluster.close()
@@ -376,35 +275,9 @@ def test_ids_that_are_no_tokens_here_are_no_session(cluster: Cluster, vocab_size
         assert state_of_stored(cluster) == state_of(second).ids.tolist() != said
 
 
-def test_several_choices_keep_the_first(cluster: Cluster) -> None:
-    engine = cluster.engine()
-    for index in range(3):
-        params = SamplingParams(temperature=0, max_tokens=4 - index)
-        choice = {"choice_index": index, "salt": KEY[0], "session_id": KEY[1]}
-        engine.submit(make_request(f"a.{index}", [1, 2], params, **choice))
-    events: list[TokenEvent] = run(engine)
-    flush(engine)
-    assert state_of_stored(cluster) == [1, 2, *tokens_of(events, "a.0")]
-
-
-def test_a_refused_turn_leaves_the_session_as_it_was(cluster: Cluster) -> None:
-    engine = cluster.engine(num_pages=8)
-    said = [1, 2, 3, *say(engine, "a", [1, 2, 3])]
-    with pytest.raises(InvalidRequest):
-        say(engine, "b", [1] * 500, append=True)
-    flush(engine)
-    assert state_of_stored(cluster) == said
-    assert say(engine, "c", [2], append=True) == continuation([*said, 2], 4, 5)
-
-
-def test_marks_know_their_text_in_another_process_only_with_their_key() -> None:
-    log = TokenLog()
-    assert log.matching_marks("anything") == []
-    assert TokenLog.restored(log.state()).mark_key == b""
-
-
 def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(cluster: Cluster) -> None:
-    one, two = cluster.engine(), cluster.engine()
+    say(cluster.engine(), "0", [1, 2], session_id="public:known to no engine")
+    one, two = cluster.restart(), cluster.engine()
     say(one, "a", [1, 2, 3])
     say(one, "b", [1, 2], salt="salt:chosen", session_id="public:other")
     say(two, "c", [2, 1], session_id="public:here")
@@ -413,23 +286,163 @@ def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(clu
         answer(engine, DeleteTenantPages(KEY[0]))
         flush(engine)
     assert (len(one.sessions), len(two.sessions)) == (0, 1)
-    assert two.durable is not None
-    assert two.durable.delete_tenant(tenant_id(KEY[0])) == 0  # the engines' own deletions are written
+    assert two.durable.delete_tenant(tenant_id("nobody")) == 0
+    assert two.durable.delete_tenant(tenant_id(KEY[0])) == 1  # the engines' own deletions are written
     third = cluster.restart()
-    recall(third, KEY[1], "public:here")
-    assert third.sessions.get(KEY) is None
+    names = (KEY[1], "public:here", "public:known to no engine")
+    recall(third, *names)
+    assert [third.sessions.get((KEY[0], name)) for name in names] == [None] * 3
     with pytest.raises(SessionNotFound):
         say(third, "e", [1], append=True)
-    assert third.durable is not None
     third.sessions.take_over(third.durable.recall([("neighbour", KEY[1])], third.sessions.version_of))
     assert third.sessions.get(("neighbour", KEY[1])) is not None
 
 
-def test_a_tenant_s_sessions_that_no_engine_knows_go_from_the_disk(cluster: Cluster) -> None:
-    say(cluster.engine(), "a", [1, 2, 3])
-    second = cluster.restart()
-    assert second.durable is not None
-    assert second.durable.delete_tenant(tenant_id("neighbour")) == 0
-    assert second.durable.delete_tenant(tenant_id(KEY[0])) == 1
-    with pytest.raises(SessionNotFound):
-        say(second, "b", [1], append=True)
+def fail_reads(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> None:
+    monkeypatch.setattr(cluster.logs, "read", fail)
+
+
+def fail(*_: object) -> bytes | None:
+    raise TimeoutError
+
+
+def until(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
+    ends_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+def turns(engine: Engine, *names: str, said: list[int]) -> list[int]:
+    """Each sends all that was said."""
+    for name in names:
+        said = [*said, 4, *say(engine, name, [*said, 4])]
+    return said
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_turn_that_brings_its_history_stays_though_the_log_could_not_be_read(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """The session was taken over before, so its log is in a later epoch than what this engine knows of it."""
+    one, two = cluster.engine(), cluster.engine()
+    said = turns(two, "c", said=turns(one, "b", said=turns(two, "a", said=[1, 2])))
+    said = turns(two, "d", said=said)
+    if not is_known:
+        answer(one, LeaveSession(KEY))
+    with monkeypatch.context() as patched:
+        fail_reads(patched, cluster)
+        said = turns(one, "e", said=said)
+    assert state_of_stored(cluster) == said
+    assert say(one, "f", [3], append=True) == continuation([*said, 3], 4, 5)
+
+
+def test_who_hangs_with_a_log_that_it_could_not_read_does_not_write_over_who_goes_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = cluster.engine(), cluster.engine(), cluster.engine()
+    said = turns(two, "b", said=turns(one, "a", said=[1, 2]))
+    with monkeypatch.context() as patched:
+        fail_reads(patched, cluster)
+        three.submit(make_request("c.0", [*said, 3], salt=KEY[0], session_id=KEY[1]))
+        three.step()
+    said = turns(two, "d", said=said)
+    run(three)
+    flush(three)
+    assert state_of_stored(cluster) == said
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("ending", ["refused", "lost"])
+def test_a_turn_that_leaves_nothing_costs_nothing_of_a_log_that_could_not_be_read(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, is_known: bool, ending: str
+) -> None:
+    """It is too long, or its replica dies while it answers; nor does who had the session in memory lose it."""
+    one, two = cluster.engine(), cluster.engine()
+    said = turns(one, "a", said=[1, 2])
+    if is_known:
+        said = turns(two, "b", said=said)
+    said = turns(one, "c", "d", said=said)
+    with monkeypatch.context() as patched:
+        fail_reads(patched, cluster)
+        recall(two, KEY[1])
+        more = 4 if ending == "lost" else 100_000
+        request = make_request("e.0", [*said, *[3] * more], salt=KEY[0], session_id=KEY[1])
+        with nullcontext() if ending == "lost" else pytest.raises(InvalidRequest):
+            two.submit(request)
+        two.step()
+        flush(two)
+    assert state_of_stored(cluster) == said
+    assert say(one, "f", [3], append=True) == continuation([*said, 3], 4, 5)
+
+
+def test_a_log_that_was_read_while_a_turn_ran_does_not_replace_what_that_left(cluster: Cluster) -> None:
+    """The next request reads the log between the turn's beginning and its end, and is taken after that."""
+    one, two = cluster.engine(), cluster.engine()
+    said = turns(two, "b", said=turns(one, "a", said=[1, 2]))
+    version = two.sessions.version_of(KEY)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    two.submit(make_request("c.0", [3], params, salt=KEY[0], session_id=KEY[1], append=True))
+    two.step()
+    flush(two)
+    recalled = two.durable.recall([KEY], lambda _key: version)
+    assert [each.key for each in recalled] == [KEY]
+    run(two)
+    said += [3, *continuation([*said, 3], 4, 5)]
+    two.sessions.take_over(recalled)
+    assert state_of(two).ids.tolist() == said
+    assert say(two, "d", [4], append=True) == continuation([*said, 4], 4, 5)
+
+
+@pytest.mark.parametrize("retry_s", [0.01, 1000.0])
+def test_what_could_not_be_written_is_written_later(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, retry_s: float
+) -> None:
+    """Also if no turn follows, and the last one began and ended while the node's logs were away; at the latest when the
+    engine ends."""
+    monkeypatch.setattr(session_journal, "RETRY_S", retry_s)
+    one = cluster.engine()
+    said = turns(one, "a", said=[1, 2])
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
+        said = turns(one, "b", "c", said=said)
+        say(one, "d", [3], session_id="public:other")
+    if retry_s < 1:
+        until(lambda: one.durable.writer.stats()["later"] == 0)
+    else:
+        cluster.restart()
+    assert state_of_stored(cluster) == said
+
+
+def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the engine still knows the session or not, and also if it could not be deleted at first."""
+    monkeypatch.setattr(session_journal, "RETRY_S", 0.2)
+    one = cluster.engine()
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
+        turns(one, "a", said=[1, 2])
+        say(one, "b", [3], session_id="public:dropped")
+        say(one, "c", [3], salt="tenant")
+        assert one.durable.writer.stats()["later"] == 3
+    answer(one, LeaveSession((KEY[0], "public:dropped")))
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.logs, "delete", fail)
+        with pytest.raises(ReplicaUnavailable):
+            delete(one)
+    delete(one, "public:dropped")
+    one.durable.delete_tenant(tenant_id("tenant"))
+    until(lambda: one.durable.writer.stats()["later"] == 0)
+    assert cluster.logs.stats()["sessions"] == 0
+    assert cluster.logs.stats()["tombstones"] == 1
+
+
+def test_of_sessions_that_could_not_be_written_so_many_are_kept(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 2)
+    one = cluster.engine()
+    monkeypatch.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
+    for number in range(5):
+        say(one, f"{number}", [3], session_id=f"public:{number}")
+    stats = one.durable.writer.stats()
+    assert (stats["later"], stats["lost"]) == (2, 3)

@@ -67,7 +67,6 @@ def test_an_idle_session_costs_an_engine_at_most_1_kb_and_4_bytes_a_token(num_pa
     num_tokens = engine.sessions.num_tokens - num_tokens_before
     assert len(engine.sessions) == num_before + NUM_SESSIONS
     log = engine.sessions.get((SALT, session_id(num_before)))
-    assert log is not None
     assert (engine.forest.resident(SALT, log.ids.tolist()).device > PAGE_SIZE) == (num_pages > 64)
     session_bytes = (used - 4 * num_tokens) / NUM_SESSIONS
     assert 256 < session_bytes <= 1024

@@ -30,28 +30,6 @@ def delete(engine: Engine, session: str) -> bool:
     return deleted
 
 
-def test_an_idle_session_s_pages_are_free_at_once() -> None:
-    engine = make_engine()
-    say(engine, "1", "s", MINE)
-    run(engine)
-    assert engine.forest.device.num_cached > 0
-    assert delete(engine, "s")
-    assert (engine.forest.device.num_cached, len(engine.forest.device.free)) == (0, engine.forest.device.num_pages)
-    assert len(engine.forest.roots) == 0
-
-
-def test_what_another_session_is_on_stays() -> None:
-    engine = make_engine()
-    say(engine, "1", "s", MINE)
-    say(engine, "2", "t", OTHERS)
-    run(engine)
-    assert delete(engine, "s")
-    assert engine.forest.resident("", MINE).device == len(SHARED)
-    assert engine.forest.resident("", OTHERS).device == len(OTHERS)
-    assert delete(engine, "t")
-    assert engine.forest.device.num_cached == 0
-
-
 def test_a_fork_keeps_its_past_at_once() -> None:
     engine = make_engine()
     say(engine, "1", "s", MINE)
@@ -59,7 +37,6 @@ def test_a_fork_keeps_its_past_at_once() -> None:
     engine.fork(("", "s"), ("", "f"))
     assert delete(engine, "s")
     log = engine.sessions.get(("", "f"))
-    assert log is not None
     assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
     assert delete(engine, "f")
     assert engine.forest.device.num_cached == 0
@@ -77,19 +54,6 @@ def test_without_sharing_a_fork_has_no_pages_and_is_deleted(num_steps: int) -> N
     run(engine)
     assert delete(engine, "s")
     assert len(engine.forest.device.free) == 64
-
-
-def test_a_fork_of_a_turn_that_is_deleted_while_it_answers_keeps_what_was_said() -> None:
-    engine = make_engine()
-    say(engine, "1", "s", MINE)
-    for _ in range(4):
-        engine.step()
-    engine.fork(("", "s"), ("", "f"))
-    log = engine.sessions.get(("", "f"))
-    assert log is not None
-    assert delete(engine, "s")
-    run(engine)
-    assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
 
 
 def test_a_session_that_was_dropped_for_its_age_leaves_its_pages_cached() -> None:
@@ -125,33 +89,10 @@ def test_a_turn_behind_the_deleted_one_begins_anew_and_is_kept() -> None:
     assert delete(engine, "s")
     run(engine)
     log = engine.sessions.get(("", "s"))
-    assert log is not None
     assert log.ids.tolist()[: len(OTHERS)] == OTHERS
     assert engine.forest.resident("", MINE).device == len(SHARED)
     assert delete(engine, "s")
     assert engine.forest.device.num_cached == 0
-
-
-def test_a_pinned_page_outlives_the_session() -> None:
-    engine = make_engine()
-    say(engine, "1", "s", MINE)
-    run(engine)
-    pin = engine.pins.pin_prefix("", SHARED)
-    assert delete(engine, "s")
-    assert engine.forest.resident("", MINE).device == len(SHARED)
-    engine.scheduler.unpin(pin)
-    engine.forest.check()
-
-
-def test_a_suspended_turn_of_a_deleted_session_still_ends() -> None:
-    engine = make_engine(num_pages=12, page_size=4)
-    say(engine, "1", "t", [1] * 12, params=SamplingParams(temperature=0, max_tokens=30))
-    say(engine, "2", "s", [2] * 12, params=SamplingParams(temperature=0, max_tokens=30))
-    while not engine.scheduler.num_suspensions:
-        engine.step()
-    assert delete(engine, "s")
-    assert sorted(event.finish_reason for event in run(engine) if event.finish_reason) == ["length", "length"]
-    assert engine.sessions.get(("", "s")) is None
 
 
 def test_both_tiers_forget_it() -> None:

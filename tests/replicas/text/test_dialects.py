@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from mneme.cluster.config import HttpConfig
 from mneme.errors import ConfigError
-from mneme.replicas.text.calls.answer_parser import AnswerParser, value_types, whole_calls
-from mneme.replicas.text.calls.dialects import FORMATS, REASONINGS, ToolFormat, with_plugin
+from mneme.replicas.text.calls.answer_parser import AnswerParser, CallPiece, Spoken, value_types, whole_calls
+from mneme.replicas.text.calls.dialects import FORMATS, REASONINGS, with_plugin
 from mneme.replicas.text.matcher import Grammars
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import Dialect
@@ -246,52 +246,15 @@ def test_calls_that_a_dialect_writes_are_found(name: str, calls: Calls, before: 
         assert found.open_call is None
 
 
+_PIECES = """f g other } { ] [ " \\ ' ( ) a= =1 ``` function functools functions. :0 to= to=functions.f f( <parameter=a>
+</parameter> <function=f> </function> <arg_key>a</arg_key> <arg_value> </arg_value> </invoke> < 世🙂 3 null <think>
+</think> <|message|> <|channel|> final analysis commentary <|constrain|> json""".split()  # noqa: SIM905
 FRAGMENTS = st.sampled_from(
     [
-        *(
-            "f",
-            "g",
-            "other",
-            '{"name": "f", "arguments": ',
-            '{"a": "x"}',
-            "}",
-            "{",
-            "]",
-            "[",
-            ", ",
-            '"',
-            "\\",
-            "'",
-            "(",
-            ")",
-        ),
-        *("a=", "=1", "```json\n", "```", "function", "functools", "functions.", ":0", " to=", "to=functions.f", "f("),
-        *("<parameter=a>", "</parameter>", "<function=f>", "</function>", "<arg_key>a</arg_key>", "<arg_value>", "\n"),
-        *(
-            "</arg_value>",
-            '<invoke name="f">',
-            '<parameter name="a">',
-            "</invoke>",
-            "text ",
-            "  ",
-            "<",
-            "世🙂",
-            "3",
-            "null",
-        ),
-        *(
-            "<think>",
-            "</think>",
-            "<|message|>",
-            "<|channel|>",
-            "final",
-            "analysis",
-            "commentary",
-            "<|constrain|>",
-            "json",
-        ),
+        *_PIECES, '{"name": "f", "arguments": ', '{"a": "x"}', ", ", "```json\n", '<invoke name="f">',
+        '<parameter name="a">', "text ", "  ", "\n",
     ]
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -321,147 +284,87 @@ def test_what_a_text_says_does_not_depend_on_how_it_comes(name: str, data: st.Da
 
 
 W, N = "get_weather", ("now", "{}")
+_HERMES_NOW = WRITERS["hermes"]([("now", {})])
+WRITTEN: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [  # content None: all of it, no call
+    ("qwen3_coder", 'So:\n<tool_call>\n<function=get_weather>\n<parameter=city>\nSan\nJosé "SJ"\n</parameter>\n'
+     "<parameter=days>\n3\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=near>\n['a', \"b\"]\n"
+     '</parameter>\n<parameter=at>\n{"x": 1.50}\n</parameter>\n<parameter=unit>\nNone\n</parameter>\n'
+     "</function>\n</tool_call>\nDone.", "So:\nDone.",
+     [(W, '{"city": "San\\nJosé \\"SJ\\"", "days": 3, "exact": true, "near": ["a", "b"], "at": {"x": 1.50}, '
+       '"unit": null}')]),
+    # A value of another type is told as text.
+    ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>many</parameter><parameter=x>7</parameter>"
+     "<parameter=y>a b</parameter><parameter=city>12</parameter></function></tool_call>", "",
+     [(W, '{"days": "many", "x": 7, "y": "a b", "city": "12"}')]),
+    # A close tag within a value; stray text before the first; a function that is not closed.
+    ("qwen3_coder", "<tool_call><function=get_weather>\nso\n<parameter=city>\n<b></parameter> x\n</parameter>\n"
+     "<parameter=days>2</parameter></tool_call>", "", [(W, '{"city": "<b></parameter> x", "days": 2}')]),
+    # The form of its older relatives.
+    ("qwen3_coder", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "", [N]),
+    ("qwen3_coder", "<tool_call>\n<function=nope>\n</function>\n</tool_call>", None, []),
+    ("qwen3_coder", "Type <tool_call> to call <function=later> here.", None, []),
+    # Models leave out the mark before a call, and the end of a value.
+    ("qwen3_coder", "<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n</function>\n"
+     "</tool_call>", "", [(W, '{"city": "Paris", "days": 3}')]),
+    # A line that begins as a key, but is none of the function's, is of the value.
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\na\n<parameter=b>\nc\n</parameter>\n"
+     "</function>\n</tool_call>", "", [(W, '{"city": "a\\n<parameter=b>\\nc"}')]),
+    ("glm45", "  \n  <tool_call>now\n</tool_call>", "", [N]),
+    ("glm45", "<tool_call>get_weather<arg_key>city</arg_key><arg_value> 北京\n</arg_value><arg_key>days</arg_key>\n"
+     "<arg_value>2</arg_value></tool_call><tool_call>now</tool_call>", "", [(W, '{"city": " 北京\\n", "days": 2}'), N]),
+    ("glm45", "<tool_call>get<arg_key>city</arg_key><arg_value>B</arg_value></tool_call>", None, []),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">A<b</parameter>\n'
+     '<parameter name="near">["x"]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>', "",
+     [(W, '{"city": "A<b", "near": ["x"]}'), N]),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+     '<｜DSML｜parameter name="any" string="true">5</｜DSML｜parameter>\n'
+     '<｜DSML｜parameter name="days" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+     "</｜DSML｜function_calls>", "", [(W, '{"any": "5", "days": 5}')]),
+    ("deepseek_v3", "Let me.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+     '{"city": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "Let me.", [(W, '{"city": "```"}'), N]),
+    ("deepseek_v31", "Hm.<｜tool▁calls▁begin｜>get_weather", None, []),
+    ("kimi_k2", "Two. <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0 "
+     '<|tool_call_argument_begin|> {"city": "<div>"} <|tool_call_end|><|tool_call_begin|>now:1'
+     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>", "Two.",
+     [(W, '{"city": "<div>"}'), N]),
+    ("pythonic", "[get_weather(city='Martha\\'s \"V\"', days=3, at={'x': [1, {}]}, unit=None, exact=True), now()]", "",
+     [(W, '{"city": "Martha\'s \\"V\\"", "days": 3, "at": {"x": [1, {}]}, "unit": null, "exact": true}'), N]),
+    ("pythonic", "[1] says now(x).", None, []),
+    ("pythonic", "[see get_weather and now()]", None, []),
+    ("llama4_pythonic", "<|python_start|>[get_weather(days=1, exact=true)]<|python_end|>", "",
+     [(W, '{"days": 1, "exact": true}')]),
+    ("olmo3", '<function_calls>\nget_weather(city="a, b)")\nnow()\n</function_calls>', "",
+     [(W, '{"city": "a, b)"}'), N]),
+    ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', "", [N]),
+    ("phi4_mini_json", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", [N]),
+    ("hermes", "a < b <tool 1 ", None, []),
+    ("hermes", '<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "now"}</tool_call>', "",
+     [("now", '{"a": "</tool_call>"}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("now", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [N]),
+    ("hermes", f"I will. {_HERMES_NOW} {_HERMES_NOW}\nDone.", "I will. Done.", [N, N]),
+    ("hermes", f"I will.{_HERMES_NOW}\nDone.", "I will.\nDone.", [N]),
+    ("hermes", _HERMES_NOW.replace("}\n<", "}} }\n<") + " } done", "} done", [N]),
+    ("hermes", _HERMES_NOW.replace("}\n<", "} so\n<") + "\ndone", "so\n\ndone", [N]),
+    ("hermes", _HERMES_NOW.replace("}\n<", "\n<") + " done", "done", [N]),
+    ("hermes", _HERMES_NOW[:-3], "", [N]),
+    ("hermes", _HERMES_NOW + "\n<tool_call>\n{no}\n</tool_call>", "<tool_call>\n{no}\n</tool_call>", [N]),
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"days": 1', "", [(W, '{"days": 1')]),
+    ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', "", [N]),
+    ("llama3_json", '{"name": "now", "parameters": {}}} ok', "ok", [N]),
+    ("llama3_json", '{"type": "function", "function": {"name": "now", "parameters": {}}}', "", [N]),
+    ("llama3_json", ' {"name": 2} is JSON', None, []),
+    ("llama3_json", "   ", None, []),
+    ("mistral_args", 'so[TOOL_CALLS]get_weather[ARGS]{"days": 1}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{}', "so",
+     [(W, '{"days": 1}'), N]),
+    ("json", "[1, 2] are numbers", None, []),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "content", "calls"),
-    [
-        (
-            "qwen3_coder",
-            'So:\n<tool_call>\n<function=get_weather>\n<parameter=city>\nSan\nJosé "SJ"\n</parameter>\n'
-            "<parameter=days>\n3\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=near>\n['a', \"b\"]\n"
-            '</parameter>\n<parameter=at>\n{"x": 1.50}\n</parameter>\n<parameter=unit>\nNone\n</parameter>\n'
-            "</function>\n</tool_call>\nDone.",
-            "So:\nDone.",
-            [
-                (
-                    W,
-                    '{"city": "San\\nJosé \\"SJ\\"", "days": 3, "exact": true, "near": ["a", "b"], "at": {"x": 1.50}, '
-                    '"unit": null}',
-                )
-            ],
-        ),
-        ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [N]),
-        (
-            "qwen3_coder",  # a value of another type is told as text
-            "<tool_call><function=get_weather><parameter=days>many</parameter><parameter=x>7</parameter>"
-            "<parameter=y>a b</parameter><parameter=city>12</parameter></function></tool_call>",
-            "",
-            [(W, '{"days": "many", "x": 7, "y": "a b", "city": "12"}')],
-        ),
-        (
-            "qwen3_coder",  # a close tag within a value; stray text before the first; a function that is not closed
-            "<tool_call><function=get_weather>\nso\n<parameter=city>\n<b></parameter> x\n</parameter>\n"
-            "<parameter=days>2</parameter></tool_call>",
-            "",
-            [(W, '{"city": "<b></parameter> x", "days": 2}')],
-        ),
-        (
-            "qwen3_coder",  # the form of its older relatives
-            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-            "",
-            [N],
-        ),
-        ("qwen3_coder", "<tool_call>\n<function=nope>\n</function>\n</tool_call>", None, []),
-        ("qwen3_coder", "Type <tool_call> to call <function=later> here.", None, []),
-        (  # models leave out the mark before a call, and the end of a value
-            "qwen3_coder",
-            "<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-            "",
-            [(W, '{"city": "Paris", "days": 3}')],
-        ),
-        (  # a line that begins as a key, but is none of the function's, is of the value
-            "qwen3_coder",
-            "<tool_call>\n<function=get_weather>\n<parameter=city>\na\n<parameter=b>\nc\n</parameter>\n</function>\n</tool_call>",
-            "",
-            [(W, '{"city": "a\\n<parameter=b>\\nc"}')],
-        ),
-        ("glm45", "Checking.<tool_call>now</tool_call>", "Checking.", [N]),
-        ("glm45", "  \n  <tool_call>now\n</tool_call>", "", [N]),
-        (
-            "glm45",
-            "<tool_call>get_weather<arg_key>city</arg_key><arg_value> 北京\n</arg_value><arg_key>days</arg_key>\n"
-            "<arg_value>2</arg_value></tool_call><tool_call>now</tool_call>",
-            "",
-            [(W, '{"city": " 北京\\n", "days": 2}'), N],
-        ),
-        ("glm45", "<tool_call>get<arg_key>city</arg_key><arg_value>B</arg_value></tool_call>", None, []),
-        (
-            "minimax_m2",
-            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">A<b</parameter>\n'
-            '<parameter name="near">["x"]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
-            "",
-            [(W, '{"city": "A<b", "near": ["x"]}'), N],
-        ),
-        (
-            "deepseek_v32",
-            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
-            '<｜DSML｜parameter name="any" string="true">5</｜DSML｜parameter>\n'
-            '<｜DSML｜parameter name="days" string="false">5</｜DSML｜parameter>\n'
-            "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
-            "",
-            [(W, '{"any": "5", "days": 5}')],
-        ),
-        (
-            "deepseek_v3",
-            "Let me.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
-            '{"city": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```'
-            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            "Let me.",
-            [(W, '{"city": "```"}'), N],
-        ),
-        (
-            "deepseek_v31",
-            'a <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"days":1}<｜tool▁call▁end｜>'
-            "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜> b",
-            "a b",
-            [(W, '{"days":1}'), N],
-        ),
-        ("deepseek_v31", "Hm.<｜tool▁calls▁begin｜>get_weather", None, []),
-        (
-            "kimi_k2",
-            "Two. <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0 <|tool_call_argument_begin|> "
-            '{"city": "<div>"} <|tool_call_end|><|tool_call_begin|>now:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
-            "<|tool_calls_section_end|>",
-            "Two.",
-            [(W, '{"city": "<div>"}'), N],
-        ),
-        (
-            "pythonic",
-            "[get_weather(city='Martha\\'s \"V\"', days=3, at={'x': [1, {}]}, unit=None, exact=True, near=[]), now()]",
-            "",
-            [
-                (
-                    W,
-                    '{"city": "Martha\'s \\"V\\"", "days": 3, "at": {"x": [1, {}]}, "unit": null, "exact": true, '
-                    '"near": []}',
-                ),
-                N,
-            ],
-        ),
-        ("pythonic", "[1] says now(x).", None, []),
-        ("pythonic", "[see get_weather and now()]", None, []),
-        (
-            "llama4_pythonic",
-            "<|python_start|>[get_weather(days=1, exact=true)]<|python_end|>",
-            "",
-            [(W, '{"days": 1, "exact": true}')],
-        ),
-        (
-            "olmo3",
-            '<function_calls>\nget_weather(city="a, b)")\nnow()\n</function_calls>',
-            "",
-            [(W, '{"city": "a, b)"}'), N],
-        ),
-        ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]', "", [N]),
-        ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', "", [N]),
-        ("phi4_mini_json", 'functools[{"name": "now", "parameters": {}}]', "", [N]),
-        ("phi4_mini_json", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", [N]),
-        ("jamba", '<tool_calls>[\n    {"name": "now", "arguments": {}}\n]</tool_calls>', "", [N]),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WRITTEN)
 def test_what_families_write_is_read(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
-    for size in (1, 2, 5, 1000):
+    for size in (1, 2, 3, 7, 1000):
         found = said(AnswerParser(FORMATS[name], TOOLS), parts(text, size))
         assert found[:3] == (text if content is None else content, "", calls)
 
@@ -482,12 +385,7 @@ NEXT = "<|end|><|start|>assistant"
         (f"{CALL}<|start|>assistant{CALL}<|start|>assistant{FINAL}Done.", "Done.", "", 2),
         (f"<|channel|>commentary<|message|>One.{NEXT}{ANALYSIS}x{NEXT}{FINAL}Two.", "One.\nTwo.", "x", 0),
         (' to=functions.get_weather<|channel|>commentary json<|message|>{"days": 1}<|call|>', "", "", 1),
-        (
-            f'{ANALYSIS}x{NEXT} to=functions.get_weather<|channel|>commentary<|message|>{{"days": 1}}',
-            "",
-            "x",
-            1,
-        ),
+        (f'{ANALYSIS}x{NEXT} to=functions.get_weather<|channel|>commentary<|message|>{{"days": 1}}', "", "x", 1),
         (f"{ANALYSIS}thought that was cut off <|", "", "thought that was cut off <|", 0),
     ],
 )
@@ -499,8 +397,11 @@ def test_channels_part_reasoning_content_and_calls(text: str, content: str, reas
             assert said(AnswerParser(None, {}, reasoning=HARMONY), parts(text, size)) == found
 
 
+QWEN_OPEN = {"reasoning": REASONINGS["qwen3"], "is_open": True}  # a template has opened it
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "content", "reasoning"),
+    ("how", "text", "content", "reasoning"),
     [
         ("qwen3", "<think>\nHm.\n</think>\n\nYes.", "Yes.", "Hm."),
         ("mistral", "[THINK]Hm.[/THINK]Yes.", "Yes.", "Hm."),
@@ -509,12 +410,53 @@ def test_channels_part_reasoning_content_and_calls(text: str, content: str, reas
         ("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", "\nYes.", "Hm."),
         ("kimi_k2", "<think>Hm.<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>", "Hm."),
         ("qwen3", "Say <think> to think.", "Say <think> to think.", ""),
+        ("qwen3", "  <think", "  <think", ""),
+        (QWEN_OPEN, "hm\n\nhm\n</think>\n\nyes  ", "yes  ", "hm\n\nhm"),
+        (QWEN_OPEN, "hm </thin", "", "hm </thin"),
     ],
 )
-def test_reasoning_is_parted_from_content(name: str, text: str, content: str, reasoning: str) -> None:
+def test_reasoning_is_parted_from_content(how: Any, text: str, content: str, reasoning: str) -> None:
+    options = {"reasoning": REASONINGS[how]} if isinstance(how, str) else how
     for size in (1, 4, 1000):
-        found = said(AnswerParser(None, {}, reasoning=REASONINGS[name]), parts(text, size))
-        assert found[:2] == (content, reasoning)
+        assert said(AnswerParser(None, {}, **options), parts(text, size))[:2] == (content, reasoning)
+
+
+def test_a_call_behind_reasoning_is_found() -> None:
+    text = f"<think>\nhm hm\n</think>\n\n{_HERMES_NOW}"
+    assert said(AnswerParser(FORMATS["hermes"], TOOLS, reasoning=REASONINGS["qwen3"]), parts(text, 3))[:3] == (
+        "", "hm hm", [N]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "text", ['{"name": "other", "arguments": {}}', '{"name": "now"', "}{", "[[[", '{"name": {"f": 1}}', "f[ARGS]", "\\"]
+)
+def test_what_is_no_call_is_content_as_it_was_written(name: str, text: str) -> None:
+    opening, closing = (marks[0] if marks else "" for marks in (FORMATS[name].openings, FORMATS[name].closings))
+    text = f"{opening}{text}{closing} "
+    for size in (1, 4, 1000):
+        assert said(AnswerParser(FORMATS[name], TOOLS), parts(text, size))[:3] == (text, "", [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral_args", "json"])
+def test_a_forced_answer_has_no_content_wherever_it_is_cut_off(name: str) -> None:
+    text = WRITERS[name]([(W, {"days": 1}), ("now", {})])
+    for end in range(len(text) + 1):
+        for size in (1, 1000):
+            content, _, calls, _ = said(AnswerParser(FORMATS[name], TOOLS, is_forced=True), parts(text[:end], size))
+            assert content == ""
+            assert all(each in TOOLS for each, _ in calls)
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = AnswerParser(FORMATS["hermes"], TOOLS)
+    assert parser.push('Hm <tool_call>{"name": "now"') == Spoken("Hm")
+    (first,) = parser.push(', "arguments": ').calls or parser.push("{").calls[:1]
+    assert (first.call, first.name, first.arguments, first.id[:5]) == (0, "now", "", "call_")
+    assert parser.push('"a": "b').calls == (CallPiece(0, '"a": "b'),)
+    assert parser.push('c"}').calls == (CallPiece(0, 'c"}'),)
+    assert parser.push("}</tool_call>", is_last=True) == Spoken()
 
 
 def test_a_value_that_is_text_is_told_as_it_comes() -> None:
@@ -546,6 +488,16 @@ def test_a_dialect_is_found_by_its_template_and_vocabulary(name: str) -> None:
     assert Dialect(tokenizer_of(template, *tool_format.in_vocabulary)).tool_format == tool_format
     assert Dialect(tokenizer_of(template.replace("tools", "x"), *tool_format.in_vocabulary)).tool_format is None
     assert Dialect(tokenizer_of(""), name).tool_format in (tool_format, FORMATS["mistral_args"])
+
+
+def test_calls_are_free_until_the_token_that_opens_one() -> None:
+    tools = {"f": {"type": "object", "properties": {"a": INTEGER}}}
+    template = "{{ tools }} <tool_call>"
+    marked = Dialect(tokenizer_of(template, "<tool_call>", "</tool_call>"))
+    assert marked.call_grammar(tools, is_forced=False, is_one=True).after == marked.opening_id
+    assert marked.call_grammar(tools, is_forced=True, is_one=True).after is None
+    assert Dialect(tokenizer_of(template)).call_grammar(tools, is_forced=False, is_one=True) is None
+    assert Dialect(tokenizer_of(template), "none").tool_format is None
 
 
 @pytest.mark.parametrize("name", REASONINGS)
@@ -687,15 +639,9 @@ def test_the_example_of_a_plug_in_works(tmp_path: Path) -> None:
         ("FORMATS = {'a': 1}", "FORMATS of .* must map names to ToolFormat"),
         ("1 / 0", "cannot be loaded: division by zero"),
         (f"{IMPORT}REASONINGS = {{'a': Reasoning(opening='<x>', closing='')}}", "opening, closing"),
-        ("import nowhere", "cannot be loaded: No module named 'nowhere'"),
-        (
-            f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), head='(')}}",
-            "head, .*cannot be read: missing",
-        ),
-        (
-            f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), head='x')}}",
-            r"need the groups \(\?P<name>",
-        ),
+        (f"{IMPORT}FORMATS = {{'a': ToolFormat()}}", "may_be_bare"),
+        (f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), head='(')}}", "head, .*cannot be read: missing"),
+        (f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), head='x')}}", r"need the groups \(\?P<name>"),
         (f"{IMPORT}FORMATS = {{'a': ToolFormat(openings='<')}}", "openings: must be a tuple of texts"),
         (f"{IMPORT}FORMATS = {{'a': ToolFormat(openings=('<',), call='{{x}}')}}", "call: cannot be read: 'x'"),
         (None, "cannot be loaded"),
@@ -707,14 +653,6 @@ def test_a_plug_in_that_is_wrong_is_said_before_the_start(tmp_path: Path, source
         file.write_text(source)
     with pytest.raises(ConfigError, match=rf"http.tool_parser_plugin: .*{named}"):
         HttpConfig(tool_parser_plugin=str(file))
-
-
-@pytest.mark.parametrize("field", ["tool_call_parser", "reasoning_parser"])
-def test_a_parser_that_is_not_known_is_said_before_the_start(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"http.{field}: must be one of auto, none, .*qwen3.*got 'nope'"):
-        HttpConfig(**{field: "nope"})
-
-
-def test_a_format_needs_something_by_which_a_call_begins() -> None:
-    with pytest.raises(ConfigError, match="may_be_bare"):
-        ToolFormat()
+    for field in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=rf"http.{field}: must be one of auto, none, .*qwen3.*got 'nope'"):
+            HttpConfig(**{field: "nope"})

@@ -86,7 +86,6 @@ def test_calls_that_a_template_writes_are_found_again(family: Family) -> None:
         written = told.removeprefix(asked).strip().removesuffix(family.end)
         for size in (1, 7, len(written)):
             parser = dialect.parser({"weather", "rain"})
-            assert parser is not None
             pieces = [written[i : i + size] for i in range(0, len(written), size)]
             spoken = [parser.push(piece, is_last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
             calls = whole_calls(piece for each in spoken for piece in each.calls)

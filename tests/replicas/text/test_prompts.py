@@ -63,11 +63,6 @@ def test_what_closes_an_answer_is_known(template: str, closing: str) -> None:
     assert text[:num_closing_chars] == closing
 
 
-def test_messages_may_say_anything() -> None:
-    text, _, whole = appended(CHATML, [{"role": "user", "content": "an answer of 8241 words"}])
-    assert text == whole
-
-
 def test_a_template_that_rewrites_answers_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="cannot go on behind an answer"):
         appended(SHOUTING)

@@ -15,15 +15,7 @@ from tokenizers import models, pre_tokenizers
 
 from mneme.errors import CheckpointError, InvalidRequest
 from mneme.replicas.text.tokenizer import Tokenizer
-from tests.replicas.tiny_tokenizer import (
-    BOS,
-    CHATML,
-    IM_END,
-    IM_START,
-    byte_level_backend,
-    sentencepiece_backend,
-    tiny_tokenizer,
-)
+from tests.replicas.tiny_tokenizer import BOS, CHATML, IM_END, IM_START, byte_level_backend, tiny_tokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -126,10 +118,7 @@ def test_templates_are_found_wherever_they_stand(
             assert tokenizer.render_chat(CHAT, template_variables={"tools": [{}]}) == of_tools
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tokenizer.json", "tokenizer_config.json", "generation_config.json"],
-)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000], ids=repr)
 def test_damaged_files_are_one_clear_error(model_dir: Path, tmp_path: Path, name: str, content: bytes) -> None:
     for path in model_dir.iterdir():
@@ -140,22 +129,6 @@ def test_damaged_files_are_one_clear_error(model_dir: Path, tmp_path: Path, name
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_directory_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
-        Tokenizer.load(tmp_path / "none")
-
-
-def test_code_in_a_checkpoint_is_not_run(model_dir: Path, tmp_path: Path) -> None:
-    for path in model_dir.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
-    with pytest.raises(CheckpointError):
-        Tokenizer.load(tmp_path)
-    assert not (tmp_path / "was_run").exists()
-
-
 def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="Unicode"):
         tokenizer.encode("a\ud800b", add_special_tokens=False)
@@ -164,7 +137,6 @@ def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
         "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
         "{{ 'x' * 10**10 }}",
@@ -269,13 +241,6 @@ def test_the_lower_bound_on_tokens_holds(tokenizer: Tokenizer) -> None:
     for text in ("", "the fox " * 500, "世界🙂" * 300, " " * 4000):
         assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
     assert tokenizer.min_num_tokens("x" * 8_000_000) > 1024
-
-
-@pytest.mark.parametrize("backend", [byte_level_backend(), sentencepiece_backend()], ids=["bpe", "sentencepiece"])
-def test_the_bytes_of_tokens_make_up_the_text(backend: tokenizers.Tokenizer) -> None:
-    tokenizer = Tokenizer(backend)
-    ids = tokenizer.encode("世界🙂é", add_special_tokens=False)
-    assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == "世界🙂é"
 
 
 def test_a_continuation_is_not_the_beginning_of_a_text() -> None:

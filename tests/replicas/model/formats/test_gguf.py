@@ -19,8 +19,7 @@ from mneme.replicas.model.formats.gguf_file import GgufFile, card_of
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.text.tokenizer import Tokenizer
 from tests.budget import rarer
-from tests.replicas.checkpoints import decoder_of, make_model
-from tests.replicas.model.test_parity import FLOAT32_TOLERANCE, teacher_forced
+from tests.replicas.checkpoints import FLOAT32_TOLERANCE, decoder_of, make_model, teacher_forced
 from tests.replicas.tiered_engine import answers, logits_of, make_engine, run, submit
 
 pytestmark = pytest.mark.engine
@@ -208,26 +207,15 @@ def test_a_card_has_the_tokenizer_and_the_template(tmp_path: Path) -> None:
     assert model_directory(str(directory)) == directory
 
 
-def cut(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-def of_many_fields(content: bytes) -> bytes:
-    return content[:16] + struct.pack("<Q", 2**60) + content[24:]
-
-
-def of_many_tensors(content: bytes) -> bytes:
-    return content[:8] + struct.pack("<Q", 2**60) + content[16:]
-
-
-def of_a_long_key(content: bytes) -> bytes:
-    return content[:24] + struct.pack("<Q", 2**62) + content[32:]
-
-
 @pytest.mark.parametrize(
     "damage",
-    [cut, of_many_fields, of_many_tensors, of_a_long_key, lambda _: b"", lambda _: b"GGUF", lambda c: b"XXXX" + c[4:],
-     lambda c: c[:4] + struct.pack("<I", 9) + c[8:], lambda c: c[:2000] + b"\xff" * (len(c) - 2000)],
+    [
+        lambda _: b"", lambda _: b"GGUF", lambda c: c[: len(c) // 2], lambda c: b"XXXX" + c[4:],
+        lambda c: c[:4] + struct.pack("<I", 9) + c[8:], lambda c: c[:2000] + b"\xff" * (len(c) - 2000),
+        lambda c: c[:8] + struct.pack("<Q", 2**60) + c[16:],  # many tensors
+        lambda c: c[:16] + struct.pack("<Q", 2**60) + c[24:],  # many fields
+        lambda c: c[:24] + struct.pack("<Q", 2**62) + c[32:],  # a long key
+    ],
 )  # fmt: skip
 def test_a_file_that_lies_is_refused_in_a_moment(tmp_path: Path, damage: Any) -> None:
     write(tmp_path / "m.gguf", "qwen2", {"token_embd.weight": torch.zeros(8, 32)}, {"block_count": 1})

@@ -143,9 +143,15 @@ def quantize(plain: Path, directory: Path, name: str) -> Path:
     for each, content in ((directory, stored), (other, {key: value.contiguous() for key, value in meant.items()})):
         shutil.copytree(plain, each)
         save_file(content, each / "model.safetensors")
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
+    saying(directory, quantization_config=said)
     return other
+
+
+def saying(directory: Path, **more: Any) -> Path:
+    """Add to a checkpoint's configuration."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    return directory
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -173,71 +179,52 @@ def test_a_format_is_read_as_what_it_stands_for(plain: Path, tmp_path: Path, nam
         ({"quant_method": "fp8", "weight_block_size": 32}, "weight_block_size"),
         ({"quant_method": "compressed-tensors", "config_groups": "all"}, "config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": None}}, "config_groups"),
+        *(
+            ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}, field)
+            for weights, field in (
+                ({"num_bits": None}, "num_bits"),
+                ({"num_bits": "four"}, "num_bits"),
+                ("x", "weights"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(plain: Path, tmp_path: Path, said: dict[str, Any], field: str) -> None:
-    directory = Path(shutil.copytree(plain, tmp_path / "model"))
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {**said, "a": 1}}))
-    with pytest.raises(CheckpointError, match=rf"quantization_config: {field}: must be"):
-        load_model_config(directory)
-
-
-@pytest.mark.parametrize(
-    ("weights", "field"), [({"num_bits": None}, "num_bits"), ({"num_bits": "four"}, "num_bits"), ("x", "weights")]
-)
-def test_a_group_that_cannot_be_read_is_named(plain: Path, tmp_path: Path, weights: Any, field: str) -> None:
-    directory = Path(shutil.copytree(plain, tmp_path / "model"))
-    path = directory / "config.json"
-    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
+    directory = saying(Path(shutil.copytree(plain, tmp_path / "model")), quantization_config={**said, "a": 1})
     with pytest.raises(CheckpointError, match=rf"{field}: must be"):
         load_model_config(directory)
 
 
-def _of_floats(part: Tensor) -> Tensor:
-    return part.float()
-
-
-def _half(part: Tensor) -> Tensor:
-    return part[: len(part) // 2]
-
-
-def _flat(part: Tensor) -> Tensor:
-    return part.reshape(-1)
-
-
-def _turned(part: Tensor) -> Tensor:
-    return part.mT
-
-
-def _integers(part: Tensor) -> Tensor:
-    return part.int()
-
-
+DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "floats": lambda part: part.float(),
+    "half": lambda part: part[: len(part) // 2],
+    "flat": lambda part: part.reshape(-1),
+    "turned": lambda part: part.mT,
+    "integers": lambda part: part.int(),
+}
 DAMAGE = [
-    ("gptq", "o_proj.scales", _half), ("gptq", "o_proj.scales", _flat), ("gptq", "o_proj.qzeros", _half),
-    ("gptq", "o_proj.qweight", _of_floats), ("gptq", "o_proj.g_idx", _half), ("gptq", "o_proj.scales", _integers),
-    ("awq", "k_proj.scales", _half), ("awq", "k_proj.qzeros", _turned), ("awq", "k_proj.qweight", _half),
-    ("fp8 of tensors", "up_proj.weight", _turned), ("fp8 of tensors", "k_proj.weight", _integers),
-    ("fp8 of blocks", "up_proj.weight_scale_inv", _half), ("fp8 of blocks", "up_proj.weight_scale_inv", _flat),
-    ("compressed-tensors, int8", "k_proj.weight_scale", _half), ("compressed-tensors, int8", "k_proj.weight", _half),
-    ("compressed-tensors, 4 bits", "k_proj.weight_scale", _half),
-    ("compressed-tensors, 4 bits", "k_proj.weight_scale", _turned),
-    ("compressed-tensors, 4 bits", "k_proj.weight_packed", _of_floats),
+    ("gptq", "o_proj.scales", "half"), ("gptq", "o_proj.scales", "flat"), ("gptq", "o_proj.qzeros", "half"),
+    ("gptq", "o_proj.qweight", "floats"), ("gptq", "o_proj.g_idx", "half"), ("gptq", "o_proj.scales", "integers"),
+    ("awq", "k_proj.scales", "half"), ("awq", "k_proj.qzeros", "turned"), ("awq", "k_proj.qweight", "half"),
+    ("fp8 of tensors", "up_proj.weight", "turned"), ("fp8 of tensors", "k_proj.weight", "integers"),
+    ("fp8 of blocks", "up_proj.weight_scale_inv", "half"), ("fp8 of blocks", "up_proj.weight_scale_inv", "flat"),
+    ("compressed-tensors, int8", "k_proj.weight_scale", "half"), ("compressed-tensors, int8", "k_proj.weight", "half"),
+    ("compressed-tensors, 4 bits", "k_proj.weight_scale", "half"),
+    ("compressed-tensors, 4 bits", "k_proj.weight_scale", "turned"),
+    ("compressed-tensors, 4 bits", "k_proj.weight_packed", "floats"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "part", "damage"), DAMAGE)
 def test_a_part_of_another_shape_or_dtype_is_refused(
-    plain: Path, tmp_path: Path, form: str, part: str, damage: Callable[[Tensor], Tensor]
+    plain: Path, tmp_path: Path, form: str, part: str, damage: str
 ) -> None:
     """By the headers, before anything is read."""
     quantize(plain, tmp_path / "quantized", form)
     path = tmp_path / "quantized" / "model.safetensors"
     tensors = load_file(path)
     key = next(key for key in tensors if key.endswith(part))
-    save_file({**tensors, key: damage(tensors[key]).contiguous()}, path)
+    save_file({**tensors, key: DAMAGES[damage](tensors[key]).contiguous()}, path)
     config = load_model_config(tmp_path / "quantized")
     with pytest.raises(CheckpointError, match=rf"{re.escape(key.rsplit('.', 1)[0])}\S* has shape .*"):
         load_weights(tmp_path / "quantized", config, torch.device("cpu"), torch.float32)
@@ -255,9 +242,7 @@ def test_groups_beyond_the_scales_are_refused(plain: Path, tmp_path: Path) -> No
 
 
 def test_a_method_that_no_tensor_has_is_refused(plain: Path, tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(plain, tmp_path / "model"))
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    directory = saying(Path(shutil.copytree(plain, tmp_path / "model")), quantization_config={"quant_method": "fp8"})
     with pytest.raises(CheckpointError, match="says fp8"):
         load_weights(directory, load_model_config(directory), torch.device("cpu"), torch.float32)
 
@@ -284,8 +269,7 @@ def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) ->
         shutil.copytree(tmp_path / "plain", tmp_path / name)
         save_file({key: value.contiguous() for key, value in content.items()}, tmp_path / name / "model.safetensors")
     for name, said in (("mxfp4", {"quantization_config": {"quant_method": "mxfp4"}}), ("meant", {})):
-        path = tmp_path / name / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": inner, **said}))
+        saying(tmp_path / name, intermediate_size=inner, **said)
     config = load_model_config(tmp_path / "mxfp4")
     ours, theirs = (
         load_weights(tmp_path / name, config, torch.device("cpu"), torch.float32) for name in ("mxfp4", "meant")
