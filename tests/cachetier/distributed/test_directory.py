@@ -45,6 +45,10 @@ def added(key: bytes, tier: TierName = "host", num_bytes: int = 100) -> Change:
     return Change(key, tier, num_bytes, True)
 
 
+def removed(key: bytes, tier: TierName = "host") -> Change:
+    return Change(key, tier, 0, False)
+
+
 def tell(
     directory: Directory,
     seq: int,
@@ -62,6 +66,14 @@ def tell_all(directory: Directory, seq: int, *changes: Change, node: str = "a", 
     return tell(directory, seq, *changes, node=node, epoch=epoch, first=True, last=True)
 
 
+def test_a_new_epoch_voids_the_old_and_an_old_one_is_told_so(directory: Directory) -> None:
+    tell_all(directory, 0, added(KEYS[0]))
+    assert tell(directory, 0, epoch=2).wants_all
+    assert directory.lookup(KEYS[:1]) == [()]
+    assert tell_all(directory, 1, added(KEYS[1])) == Reply(False, 2)
+    assert directory.lookup(KEYS[:2]) == [(), ()]
+
+
 def test_a_gap_asks_for_everything_and_what_was_said_before_goes_with_the_last_part(directory: Directory) -> None:
     tell_all(directory, 0, added(KEYS[0]), added(KEYS[1]))
     assert tell(directory, 2, added(KEYS[2])).wants_all
@@ -70,6 +82,13 @@ def test_a_gap_asks_for_everything_and_what_was_said_before_goes_with_the_last_p
     assert [bool(places) for places in directory.lookup(KEYS[:3])] == [True, True, False]
     tell(directory, 5, added(KEYS[3]), last=True)
     assert [bool(places) for places in directory.lookup(KEYS[:4])] == [False, True, False, True]
+
+
+def test_a_delayed_or_repeated_announcement_changes_nothing(directory: Directory) -> None:
+    tell_all(directory, 0, added(KEYS[0]))
+    tell(directory, 1, removed(KEYS[0]))
+    assert tell_all(directory, 0, added(KEYS[0])) == Reply(False, 1)
+    assert directory.lookup(KEYS[:1]) == [()]
 
 
 def test_a_silent_node_is_not_offered_then_forgotten(directory: Directory, clock: Clock) -> None:
