@@ -23,15 +23,6 @@ class Step(NamedTuple):
     text: str
 
 
-class StepFailed(Exception):
-    """The message is the step, and what it said."""
-
-
-def is_without_index(said: str) -> bool:
-    """Return whether pip said that it reaches no index, and found nothing elsewhere."""
-    return "Retrying (Retry(" in said and "No matching distribution found" in said
-
-
 def steps_of(target: str) -> list[Step]:
     """Return the steps that make a target, those of the stages that it is made from first, each `FROM` too."""
     text = re.sub(r"^\s*#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
@@ -96,7 +87,7 @@ class Build:
         self.left_out: list[Step] = []
 
     def do(self, step: Step) -> None:
-        """Raise `StepFailed` for a command that fails, and `AssertionError` for what is not known here."""
+        """Raise `AssertionError` for a command that fails, and for what is not known here."""
         if step.keyword == "WORKDIR":
             self.workdir = self.root / step.text.lstrip("/")
             self.workdir.mkdir(parents=True, exist_ok=True)
@@ -125,5 +116,4 @@ class Build:
         done = subprocess.run(
             command, cwd=self.workdir, env=self.environment, capture_output=True, text=True, timeout=600, check=False
         )
-        if done.returncode != 0:
-            raise StepFailed(f"RUN {step.text}: {done.stdout} {done.stderr}")
+        assert done.returncode == 0, f"RUN {step.text}: {done.stdout} {done.stderr}"

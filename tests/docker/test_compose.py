@@ -171,13 +171,6 @@ def test_what_a_panel_asks_for_is_on_the_page(panel: dict[str, Any], page: Page)
         assert {*re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])} <= values_by_label.keys()
 
 
-def test_panels_are_told_apart() -> None:
-    for dashboard in dashboards():
-        places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
-        assert len(places) == len(set(places)) == len({panel["id"] for panel in dashboard["panels"]})
-    assert len({dashboard["uid"] for dashboard in dashboards()}) == len(dashboards())
-
-
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
 def test_what_an_alert_asks_for_is_on_the_page(alert: dict[str, Any], page: Page) -> None:
     names, values_by_label = asked(alert["expr"])
@@ -185,14 +178,3 @@ def test_what_an_alert_asks_for_is_on_the_page(alert: dict[str, Any], page: Page
     assert missing(alert["expr"], page) == set()
     assert {*re.findall(r"\{\{ \$labels\.(\w+) \}\}", alert["annotations"]["summary"])} <= values_by_label.keys()
     assert {*alert} == {"alert", "expr", "for", "labels", "annotations"}
-
-
-def test_a_query_for_what_is_not_there_is_found_out(page: Page) -> None:
-    for query, said in (
-        ('sum by (tier) (mneme_cache_bytes{tier=~"host|disk"})', set()),
-        ('sum by (tier) (mneme_cache_bytes{tier=~"host|tape"})', {"mneme_cache_bytes: tier=tape"}),
-        ("sum by (shelf) (rate(mneme_cost_actual_seconds_total[1m]))", {"mneme_cost_actual_seconds_total: shelf"}),
-        ("sum(rate(mneme_tokens_total[$__rate_interval])) / 2", {"mneme_tokens_total"}),
-        ("maximum(mneme_replicas)", {"maximum"}),
-    ):
-        assert missing(query, page) == said

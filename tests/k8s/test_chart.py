@@ -56,10 +56,6 @@ def test_the_rendered_manifests_are_the_charts(name: str) -> None:
     assert parsed(CHART["render"](*CHART["files"]()[name])) == rendered(name)
 
 
-def test_every_file_of_values_is_rendered() -> None:
-    assert sorted(CHART["files"]()) == sorted(NAMES)
-
-
 @needs_helm
 def test_helm_finds_no_fault() -> None:
     for values in CHART["files"]().values():

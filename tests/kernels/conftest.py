@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from mneme.kernels.native import kv as native_kv
+from tests.kernels.cases import needs_native
+
 
 @pytest.fixture(params=[pytest.param("cpu", id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def triton_device(request: pytest.FixtureRequest) -> torch.device:
@@ -20,6 +23,14 @@ def triton_device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton compiles in this process")
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_native)])
+def kv_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A test runs on both paths of the CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(native_kv, "can_write", lambda *_: False)
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True, scope="session")

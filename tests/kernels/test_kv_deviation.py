@@ -7,19 +7,12 @@ import torch
 
 from mneme.kernels.attention import RopeTable, write_kv
 from mneme.kernels.kv_write import copy_slots, kv_deviation
-from mneme.kernels.native import kv as native_kv
-from tests.kernels.cases import needs_native
 
 NUM_PAGES, PAGE_SIZE = 5, 16
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-@pytest.fixture(params=["torch", pytest.param("native", marks=needs_native)], autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs on both paths of the CPU."""
-    if request.param == "torch":
-        monkeypatch.setattr(native_kv, "can_write", lambda *_: False)
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("kv_path")
 
 
 def rotated(k: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int) -> torch.Tensor:
@@ -67,9 +60,11 @@ def test_what_was_just_written_deviates_by_its_rounding_alone(dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("slots", "positions"), [([0, 80], [0, 1]), ([-1, 3], [0, 1]), ([0, 1], [0, 128])])
-def test_slots_and_positions_that_do_not_exist_are_refused(slots: list[int], positions: list[int], path: str) -> None:
+def test_slots_and_positions_that_do_not_exist_are_refused(
+    slots: list[int], positions: list[int], kv_path: str
+) -> None:
     pages, k = torch.zeros(2, NUM_PAGES, PAGE_SIZE, 8), torch.randn(2, 2, 8)
-    if path == "torch":
+    if kv_path == "torch":
         slots = [abs(slot) + NUM_PAGES * PAGE_SIZE if slot < 0 else slot for slot in slots]  # torch counts from the end
     with pytest.raises((ValueError, IndexError, RuntimeError)):
         kv_deviation(

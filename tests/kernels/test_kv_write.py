@@ -6,23 +6,18 @@ import pytest
 import torch
 
 from mneme.kernels.attention import FREE_SLOT_POSITION, RopeTable, mark_free, mark_written, new_slot_position, write_kv
-from mneme.kernels.native import kv as native_kv
-from tests.kernels.cases import needs_native
 
 ROPE = RopeTable.from_theta(100.0, 8, 64)
 
 
-@pytest.fixture(params=["torch", pytest.param("native", marks=needs_native)], autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs on both paths of the CPU."""
-    if request.param == "torch":
-        monkeypatch.setattr(native_kv, "can_write", lambda *_: False)
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("kv_path")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
-    k, v = torch.randn(2, 3, 2, 8).to(dtype)
+    """Rows are slices of a joint projection."""
+    joint = torch.randn(3, 6, 8).to(dtype)
+    k, v = joint[:, 2:4], joint[:, 4:]
     k_pages, v_pages = torch.zeros(2, 2, 4, 4, 8, dtype=dtype)
     slots, positions = torch.tensor([9, 2, 15]), torch.tensor([40, 41, 3], dtype=torch.int32)
     write_kv(k, v, slots, positions, k_pages, v_pages, ROPE)
@@ -48,19 +43,6 @@ def test_slots_are_free_until_written_and_after_being_freed() -> None:
     assert slot_position.tolist() == [free, 11, free, free, 10, free]
     mark_free(slot_position, torch.tensor([1]))
     assert slot_position.tolist() == [free, free, free, free, 10, free]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_may_be_slices_of_a_joint_projection(dtype: torch.dtype) -> None:
-    joint = torch.randn(5, 6, 20).to(dtype)
-    q, k, v = joint[:, :2], joint[:, 2:4], joint[:, 4:]
-    slots, positions = torch.tensor([0, 7, 3, 9, 4]), torch.tensor([5, 0, 127, 64, 1])
-    pools = torch.zeros(2, 2, 3, 4, 20, dtype=dtype)
-    write_kv(k, v, slots, positions, *pools, ROPE)
-    stored_k, stored_v = (pages.view(2, 12, 20)[:, slots].transpose(0, 1) for pages in pools)
-    assert torch.equal(stored_k, ROPE.rotate(k, positions).to(dtype))
-    assert torch.equal(stored_v, v)
-    assert q.shape == k.shape
 
 
 @pytest.mark.parametrize(("slots", "positions"), [([0, 16], [0, 1]), ([-1, 3], [0, 1]), ([0, 1], [0, 128])])

@@ -82,17 +82,11 @@ def test_add_rms_norm(dtype: torch.dtype, rows: int, size: int) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (6, 112), (3, 37)])
 def test_gated(dtype: torch.dtype, activation: ops.Activation, rows: int, size: int) -> None:
     gate_up = draw(rows, 2 * size, dtype=dtype)
+    far_out = torch.tensor([-1e30, -200.0, -89.0, -0.0, 0.0, 1e-30, 89.0, 200.0, 1e18])[:size]
+    gate_up[0, : len(far_out)] = far_out
     gate, up = gate_up.double().chunk(2, -1)
     wide = {"silu": F.silu(gate), "gelu": F.gelu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}[activation]
     assert_rounded(ops.gated(gate_up, activation), wide * up, 3, 1 + (gate * up).abs())
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_gates_far_out_stay_finite(activation: ops.Activation) -> None:
-    gate = torch.tensor([[-1e30, -200.0, -89.0, -0.0, 0.0, 1e-30, 89.0, 200.0, 1e18]])
-    found = ops.gated(torch.cat((gate, torch.ones_like(gate)), -1), activation)
-    assert torch.allclose(found, gate.clamp(min=0), atol=1e-6)
 
 
 @pytest.mark.usefixtures("backend")
@@ -155,23 +149,13 @@ def test_draws_invert_the_cumulative_distribution(size: int, temperature: float)
     """`number` falls between the ends of the drawn token and of the one before it, up to float32's rounding."""
     logits = draw(1, size, dtype=torch.float32)
     logits[0, size // 3 : size // 2] = -torch.inf
-    ends = (logits[0].double() / temperature).softmax(-1).cumsum(-1)
-    numbers = [0.0, 1e-9, 0.25, 0.5, 0.75, 1 - 2**-53]
-    for number, token in zip(numbers, ops.draw_whole(logits.repeat(6, 1), [temperature] * 6, numbers), strict=True):
+    numbers, temperatures = [0.0, 1e-9, 0.25, 0.5, 0.75, 1 - 2**-53], [temperature, 1.5 * temperature] * 3
+    tokens = ops.draw_whole(logits.repeat(6, 1), temperatures, numbers)
+    for number, each, token in zip(numbers, temperatures, tokens, strict=True):
+        ends = (logits[0].double() / each).softmax(-1).cumsum(-1)
         assert logits[0, token] > -torch.inf
         before = float(ends[token - 1]) if token else 0.0
         assert before - 2e-5 <= number <= float(ends[token]) + 2e-5
-
-
-@pytest.mark.usefixtures("backend")
-def test_each_row_is_drawn_with_its_own_options() -> None:
-    logits = draw(3, 600, dtype=torch.float32)
-    options = [(0.5, 0.1), (1.0, 0.9), (2.0, 0.5)]
-    temperatures, numbers = [t for t, _ in options], [n for _, n in options]
-    together = ops.draw_whole(logits, temperatures, numbers)
-    alone = [ops.draw_whole(logits[i : i + 1], [t], [n])[0] for i, (t, n) in enumerate(options)]
-    assert together == alone
-    assert len(set(together)) > 1
 
 
 @pytest.mark.usefixtures("backend")

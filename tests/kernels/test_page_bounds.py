@@ -39,15 +39,6 @@ def test_bounds_are_those_of_a_fresh_look_after_any_changes(changes: list[tuple[
         assert is_true(page_bounds(slot_position, PAGE_SIZE), slot_position)
 
 
-def test_what_is_marked_is_followed_without_a_look_at_the_pool() -> None:
-    slot_position = new_slot_position(PAGE_SIZE * NUM_PAGES)
-    bounds = page_bounds(slot_position, PAGE_SIZE)
-    mark_written(slot_position, torch.arange(3), torch.arange(3))
-    mark_free(slot_position, torch.tensor([1]))
-    assert page_bounds(slot_position, PAGE_SIZE) is bounds
-    assert (bounds.first[0], bounds.last[0]) == (0, FREE_SLOT_POSITION)
-
-
 def test_each_pool_and_page_size_has_its_own() -> None:
     one, other = new_slot_position(8), new_slot_position(8)
     mark_written(one, torch.arange(8), torch.arange(8))

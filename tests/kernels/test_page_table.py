@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from mneme.kernels.page_table import PageRef, PageTable, QueryRows, full_mask, references_of
 
 
-def test_a_list_of_references_becomes_arrays() -> None:
-    table = PageTable.from_refs([PageRef(3), PageRef(4, -7, 0b101)])
-    assert table.page_ids.tolist() == [3, 4]
-    assert table.deltas.tolist() == [0, -7]
-    assert table.masks.tolist() == [-1, 0b101]
-    assert (table.page_ids.dtype, table.deltas.dtype, table.masks.dtype) == (np.int32, np.int32, np.int64)
-    assert PageTable.from_refs(table) is table
-    assert len(PageTable.from_refs([])) == 0
-
-
 def test_an_unsigned_64_bit_mask_is_the_same_as_its_twos_complement() -> None:
     table = PageTable.from_refs([PageRef(0, 0, 2**64 - 1), PageRef(1, 0, 2**63)])
     assert table.masks.tolist() == [-1, -(2**63)]
-
-
-def test_own_pages_show_everything_at_delta_0() -> None:
-    table = PageTable.own([5, 6]).append([7], [2], [1])
-    assert list(zip(table.page_ids, table.deltas, table.masks, strict=True)) == [(5, 0, -1), (6, 0, -1), (7, 2, 1)]
 
 
 def test_bits_behind_the_page_are_ignored_and_empty_masks_dropped() -> None:

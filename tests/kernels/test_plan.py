@@ -48,13 +48,6 @@ def test_other_rows_reuse_the_segments() -> None:
     assert stepped.work.num_shared == 0
 
 
-def test_what_backends_prepared_is_not_carried_over() -> None:
-    plan = two_sharers()
-    plan.prepared["key"] = 1
-    edits = [plan.with_rows(plan.rows), plan.with_rows(QueryRows([1], [9])), grow(plan, {0: 12})]
-    assert all(not edited.prepared for edited in edits)
-
-
 def private_pages(plan: Plan) -> list[list[int]]:
     work = plan.work
     runs = range(work.run_begin[work.num_shared], len(work.page_begin))
@@ -98,11 +91,6 @@ def runs_of(plan: Plan) -> list[tuple[list[int], list[int]]]:
     return [
         (work.page_id[begin:end].tolist(), work.mask[mask : mask + end - begin].tolist()) for begin, end, mask in ranges
     ]
-
-
-def test_other_rows_after_a_page_was_appended_see_it() -> None:
-    grown = grow(two_sharers(), {0: 12}).with_rows(QueryRows([0], [9]))
-    assert private_pages(grown) == [[1, 2, 10, 12]]
 
 
 @pytest.mark.parametrize(("sequences", "pages"), [([0], [11]), ([0, 1], [12, 12]), ([0, 0], [12, 13])])

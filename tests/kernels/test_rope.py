@@ -25,13 +25,6 @@ def test_turning_the_query_back_replaces_turning_the_key_forward(m: int, n: int,
     torch.testing.assert_close((apart[0] * apart[1]).sum(), (moved[0] * moved[1]).sum(), atol=1e-5, rtol=0)
 
 
-def test_tables_reach_twice_the_context() -> None:
-    rope = RopeTable.from_theta(10_000.0, 64, 128)
-    assert rope.num_positions == 256
-    assert rope.rotary_dim == 64
-    assert rope.cos.dtype == rope.sin.dtype == torch.float32
-
-
 def test_tables_are_exact_at_far_positions() -> None:
     """Angles in float32 would be off by 4e-3 here."""
     rope = RopeTable.from_theta(10_000.0, 64, 65_536)
@@ -39,27 +32,6 @@ def test_tables_are_exact_at_far_positions() -> None:
     angle = position * 10_000.0 ** (-2 / 64)
     assert rope.cos[position, 1].item() == pytest.approx(math.cos(angle), abs=1e-7)
     assert rope.sin[position, 1].item() == pytest.approx(math.sin(angle), abs=1e-7)
-
-
-def test_a_table_is_made_where_it_is_kept_with_two_numbers_for_each_pair() -> None:
-    rope = RopeTable.from_inv_freq([1.0] * 64, 1 << 17, device="meta")
-    assert rope.table.device.type == "meta"
-    assert rope.table.nbytes == (1 << 18) * 64 * 2 * 4
-
-
-def test_only_the_rotary_dimensions_turn() -> None:
-    x = torch.randn(3, 2, 10, dtype=torch.bfloat16)
-    rotated = RopeTable.from_theta(100.0, 4, 16).rotate(x, torch.tensor([0, 5, 31]))
-    assert rotated.dtype == torch.float32
-    assert torch.equal(rotated[..., 4:], x[..., 4:].float())
-    assert torch.equal(rotated[0], x[0].float())
-    assert not torch.equal(rotated[1:, :, :4], x[1:, :, :4].float())
-
-
-def test_the_attention_factor_is_in_the_table() -> None:
-    frequencies = torch.tensor([1.0, 0.1])
-    plain, scaled = RopeTable.from_inv_freq(frequencies, 8), RopeTable.from_inv_freq(frequencies, 8, 1.25)
-    torch.testing.assert_close(scaled.table, 1.25 * plain.table)
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])

@@ -20,43 +20,8 @@ def segments_of(*tables: list[PageRef], page_size: int = 4) -> Segments:
     return find_segments(unite_repeats(references_of([PageTable.from_refs(table) for table in tables], page_size)))
 
 
-def shape(found: Segments) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """Pages and sharers of each segment, in a stable order."""
-    return sorted(
-        (segment.page_ids.tolist(), list(zip(segment.sequences.tolist(), segment.deltas.tolist(), strict=True)))
-        for segment in found.segments
-    )
-
-
 def pages(*ids: int, delta: int = 0) -> list[PageRef]:
     return [PageRef(page, delta) for page in ids]
-
-
-def test_a_tree_of_prefixes_is_one_segment_per_inner_edge() -> None:
-    found = segments_of(pages(9, 8, 1), pages(9, 8, 2, 3), pages(9, 8, 2, 4), pages(5))
-    assert shape(found) == [([2], [(1, 0), (2, 0)]), ([9, 8], [(0, 0), (1, 0), (2, 0)])]
-
-
-def test_a_document_at_two_positions_is_one_segment() -> None:
-    found = segments_of(pages(7, 8, delta=100), [*pages(1), *pages(7, 8, delta=40)])
-    assert shape(found) == [([7, 8], [(0, 100), (1, 40)])]
-
-
-def test_a_sequence_shares_a_page_with_itself() -> None:
-    assert shape(segments_of([*pages(7, delta=10), *pages(7, delta=50)])) == [([7], [(0, 10), (0, 50)])]
-
-
-def test_another_delta_within_the_run_splits_it() -> None:
-    found = segments_of(pages(7, 8), [*pages(7), *pages(8, delta=3)])
-    assert shape(found) == [([7], [(0, 0), (1, 0)]), ([8], [(0, 0), (1, 3)])]
-
-
-def test_masks_are_kept_for_each_sharer_and_page() -> None:
-    """Pages on whose masks the sharers agree are a segment of their own."""
-    differing, equal = segments_of(pages(7, 8, 9), [PageRef(7), PageRef(8, 0, 3), PageRef(9, 0, 5)]).segments
-    assert differing.page_ids.tolist() == [8, 9]
-    assert differing.masks.tolist() == [[15, 15], [3, 5]]
-    assert equal.page_ids.tolist() == [7]
 
 
 def test_pages_keep_the_order_of_the_table() -> None:

@@ -44,25 +44,6 @@ def test_a_shared_prefix_is_one_piece_and_so_are_the_pages_of_each_sequence() ->
     assert pages_of(work, 1) == [100, 101]
 
 
-def test_only_sequences_with_rows_count_as_sharers() -> None:
-    work = plan_of(decode_tables(8, 16, 2), [3], [550]).work
-    assert (work.num_shared, work.num_pieces) == (0, 1)
-    assert pages_of(work, 0)[:16] == list(range(16))
-
-
-def test_rows_follow_their_order_in_q() -> None:
-    work = plan_of(decode_tables(3, 16, 1), [2, 0, 0, 1], [550, 540, 541, 550], share="always").work
-    assert rows_of(work, 0) == [0, 1, 2, 3]
-    assert [rows_of(work, piece) for piece in (1, 2, 3)] == [[1, 2], [3], [0]]
-
-
-def test_a_row_stands_once_per_delta() -> None:
-    tables = [[PageRef(7, 10), PageRef(7, 50), PageRef(1)], [PageRef(7, 20)]]
-    work = plan_of(tables, [0, 1], [90, 90], share="always").work
-    assert rows_of(work, 0) == [0, 0, 1]
-    assert deltas_of(work, 0, 3) == [10, 50, 20]
-
-
 def test_documents_in_any_order_are_runs_of_one_piece() -> None:
     """Three sequences that see the same documents at other places: their rows go through them in one program."""
     tables = [[PageRef(7, 10), PageRef(8, 40)], [PageRef(8, 10), PageRef(7, 40)], [PageRef(7, 1), PageRef(8, 2)]]
@@ -71,19 +52,3 @@ def test_documents_in_any_order_are_runs_of_one_piece() -> None:
     assert work.run_begin.tolist() == [0, 2]
     runs = sorted((pages_of(work, run), deltas_of(work, run, 3)) for run in (0, 1))
     assert runs == [([7], [10, 40, 1]), ([8], [40, 10, 2])]
-
-
-def test_the_private_pages_of_a_sequence_are_one_piece_with_a_run_per_delta() -> None:
-    tables = [[PageRef(1), PageRef(2, 5), PageRef(3), PageRef(4, 5)]]
-    work = plan_of(tables, [0, 0], [80, 81]).work
-    assert work.run_begin.tolist() == [0, 2]
-    assert [pages_of(work, 0), pages_of(work, 1)] == [[1, 3], [2, 4]]
-    assert [deltas_of(work, 0, 2), deltas_of(work, 1, 2)] == [[0, 0], [5, 5]]
-
-
-def test_differing_masks_are_read_by_row() -> None:
-    tables = [[PageRef(7)], [PageRef(7, 0, 1)], [PageRef(7, 3)]]
-    work = plan_of(tables, [0, 1, 1, 2], [90, 90, 91, 90], share="always").work
-    assert work.mask_number[:4].tolist() == [0, 1, 1, 2]
-    assert work.mask_stride.tolist() == [1]
-    assert work.mask[:3].tolist() == [2**32 - 1, 1, 2**32 - 1]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from mneme.cluster.cli.main import LABORATORY
-from tests.docker.dockerfile import is_without_index
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -79,13 +78,3 @@ def test_the_wheel_runs_where_the_repository_is_not(wheel: Path, tmp_path: Path)
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.split() == [str(tmp_path / "mneme" / "__init__.py"), "True"], done.stderr
-
-
-def run(*command: str | Path, folder: Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    if is_without_index(done.stderr):
-        pytest.skip(f"pip reaches no index that has what it asks for: {done.stderr.splitlines()[-1]}")
-    assert done.returncode == 0, f"{command}: {done.stdout[-1000:]} {done.stderr[-3000:]}"
-    return done.stdout

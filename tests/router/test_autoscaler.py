@@ -145,14 +145,6 @@ def test_a_clock_that_is_set_back_begins_the_delays_anew() -> None:
     assert played.run(1, ReplicaLoad(backlog_s=3.0)) == 3
 
 
-def test_a_clock_that_is_put_forward_begins_the_delays_anew() -> None:
-    played = Played(num=3)
-    played.run(2, IDLE)
-    played.now_s += 3600.0
-    assert played.run(60, IDLE) == 3
-    assert played.run(2, IDLE) == 2
-
-
 def test_replicas_that_cannot_start_are_given_up() -> None:
     """A cluster with room for fewer: those that run would never be too many."""
     autoscaler, target = Autoscaler(CONFIG), 8

@@ -53,7 +53,7 @@ def test_some_replica_is_always_eligible(loads: list[int], factor: float) -> Non
     assert min(loads) + 1 <= load_bound(sum(loads), len(loads), factor)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 8), st.floats(1.0, 1.5))
 def test_no_replica_ever_exceeds_the_bound(seed: int, num_replicas: int, factor: float) -> None:
     rng = random.Random(seed)
@@ -80,11 +80,6 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_sessions() -> None:
     assert all(without[s] == before[s] for s in SESSIONS if before[s] != REPLICAS[0])
     shares = Counter(before.values())
     assert max(shares.values()) < 2 * len(SESSIONS) / len(REPLICAS)
-
-
-def test_the_order_of_replicas_does_not_matter() -> None:
-    for session in SESSIONS[:50]:
-        assert preferred(session, REPLICAS) == preferred(session, REPLICAS[::-1])
 
 
 def test_two_ingresses_send_a_new_session_to_the_same_home() -> None:
@@ -162,16 +157,6 @@ def test_a_shared_prefix_draws_requests_without_a_session() -> None:
     first.started()
     assert choose(router, [*system_prompt, 7, 8, 9]).replica_id == first.replica_id
     assert choose(router, [*system_prompt[:-100], 7]).matched_tokens == 1920
-
-
-def test_a_prefix_of_another_tenant_draws_nothing() -> None:
-    router = chooser("a", "b")
-    reservation = router.select_and_reserve(list(range(640)), salt="tenant")
-    assert reservation is not None
-    other = ({"a", "b"} - {reservation.replica_id}).pop()
-    same = router.select_and_reserve(list(range(640)), salt="other", exclude=[other])
-    assert same is not None
-    assert same.matched_tokens == 0
 
 
 def test_a_burst_does_not_herd() -> None:

@@ -38,16 +38,6 @@ def test_stays_bounded_and_loses_tails_first(chains: list[list[int]], bound: int
         assert index.matched_blocks(hashes(chain)) == {"r": min(len(chain), bound)}
 
 
-def test_a_dead_replica_leaves_no_trace() -> None:
-    index = PrefixIndex()
-    index.record([1, 2, 3], "dead")
-    index.record([1, 2], "alive")
-    index.forget("dead")
-    assert index.matched_blocks([1, 2, 3]) == {"alive": 2}
-    index.retain(())
-    assert index.matched_blocks([1, 2, 3]) == {}
-
-
 def test_a_successor_has_nothing_of_the_dead_whatever_was_recorded_meanwhile() -> None:
     """What is recorded again while bits are swept away moves to where no sweep comes any more."""
     index, chain = PrefixIndex(), list(range(1, 1001))

@@ -109,28 +109,6 @@ def test_what_waits_in_a_long_queue_is_not_forgotten(has_choices: bool) -> None:
     waiting.release()
 
 
-def test_many_that_wait_are_kept_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No choice pays for all of them."""
-    played = Played("a")
-    prompts = [list(range(number, number + 8192)) for number in range(0, 100 * 8192, 8192)]
-    waiting = [played.choose(prompt) for prompt in prompts]
-    sent = PrefixIndex.record_sent
-    num_sent: list[int] = []
-    monkeypatch.setattr(
-        PrefixIndex,
-        "record_sent",
-        lambda index, hashes, *where: (num_sent.append(len(hashes)), sent(index, hashes, *where)),
-    )
-    for _ in range(600):
-        played.now_s += SENT_S / 50
-        num_sent.clear()
-        played.choose([9]).release()
-        assert sum(num_sent) <= 256
-    assert all(played.held("a", prompt) == 8192 for prompt in prompts)
-    for reservation in waiting:
-        reservation.release()
-
-
 def test_what_of_the_tier_is_on_a_node_that_is_gone_is_forgotten() -> None:
     played = Played("a", "b")
     played.take("a", report(1, node="old", device=BLOCKS))
@@ -383,15 +361,6 @@ def test_a_bad_moment_of_one_replica_does_not_take_its_work_away() -> None:
     played.take("a", report(1, cost=cost(scales={"prefill": 2.0})))
     candidates = played.choose([31] * 512).route.as_json()["candidates"]
     assert [each["ms"]["compute"] for each in candidates] == [102.4] * 3  # the median of all three
-
-
-def test_a_replica_on_a_faster_machine_is_sooner() -> None:
-    played = Played("a", "b")
-    played.take("b", report(1, cost=cost(prefill=[0.0, 5e-5, 0.0])))
-    for number in range(10):
-        chosen = played.choose([number] * 512)
-        assert chosen.replica_id == "b"
-        chosen.release()
 
 
 class Replica:

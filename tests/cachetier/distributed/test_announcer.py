@@ -6,12 +6,10 @@ import random
 import threading
 from collections.abc import Callable
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mneme.cachetier.distributed import announcer as announcer_module
 from mneme.cachetier.distributed.announcer import BATCH_CHANGES, MAX_PENDING, SIGN_OF_LIFE_S, Announcer
 from mneme.cachetier.distributed.directory import SILENT_S, Announcement, Directory, Place, Reply
 from mneme.cachetier.names import TierName
@@ -230,27 +228,6 @@ def test_a_directory_that_is_silent_costs_one_account_until_it_answers() -> None
     assert num_known(link) == 10
 
 
-def test_changes_do_not_pile_up_for_a_directory_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcer_module, "MAX_PENDING", 100)
-    link, clock, node = linked_node(10)
-    node.announcer.step()
-    link.fate = lambda: "lost"
-    for _ in range(50):
-        node.announcer.changed([Change(KEYS[0], "host", 7, True)] * 30)
-        clock.now_s += node.announcer.step()
-    assert len(node.announcer.pending) <= 130
-
-
-def test_nothing_is_done_while_nothing_is_due() -> None:
-    link, clock, node = linked_node(10)
-    start_s, num_steps = clock.now_s, 0
-    while clock.now_s < start_s + 60 * SIGN_OF_LIFE_S:
-        clock.now_s += node.announcer.step()
-        num_steps += 1
-    assert num_steps <= 62
-    assert len(link.directory.stats()["live_nodes"]) == 1
-
-
 def test_changes_wake_the_thread() -> None:
     began, told = threading.Event(), threading.Event()
 
@@ -267,28 +244,3 @@ def test_changes_wake_the_thread() -> None:
     announcer.changed([Change(KEYS[0], "host", 1, True)])
     assert told.wait(60)
     announcer.stop()
-
-
-def test_the_thread_announces_and_outlives_an_error() -> None:
-    link, _, node = linked_node(10)
-    failures = [RuntimeError("once")]
-    whole = node.snapshot
-
-    def snapshot() -> list[Change]:
-        if failures:
-            raise failures.pop()
-        return whole()
-
-    node.announcer.snapshot = snapshot
-    told, send = threading.Event(), node.announcer.send
-
-    def telling(said: Announcement) -> Reply | None:
-        reply = send(said)
-        if num_known(link) == 10:
-            told.set()
-        return reply
-
-    node.announcer.send = telling
-    node.announcer.start()
-    assert told.wait(60)
-    node.announcer.stop()

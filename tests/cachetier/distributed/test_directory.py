@@ -66,26 +66,6 @@ def tell_all(directory: Directory, seq: int, *changes: Change, node: str = "a", 
     return tell(directory, seq, *changes, node=node, epoch=epoch, first=True, last=True)
 
 
-def test_what_was_announced_is_found(directory: Directory) -> None:
-    tell_all(directory, 0, added(KEYS[0]), added(KEYS[1], "disk", 7))
-    tell_all(directory, 0, added(KEYS[0], "disk", 200), node="b")
-    assert directory.lookup(KEYS[:3]) == [
-        (Place("a", "host", 100), Place("b", "disk", 200)),
-        (Place("a", "disk", 7),),
-        (),
-    ]
-
-
-def test_a_chunk_is_there_until_it_has_left_both_tiers(directory: Directory) -> None:
-    tell_all(directory, 0, added(KEYS[0], "disk", 120), added(KEYS[0]))
-    assert directory.lookup(KEYS[:1]) == [(Place("a", "host", 100),)]
-    tell(directory, 1, removed(KEYS[0]))
-    assert [place.tier for place in directory.lookup(KEYS[:1])[0]] == ["disk"]
-    tell(directory, 2, removed(KEYS[0], "disk"))
-    assert directory.lookup(KEYS[:1]) == [()]
-    assert directory.stats()["num_keys"] == 0
-
-
 def test_a_new_epoch_voids_the_old_and_an_old_one_is_told_so(directory: Directory) -> None:
     tell_all(directory, 0, added(KEYS[0]))
     assert tell(directory, 0, epoch=2).wants_all

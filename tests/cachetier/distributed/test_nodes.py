@@ -13,14 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed.nodes import Breaker, Nodes, node_actor_name
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.cachetier.nodes import Clock
 
 
 def opened(clock: Clock) -> Breaker:
@@ -64,15 +57,6 @@ def test_pauses_grow_to_a_bound() -> None:
     assert waits == sorted(waits)
     assert waits[0] <= 0.5
     assert waits[-1] == 16.0
-
-
-def test_calls_that_failed_at_once_make_no_longer_pause() -> None:
-    clock = Clock()
-    breaker = opened(clock)
-    for _ in range(30):
-        breaker.failed()
-    clock.now_s += 0.5
-    assert breaker.allows()
 
 
 def test_a_try_whose_end_is_never_told_does_not_close_it_for_ever() -> None:

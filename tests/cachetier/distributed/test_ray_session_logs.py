@@ -15,7 +15,6 @@ from mneme.cachetier.distributed.nodes import rendezvous
 from mneme.cachetier.distributed.session_logs import LogRead
 from mneme.cachetier.names import Appended
 from mneme.cachetier.sessions.log_store import LogKey
-from mneme.cachetier.sessions.rows import rows_of
 from tests.cachetier.log_nodes import LogCluster, LogNode, eventually
 from tests.cachetier.session_records import conversation, key_number
 
@@ -143,19 +142,6 @@ async def _is_at(node: LogNode, num: int) -> bool:
     return await turns_at(node, KEY) == num
 
 
-def test_a_copy_that_nobody_can_take_is_made_later(play, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(cluster: LogCluster) -> None:
-        writer, (peer,) = cluster.nodes["a"], in_order(cluster, "a", KEY)
-        peer.hangs = True
-        await say(writer, KEY, 0, 2)
-        await eventually(lambda: _copies(writer, "copy_failed"))
-        peer.hangs = False
-        await eventually(lambda: _is_at(peer, 2))
-
-    monkeypatch.setattr(ray_session_logs, "_AGAIN_S", 0.05)
-    play("ab", scene)
-
-
 def test_a_copy_for_which_there_is_no_peer_yet_is_made_once_there_is_one(play) -> None:
     """Not of what was deleted meanwhile."""
 
@@ -192,17 +178,6 @@ def test_copies_that_waited_when_an_actor_was_killed_are_made_by_the_next(play) 
         peer.hangs = False
         await writer.start()
         await eventually(lambda: _is_at(peer, 3))
-
-    play("ab", scene)
-
-
-def test_a_peer_that_has_what_is_newer_keeps_it(play) -> None:
-    async def scene(cluster: LogCluster) -> None:
-        writer, (peer,) = cluster.nodes["a"], in_order(cluster, "a", KEY)
-        assert await peer.logs.append_here(KEY, rows_of(STEPS[-1][1])) is Appended.WRITTEN
-        await say(writer, KEY, 0, 2)
-        await eventually(lambda: _copies(writer, "copied", "copied_whole"))
-        assert await turns_at(peer, KEY) == 6
 
     play("ab", scene)
 

@@ -10,11 +10,9 @@ import pytest
 
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.disk import Litter, Put
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.errors import ReplicaUnavailable
 from tests.cachetier.chunks import LINEAGE, FailingFiles, chain_of, chunk_files, chunk_of
-from tests.cachetier.node.test_disk_tier import make_tier
 from tests.cachetier.nodes import BLOCK, Clock, make_node, prefetch, put, query, write_due
 
 pytestmark = pytest.mark.usefixtures("few_folders")
@@ -101,22 +99,6 @@ def test_a_deletion_is_sure_once_the_files_are_gone(
     again.close()
 
 
-def test_a_full_tier_writes_what_came_while_the_disk_was_read_only(
-    tmp_path: Path, files: FailingFiles, clock: Clock
-) -> None:
-    node = make_node(tmp_path, disk_blocks=10, files=files, clock=clock)
-    save(node, CHUNKS[:10])
-    set_read_only(files, True)
-    for chunk in CHUNKS[20:]:
-        clock.now_s += 5
-        save(node, [chunk])
-        prefetch(node)
-    set_read_only(files, False)
-    wait(node, clock)
-    assert num_on_disk(node, CHUNKS[20:]) == len(chunk_files(tmp_path)) == 10
-    node.close()
-
-
 def test_what_comes_while_somebody_removes_files_is_written_later(tmp_path: Path, clock: Clock) -> None:
     """A writer's turn between a deletion and the end of its files, on a full tier."""
     meanwhile: list[Callable[[], None]] = []
@@ -135,33 +117,3 @@ def test_what_comes_while_somebody_removes_files_is_written_later(tmp_path: Path
     wait(node, clock)
     assert [num_on_disk(node, chain) for chain in chains] == [2, 2, 2]
     node.close()
-
-
-def test_a_tier_says_whether_there_is_no_room_or_none_yet(tmp_path: Path, files: FailingFiles) -> None:
-    tier = make_tier(tmp_path, 1, files=files)
-    assert tier.put(CHUNKS[0]) is Put.WRITTEN
-    files.fails = lambda name, _number: errno.EIO if name == "unlink" else None
-    assert tier.put(CHUNKS[1]) is Put.BLOCKED
-    assert tier.put(CHUNKS[0]) is Put.BLOCKED  # its own path is still to be removed
-    files.fails = lambda _name, _number: None
-    tier.sweep()
-    tier.index.hold(CHUNKS[2].header.key)
-    assert tier.put(CHUNKS[2]) is Put.WRITTEN
-    assert tier.put(CHUNKS[3]) is Put.NO_ROOM
-    tier.close()
-
-
-def test_of_many_files_that_cannot_be_removed_each_is_tried_again() -> None:
-    """Though those that are tried first never go."""
-    litter = Litter()
-    for number in range(20):
-        litter.add(f"/{number}", 1)
-    for path in litter.claim():
-        litter.swept(path, is_gone=False)
-    stuck = {*litter.claim()}
-    for path in stuck:
-        litter.swept(path, is_gone=False)
-    for _ in range(10):
-        for path in litter.claim():
-            litter.swept(path, is_gone=path not in stuck)
-    assert litter.num_blocks == len(stuck)

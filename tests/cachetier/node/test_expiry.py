@@ -54,18 +54,6 @@ def test_the_beginning_of_a_conversation_that_goes_on_stays(node: NodeCache, clo
     assert num_found(node, IDS) == 10
 
 
-def test_a_conversation_goes_as_a_whole_when_its_end_is_old(node: NodeCache, clock: Clock) -> None:
-    save(node, chain_of(IDS))
-    for _ in range(10):
-        clock.now_s += TTL_S / 4
-        node.locate(query(IDS, first=9))
-        node.expire()
-    assert num_found(node, IDS) == 10
-    clock.now_s += TTL_S + 1
-    assert node.expire() > 0
-    assert not node.snapshot()
-
-
 def test_a_use_in_memory_counts_after_a_restart(tmp_path: Path, clock: Clock) -> None:
     node = make_node(tmp_path, clock=clock)
     save(node, chain_of(IDS[:16]))

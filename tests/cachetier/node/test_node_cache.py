@@ -96,16 +96,6 @@ def test_what_is_located_is_right_to_the_token(
     node.close(flush=False)
 
 
-def test_the_child_that_shares_most_is_found_in_either_tier(tmp_path: Path) -> None:
-    tails = [chunk_of([*IDS[:shared], 90 + shared]) for shared in (1, 4, 2)]
-    node = on_disk(tmp_path, tails[:2])
-    put(node, tails[2])
-    assert found(node, IDS) == [("disk", 4)]
-    assert found(node, [*IDS[:2], 92]) == [("host", 3)]
-    assert found(node, [70]) == []
-    node.close(flush=False)
-
-
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_tail_is_found_among_many_that_begin_behind_the_same_chunk(tmp_path: Path, tier: str) -> None:
     """As after a system prompt: more than are compared, and far more than are opened."""
@@ -175,17 +165,6 @@ def test_a_search_ends_in_time(tmp_path: Path) -> None:
     node.close(flush=False)
 
 
-def test_a_tail_that_has_grown_replaces_what_it_was() -> None:
-    node = make_node()
-    for length in (2, 5, CHUNK_TOKENS):
-        put(node, chunk_of(IDS[:length]))
-        assert node.stats()["host"]["chunks"] == 1
-        assert found(node, IDS[:CHUNK_TOKENS]) == [("host", length)]
-    put(node, chunk_of([*IDS[:2], 99]))
-    assert node.stats()["host"]["chunks"] == 2
-    assert node.stats()["host"]["superseded"] == 2
-
-
 def test_tails_wait_and_cost_one_write(tmp_path: Path) -> None:
     clock = Clock()
     node = make_node(tmp_path, clock=clock)
@@ -205,39 +184,6 @@ def test_tails_wait_and_cost_one_write(tmp_path: Path) -> None:
     assert stats["disk"].get("superseded_bytes", 0) == 0
     assert stats["host"]["put_bytes"] > stats["disk"]["written_bytes"] * 0.5
     assert stats["writer"]["bytes"] == 0
-    node.close(flush=False)
-
-
-def test_what_is_deleted_before_it_is_written_is_never_on_the_disk(tmp_path: Path) -> None:
-    node, chunks = make_node(tmp_path), chain_of(IDS)
-    put_all(node, chunks)
-    assert node.delete([chunks[0].header.key, chunks[0].header.key, bytes(16)]) == 1
-    write_due(node)
-    assert chunk_files(tmp_path) == []  # nor what nobody would find without it
-    assert found(node, IDS) == []
-    node.close(flush=False)
-
-
-def test_descendants_go_in_all_tiers(tmp_path: Path) -> None:
-    """The chain leads from the disk to the host and back."""
-    chunks = chain_of(list(range(44)))
-    node = on_disk(tmp_path, [*chunks[:2], *chunks[3:]])
-    put(node, chunks[2])
-    assert node.delete(descendants(chunks[0].header.key, node.children)) == 5
-    assert found(node, list(range(44))) == [("disk", 8)]
-    assert node.delete(descendants(LINEAGE.root, node.children)) == 1
-    assert chunk_files(tmp_path) == []
-    node.close(flush=False)
-
-
-def test_a_tenants_chunks_go_in_all_tiers(tmp_path: Path) -> None:
-    theirs = chain_of(IDS, OTHER_TENANT)
-    node = on_disk(tmp_path, [*chain_of(IDS), *theirs[:2]])
-    put(node, theirs[2])
-    assert set(node.stats()["owners"]) == {LINEAGE.tenant.hex(), OTHER_TENANT.tenant.hex()}
-    assert node.delete(node.keys_of(OTHER_TENANT.tenant)) == 3
-    assert set(node.stats()["owners"]) == {LINEAGE.tenant.hex()}
-    assert len(found(node, IDS)) == 3
     node.close(flush=False)
 
 
@@ -408,21 +354,6 @@ def test_waiting_requests_are_bounded_in_number_and_age() -> None:
     assert node.stats()["waiting"] == 1
 
 
-def test_a_request_that_was_forgotten_before_it_was_known_does_not_wait() -> None:
-    """The node took longer to look than the request waited."""
-    clock = Clock()
-    node = make_node(clock=clock)
-    put(node, chunk_of([1]))
-    node.forget(["r", "s"])
-    found(node, [1], request_id="r")
-    assert node.stats()["waiting"] == 0
-    found(node, [1], request_id="r")  # another of its name
-    assert node.stats()["waiting"] == 1
-    clock.now_s += 60
-    found(node, [1], request_id="s")
-    assert node.stats()["waiting"] == 2
-
-
 def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> None:
     """Until memory is full of what waiting requests want."""
     chains = [chain_of([root, *range(15)]) for root in (50, 60, 70, 80)]
@@ -445,41 +376,6 @@ def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> Non
     node.forget(["50", "60"])
     prefetch(node)
     assert found(node, [80, *range(15)]) == [("host", 8)] * 2
-    node.close(flush=False)
-
-
-def test_a_chunk_that_cannot_be_brought_up_does_not_hold_up_what_others_wait_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = ProcessMemory()
-    node = on_disk(tmp_path, [chunk_of([number]) for number in (1, 2)], memory=memory)
-    for number in (1, 2):
-        assert found(node, [number], request_id=str(number)) == [("disk", 1)]
-
-    def fails(layers: object) -> object:
-        raise RuntimeError("a bug")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(memory, "keep", fails)
-        with pytest.raises(RuntimeError):  # the thread's edge counts it
-            node.step()
-    prefetch(node)
-    assert found(node, [1]) == [("disk", 1)]
-    assert found(node, [2]) == [("host", 1)]
-    assert node.stats()["host"]["bytes"] == BLOCK
-    node.close(flush=False)
-
-
-def test_nothing_is_brought_up_beside_somebody_who_reads(tmp_path: Path) -> None:
-    node = on_disk(tmp_path, chain_of(IDS))
-    assert found(node, IDS, request_id="r")[0] == ("disk", 8)
-    with node.loading():
-        wait_s = node.step()
-        assert wait_s is not None
-        assert wait_s > 0
-        assert found(node, IDS)[0] == ("disk", 8)
-    prefetch(node)
-    assert found(node, IDS)[0] == ("host", 8)
     node.close(flush=False)
 
 
@@ -537,17 +433,6 @@ def test_memory_that_refuses_costs_nothing_but_the_chunk(tmp_path: Path) -> None
     node.close(flush=False)
 
 
-def test_what_a_full_queue_does_not_take_is_written_once_there_is_room(tmp_path: Path) -> None:
-    node = make_node(tmp_path, host_blocks=12)  # three of them may wait
-    chunks = [chunk for root in range(12) for chunk in chain_of([root, *range(7)])]
-    assert put_all(node, chunks) == {"taken"}
-    assert node.stats()["writer"]["dropped"] > 0
-    write_due(node)
-    assert len(chunk_files(tmp_path)) == len(chunks)
-    assert put(node, chain_of([77, *range(7)])[0]) == "taken"
-    node.close(flush=False)
-
-
 def test_what_a_fault_or_a_full_queue_kept_from_the_disk_is_written_later(tmp_path: Path) -> None:
     files, clock = FailingFiles(lambda _operation, _number: None), Clock()
     node = make_node(tmp_path, host_blocks=12, files=files, clock=clock)
@@ -570,20 +455,6 @@ def test_what_a_fault_or_a_full_queue_kept_from_the_disk_is_written_later(tmp_pa
     clock.now_s += 20
     prefetch(node)
     assert node.stats()["host"]["written_late"] == num_late == len(chunks)
-    node.close(flush=False)
-
-
-def test_what_was_no_fault_is_not_tried_again(tmp_path: Path) -> None:
-    """A disk too small for a chunk, and what follows that."""
-    clock = Clock()
-    node = make_node(tmp_path, disk_blocks=1, clock=clock)
-    put_all(node, chain_of(IDS))
-    for _ in range(3):
-        clock.now_s += 20
-        write_due(node)
-        prefetch(node)
-    assert len(chunk_files(tmp_path)) == 1
-    assert node.stats()["host"]["written_late"] == 0
     node.close(flush=False)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import pytest
-
 from mneme.cachetier.node.index import Change
 from mneme.cachetier.node.tiers import ChangeLog
 from mneme.cachetier.node.writer import Pending, WriteBehind
@@ -114,14 +112,6 @@ def test_a_full_queue_takes_no_more_and_no_key_stands_in_it_twice() -> None:
     assert queue.stats()["bytes"] == 2 * BLOCK
 
 
-def test_a_queue_smaller_than_a_chunk_takes_two_and_warns_once_of_more(caplog: pytest.LogCaptureFixture) -> None:
-    queue = Queue(Clock(), num_blocks=0)
-    assert [queue.give(whole(number))[1] for number in range(4)] == [True, True, False, False]
-    assert queue.stats()["dropped"] == len(caplog.records) + 1 == 2
-    assert queue.step() == 0.0
-    assert queue.give(whole(4))[1]
-
-
 def test_a_queue_that_is_closed_ends_what_waits() -> None:
     queue = Queue(Clock())
     keys = {queue.give(ids)[0] for ids in (whole(1), whole(2), [3])}
@@ -129,27 +119,6 @@ def test_a_queue_that_is_closed_ends_what_waits() -> None:
     assert ({*queue.ended}, queue.written, queue.stats()["bytes"]) == (keys, [], 0)
     assert not queue.give(whole(3))[1]  # nor is what that makes room for
     assert queue.stats()["bytes"] == 0
-
-
-def test_a_write_that_raises_is_over_and_the_next_is_written() -> None:
-    queue = Queue(Clock())
-    bad, good = queue.give(whole(1))[0], queue.give(whole(2))[0]
-    queue.fails.add(bad)
-    with pytest.raises(RuntimeError):
-        queue.step()
-    assert queue.step() == 0.0
-    assert queue.ended == [bad, good]
-    assert queue.stats()["bytes"] == 0
-
-
-def test_a_flush_writes_tails_too_and_ends_in_time() -> None:
-    queue = Queue(Clock())
-    key, _ = queue.give([1])
-    assert not queue.flush(0.0)  # nobody writes yet
-    queue.start()
-    assert queue.flush(TIMEOUT_S)
-    assert queue.written == [key]
-    assert queue.close(TIMEOUT_S)
 
 
 def test_a_thread_survives_its_errors_and_hears_when_it_is_woken() -> None:

@@ -8,24 +8,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mneme.cachetier.pages.host_memory import HostMemory
-from mneme.errors import TransferFailed
 from mneme.kernels.native import kv as native_kv
-from mneme.kernels.native.kv import U8Array, gather_chunk, scatter_chunk
-from mneme.kernels.page_table import IntArray
-from mneme.replicas.model.timeline import Timeline
 from tests.budget import examples
 from tests.cachetier.model_tier import Operation, operations, run_operations
-from tests.cachetier.pools import NUM_LAYERS, make_pool, wait_all
+from tests.cachetier.pools import make_pool, wait_all
 from tests.kernels.cases import needs_native
 
 TIMEOUT_S = 30.0
@@ -69,47 +63,6 @@ def test_any_order_of_calls_is_a_dictionary_of_pages(steps: list[Operation], pie
     tier.close()
 
 
-def test_pages_that_are_reused_were_copied_before() -> None:
-    """The copy is held up until the engine waits to reuse the page."""
-    pool = make_pool()
-    begun, let_go = threading.Event(), threading.Event()
-
-    def slow(k_pages: Tensor, v_pages: Tensor, runs: IntArray, num_tokens: int, chunk: U8Array) -> None:
-        begun.set()
-        assert let_go.wait(TIMEOUT_S)
-        gather_chunk(k_pages, v_pages, runs, num_tokens, chunk)
-
-    tier = HostMemory(pool, 4, gather=slow)
-    expected = pool.page(6)
-    tier.save(np.array([6]), np.array([1]))
-    assert begun.wait(TIMEOUT_S)
-    assert not tier.is_idle
-    threading.Timer(0.01, let_go.set).start()
-    tier.before_reuse(np.array([6]))
-    pool.write(6, expected * 0)
-    wait_all(tier.load(np.array([1]), np.array([2])))
-    assert torch.equal(pool.page(2), expected)
-    tier.close()
-
-
-def test_a_copy_that_fails_reaches_the_engine() -> None:
-    pool = make_pool()
-
-    def broken(chunk: U8Array, num_tokens: int, runs: IntArray, k_pages: Tensor, v_pages: Tensor) -> None:
-        if runs[:, 0].tolist() == [4]:
-            raise OSError("a broken page")
-        scatter_chunk(chunk, num_tokens, runs, k_pages, v_pages)
-
-    tier = HostMemory(pool, 4, scatter=broken)
-    load = tier.load(np.array([0]), np.array([4]))
-    with pytest.raises(TransferFailed, match="broken page"):
-        load.wait_layer(0)
-    tier.save(np.array([1]), np.array([3]))
-    wait_all(tier.load(np.array([3]), np.array([2])))
-    assert torch.equal(pool.page(1), pool.page(2))
-    tier.close()
-
-
 def test_pages_out_of_range_harm_nobody() -> None:
     pool = make_pool(12)
     tier = HostMemory(pool, 4)
@@ -121,18 +74,6 @@ def test_pages_out_of_range_harm_nobody() -> None:
     tier.save(np.array([3]), np.array([0]))
     wait_all(tier.load(np.array([0]), np.array([4])))
     assert torch.equal(pool.page(3), pool.page(4))
-    tier.close()
-
-
-def test_a_load_of_nothing_is_there_and_changes_nothing() -> None:
-    pool = make_pool(12)
-    tier = HostMemory(pool, 4)
-    before = [pool.page(page).clone() for page in range(12)]
-    none = np.array([], np.int64)
-    tier.save(none, none)
-    tier.before_reuse(none)
-    wait_all(tier.load(none, none))
-    assert all(torch.equal(pool.page(page), kept) for page, kept in enumerate(before))
     tier.close()
 
 
@@ -177,18 +118,3 @@ def test_the_thread_starts_no_others(native: str) -> None:
         env={**os.environ, "MNEME_NATIVE": native},
     )  # fmt: skip
     assert (done.returncode, done.stdout.split()) == (0, ["0", "2"]), done.stderr
-
-
-def test_spans_say_what_the_thread_did() -> None:
-    timeline = Timeline()
-    tier = HostMemory(make_pool(), 4, spans=timeline)
-    tier.save(np.array([3, 4]), np.array([0, 1]))
-    wait_all(tier.load(np.array([0]), np.array([5])))
-    tier.close()
-    spans = timeline.spans()
-    assert [span.name for span in spans] == [
-        f"{what} layer {i}" for what in ("save", "load") for i in range(NUM_LAYERS)
-    ]
-    assert {span.track for span in spans} == {"transfers"}
-    assert [span.args["pages"] for span in spans] == [2, 2, 2, 1, 1, 1]
-    assert all(a.end_s <= b.start_s for a, b in pairwise(spans))

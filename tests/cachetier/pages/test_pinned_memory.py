@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,20 +139,6 @@ def test_what_is_written_to_reused_pages_is_behind_loads_of_them() -> None:
     tier.close()
 
 
-def test_spans_come_from_the_times_of_events() -> None:
-    timeline = Timeline(clock=lambda: 100.0)
-    tier, _ = make(spans=timeline)
-    tier.save(np.array([0]), np.array([0]))
-    tier.before_reuse(np.array([0]))
-    wait_all(tier.load(np.array([0]), np.array([7])))
-    tier.close()
-    by_track: dict[str, list[str]] = {}
-    for span in timeline.spans():
-        assert 100 <= span.start_s <= span.end_s
-        by_track.setdefault(span.track, []).append(span.name)
-    assert by_track == {f"{what}s": [f"{what} layer {i}" for i in range(NUM_LAYERS)] for what in ("save", "load")}
-
-
 def test_a_closed_tier_moves_nothing() -> None:
     tier, streams = make()
     tier.save(np.arange(5), np.arange(5))
@@ -164,31 +149,6 @@ def test_a_closed_tier_moves_nothing() -> None:
     for call in (tier.save, tier.load):
         with pytest.raises(TransferFailed, match="closed"):
             call(np.array([0]), np.array([0]))
-
-
-def test_memory_that_cannot_be_pinned_names_the_setting_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[tuple[int, int]] = []
-    most_bytes = 1 << 20
-
-    def register(address: int, num_bytes: int, _flags: int) -> int:
-        registered.append((address, num_bytes))
-        return 0 if num_bytes <= most_bytes else 2
-
-    runtime = SimpleNamespace(
-        cudaHostRegister=register, cudaHostUnregister=lambda address: registered.remove((address, most_bytes))
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
-    streams, memory = CudaStreams(torch.device("cuda")), torch.ones(2, most_bytes // 4, dtype=torch.bfloat16)
-    unpin = streams.pin(memory)
-    assert registered == [(memory.data_ptr(), most_bytes)]
-    assert memory.all()  # a save may have come before
-    unpin()
-    assert not registered
-    with pytest.raises(ConfigError, match=r"^engine\.host_cache_bytes: CUDA error 2 while 2097152 bytes .* give less"):
-        streams.pin(torch.zeros(2 * most_bytes, dtype=torch.uint8))
 
 
 def test_neighbours_are_one_run() -> None:

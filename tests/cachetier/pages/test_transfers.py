@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -138,23 +136,6 @@ def test_a_save_that_is_waited_for_overtakes_earlier_work_only_of_loads_behind_i
     assert {name[0] for name in played.begun[:4]} == {"a", "L"}
 
 
-def test_a_save_that_is_waited_for_goes_before_loads_that_came_later(
-    transfers: Transfers, played: PlayedCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transfers.save(pages(0), pages(0), played.copy("a"))
-    transfers.save(pages(1), pages(1), played.copy("b"))
-    played.wait_begun(1)
-    load = transfers.load(pages(5), pages(5), played.copy("L"))
-    waits, wait = threading.Event(), transfers._wait
-    with monkeypatch.context() as patch:
-        patch.setattr(transfers, "_wait", lambda is_there: (waits.set(), wait(is_there)))
-        with running(lambda: transfers.before_reuse(pages(1))):
-            assert waits.wait(TIMEOUT_S)
-            played.let_go()
-    finish(load)
-    assert played.begun == ["a0", "a1", "b0", "b1", "L0", "L1"]
-
-
 @pytest.mark.parametrize(("page", "name"), [(1, "a"), (5, "L")])
 def test_reuse_waits_for_readers_and_writers_and_for_nobody_else(
     transfers: Transfers, played: PlayedCopies, page: int, name: str
@@ -245,19 +226,3 @@ def test_close_joins_the_thread_and_drops_what_waits(played: PlayedCopies) -> No
         with pytest.raises(TransferFailed, match="closed"):
             call(pages(0), pages(0), played.copy("b"))
     transfers.before_reuse(pages(0, 1))
-
-
-def test_what_was_copied_is_not_kept_alive(transfers: Transfers) -> None:
-    class Copy:
-        def __call__(self, layer: int) -> None: ...
-
-    copies = [Copy(), Copy()]
-    transfers.save(pages(0), pages(0), copies[0])
-    finish(load := transfers.load(pages(0), pages(1), copies[1]))
-    transfers.before_reuse(pages(0, 1))
-    seen = [weakref.ref(copy) for copy in copies]
-    finish(transfers.load(pages(2), pages(2), lambda layer: None))  # the thread has gone on
-    copies.clear()
-    gc.collect()
-    assert [ref() for ref in seen] == [None, None]
-    assert load is not None

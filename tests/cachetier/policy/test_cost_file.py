@@ -57,27 +57,22 @@ def written(file: CostFile, **changes: Any) -> str:
         {"format": None},
         {"costs": None},
         {"costs": {"prefill": 1}},
+        b"",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b"[1]",
+        b'{"costs": 1e999}',
     ],
 )
-def test_foreign_files_are_ignored_with_a_warning(
-    file: CostFile, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_foreign_and_broken_files_are_ignored_with_a_warning(
+    file: CostFile, changes: dict[str, Any] | bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.path.parent.mkdir(parents=True)
-    file.path.write_text(written(file, **changes))
+    file.path.write_bytes(changes if isinstance(changes, bytes) else written(file, **changes).encode())
     assert file.read() is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     file.write(make_costs())
     assert file.read() is not None
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"costs": 1e999}'])
-def test_broken_files_are_ignored_with_a_warning(
-    file: CostFile, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    file.path.parent.mkdir(parents=True)
-    file.path.write_bytes(content)
-    assert file.read() is None
-    assert "measured anew" in caplog.text
 
 
 def test_files_that_others_may_write_are_not_believed(file: CostFile, tmp_path: Path) -> None:

@@ -74,22 +74,6 @@ def test_pensieve_passes_over_score_0_while_there_is_another() -> None:
     assert order(policy) == [("small", 1), ("used just now", 500)]
 
 
-def test_pensieve_scores_change_with_time() -> None:
-    now_s = [10.0]
-    policy = PensievePolicy(lambda: now_s[0])
-
-    def best() -> object:
-        offer(policy, "small and old", 2, 0.0)
-        offer(policy, "large and young", 3, 5.0)
-        victim = policy.choose()
-        assert victim is not None
-        return victim.candidate.key
-
-    assert best() == "small and old"  # 2 x 10 against 3 x 5
-    now_s[0] = 20.0
-    assert best() == "large and young"  # 2 x 20 against 3 x 15
-
-
 def test_pensieve_chooses_the_highest_score_of_all() -> None:
     generator = random.Random(5)
     now_s = 0.0

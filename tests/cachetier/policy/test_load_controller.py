@@ -111,21 +111,6 @@ def test_what_is_waited_for_bounds_what_a_load_may_cost(
         assert plan.predicted_ttft_s - rest_s < plan.may_wait_s
 
 
-@given(st.floats(0.1, 8), st.floats(0.01, 0.5), st.integers(1, 4000), st.integers(1, 400))
-def test_a_load_that_is_waited_for_is_no_slower_than_computing(
-    slowness: float, nearness: float, num_loaded: int, num_new: int
-) -> None:
-    """Beside others nothing is computed meanwhile."""
-    row_s, num_tokens = 1e-3, num_loaded + num_new
-    disk: Terms = (0.0, 0.0, slowness * row_s / TOKEN_BYTES)
-    costs = make_costs(prefill=(0.0, row_s, 0.0), disk=disk, host=(0.0, 0.0, nearness * row_s / TOKEN_BYTES))
-    controller = LoadController(costs, num_layers=NUM_LAYERS)
-    chunks = chunks_of(num_loaded // 2, "host") + chunks_of(num_loaded - num_loaded // 2, "disk")
-    plan = controller.plan(0, num_tokens, chunks, is_alone=False)
-    ttft_s = first_token_s(costs, 0, num_tokens, chunks[: plan.num_chunks], is_alone=False)
-    assert ttft_s <= costs.prefill_s(num_tokens, 0) * (1 + 1e-9)
-
-
 def test_a_disk_slower_than_computing_is_read_alone_only() -> None:
     """Beside it, layer by layer; what is waited for would only come first."""
     disk, host = (0.0, 0.0, 2e-3 / TOKEN_BYTES), (0.0, 0.0, 1e-3 / TOKEN_BYTES)
@@ -136,15 +121,6 @@ def test_a_disk_slower_than_computing_is_read_alone_only() -> None:
     assert plan.num_chunks > 1
     assert plan.step_chunks == costs.step_rows // CHUNK
     assert controller.plan(0, 2048, chunks, is_alone=False).num_chunks == 0
-
-
-def test_what_loads_as_fast_as_it_computes_is_split() -> None:
-    costs = make_costs(prefill=(0.0, 1e-3, 0.0), disk=(0.0, 0.0, 1e-3 / TOKEN_BYTES))
-    controller = LoadController(costs, num_layers=NUM_LAYERS)
-    chunks = chunks_of(2048, "disk")
-    plan = controller.plan(0, 2048, chunks)
-    assert plan.num_chunks == 4
-    assert plan.predicted_ttft_s == pytest.approx(1.024 * (1 + 1 / NUM_LAYERS))
 
 
 def test_ties_and_nothing_to_load_are_computed() -> None:

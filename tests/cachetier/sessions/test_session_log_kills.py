@@ -45,18 +45,9 @@ def check(folder: Path, told: dict[int, int]) -> None:
     logs.close()
 
 
-def kill_loop(folder: Path, num_kills: int) -> None:
-    told: dict[int, int] = {}
-    for seed in range(num_kills):
-        told |= run_until_killed(folder, seed)
-        check(folder, told)
-
-
+@pytest.mark.at_length
 def test_whoever_is_killed_leaves_whole_turns(tmp_path: Path) -> None:
-    kill_loop(tmp_path, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_whoever_is_killed_again_and_again_leaves_whole_turns(tmp_path: Path) -> None:
-    kill_loop(tmp_path, examples(8, at_length=8))
+    told: dict[int, int] = {}
+    for seed in range(examples(4, at_length=8)):
+        told |= run_until_killed(tmp_path, seed)
+        check(tmp_path, told)

@@ -164,14 +164,6 @@ def test_a_visible_pair_out_of_the_table_is_refused(backend: str) -> None:
 
 
 @all_backends
-def test_a_truncation_keeps_scores(backend: str) -> None:
-    """Dropping 40 tokens and lowering delta is moving all later tokens and the row down by 40."""
-    full = scene_of([[PageRef(3), PageRef(4)]], [(0, 53)], positions_of(p3=40, p4=44))
-    cut = replace(full, tables=[[PageRef(3, -40), PageRef(4, -40)]], rows=QueryRows([0], [13]))
-    assert_close(attend_both_ways(cut, backend), attend_both_ways(full, backend))
-
-
-@all_backends
 def test_a_recomputed_token_replaces_the_shared_one(backend: str) -> None:
     """Selective recompute: the shared page without one bit, and a private slot in the document's frame."""
     slot_position = positions_of(p3=0)

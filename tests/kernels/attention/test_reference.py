@@ -51,40 +51,15 @@ def dense_result(scores: Tensor, hidden: Tensor, v: Tensor) -> tuple[Tensor, Ten
     return out.float(), torch.logsumexp(scores, -1).T.float()
 
 
-@pytest.fixture
-def tensors() -> tuple[Tensor, Tensor, Tensor]:
+@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 6}, {"soft_cap": 1.5}])
+def test_the_oracle_is_dense_causal_attention_of_grouped_heads(options: dict[str, Any]) -> None:
+    """A window counts the row itself, and the cap applies to scaled scores."""
     torch.manual_seed(0)
-    return torch.randn(NUM_TOKENS, 4, 8), torch.randn(NUM_TOKENS, 2, 8), torch.randn(NUM_TOKENS, 2, 8)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-class TestAgainstDense:
-    def test_causal_grouped_heads(self, tensors: tuple[Tensor, ...], backend: str) -> None:
-        q, k, v = tensors
-        got = attention_over_pages(q, k, v, backend)
-        torch.testing.assert_close(got, dense_result(*dense_scores(q, k), v), atol=2e-6, rtol=1e-5)
-
-    def test_causal_is_what_torch_calls_causal(self, tensors: tuple[Tensor, ...], backend: str) -> None:
-        q, k, v = tensors
-        positions = torch.arange(NUM_TOKENS)
-        heads = [x.transpose(0, 1) for x in (ROPE.rotate(q, positions), ROPE.rotate(k, positions), v)]
-        keys, values = (x.repeat_interleave(2, 0) for x in heads[1:])
-        wanted = torch.nn.functional.scaled_dot_product_attention(heads[0], keys, values, is_causal=True, scale=SCALE)
-        out, _ = attention_over_pages(q, k, v, backend)
-        torch.testing.assert_close(out, wanted.transpose(0, 1), atol=2e-6, rtol=1e-5)
-
-    def test_a_window_counts_the_row_itself(self, tensors: tuple[Tensor, ...], backend: str) -> None:
-        q, k, v = tensors
-        scores, hidden = dense_scores(q, k)
-        positions = torch.arange(NUM_TOKENS)
-        hidden = hidden | (positions <= positions[:, None] - 6)
-        got = attention_over_pages(q, k, v, backend, window=6)
-        torch.testing.assert_close(got, dense_result(scores, hidden, v), atol=2e-6, rtol=1e-5)
-        alone, _ = attention_over_pages(q, k, v, backend, window=1)
-        torch.testing.assert_close(alone, v.repeat_interleave(2, 1))
-
-    def test_the_cap_applies_to_scaled_scores(self, tensors: tuple[Tensor, ...], backend: str) -> None:
-        q, k, v = tensors
-        scores, hidden = dense_scores(q, k)
-        got = attention_over_pages(q, k, v, backend, soft_cap=1.5)
-        torch.testing.assert_close(got, dense_result(1.5 * torch.tanh(scores / 1.5), hidden, v), atol=2e-6, rtol=1e-5)
+    q, k, v = torch.randn(NUM_TOKENS, 4, 8), torch.randn(NUM_TOKENS, 2, 8), torch.randn(NUM_TOKENS, 2, 8)
+    scores, hidden = dense_scores(q, k)
+    positions = torch.arange(NUM_TOKENS)
+    hidden = hidden | (positions <= positions[:, None] - options.get("window", NUM_TOKENS))
+    if cap := options.get("soft_cap"):
+        scores = cap * torch.tanh(scores / cap)
+    got = attention_over_pages(q, k, v, "reference", **options)
+    torch.testing.assert_close(got, dense_result(scores, hidden, v), atol=2e-6, rtol=1e-5)

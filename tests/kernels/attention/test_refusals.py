@@ -61,7 +61,6 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     ("message", "changes"),
     [
         ("q: ", {"q": torch.zeros(2, 2, 16)}),
-        ("q: ", {"q": torch.zeros(1, 4, 16)}),
         ("k_pages: ", {"k_pages": torch.zeros(1, 4, 4, 16)}),
         ("k_pages: ", {"k_pages": torch.zeros(1, 4, 8)}),
         ("v_pages: ", {"v_pages": torch.zeros(1, 3, 8, 16)}),
@@ -69,7 +68,6 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ("slot_position: ", {"slot_position": POSITIONS.long()}),
         ("slot_position: ", {"slot_position": POSITIONS[:31]}),
         ("slot_position: .*contiguous", {"slot_position": torch.stack((POSITIONS, POSITIONS), 1)[:, 0]}),
-        ("slot_position: .*contiguous", {"slot_position": POSITIONS[:1].expand(32)}),
         ("q, k_pages, v_pages: ", {"q": torch.zeros(1, 2, 16, dtype=torch.bfloat16)}),
         ("q, k_pages, v_pages, slot_position: ", {"slot_position": POSITIONS.to("meta")}),
         ("rope: ", {"rope": RopeTable.from_theta(10.0, 32, 8)}),
@@ -77,18 +75,15 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ("window: must be", {"window": 0}),
         ("window: must be", {"window": 2.5}),
         ("soft_cap: must be", {"soft_cap": 0.0}),
-        ("soft_cap: must be", {"soft_cap": math.nan}),
         ("soft_cap: must be", {"soft_cap": math.inf}),
-        ("softmax_scale: must be", {"softmax_scale": math.inf}),
         ("softmax_scale: must be", {"softmax_scale": math.nan}),
         ("backend: ", {"backend": "cuda"}),
         ("plan: uses page 12", {"plan": plan_of(20, tables=[[PageRef(12)]])}),
     ],
 )
-@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
-def test_attend(message: str, changes: dict[str, Any], backend: str) -> None:
+def test_attend(message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        attend_once(**({"backend": backend} | changes))
+        attend_once(**changes)
 
 
 def test_a_pool_has_fewer_slots_than_32_bits_count() -> None:
@@ -126,14 +121,11 @@ def test_plans_and_their_edits(message: str, call: Callable[[], object]) -> None
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        ("page_ids: must be a numpy vector", lambda: PageTable([1], IDS, MASKS)),  # type: ignore[arg-type]
         ("page_ids: must be a numpy vector", lambda: PageTable(1, IDS, MASKS)),  # type: ignore[arg-type]
         ("page_ids: must be a numpy vector", lambda: PageTable(np.zeros((), np.int32), IDS, MASKS)),
         ("page_ids: must be a numpy vector", lambda: PageTable(IDS.astype(np.int8), IDS, MASKS)),
-        ("deltas: must be a numpy vector", lambda: PageTable(IDS, [0], MASKS)),  # type: ignore[arg-type]
         ("deltas: must be a numpy vector", lambda: PageTable(IDS, IDS.astype(np.int16), MASKS)),
         ("deltas: ", lambda: PageTable(IDS, np.zeros(3, np.int32), MASKS)),
-        ("masks: must be a numpy vector", lambda: PageTable(IDS, IDS, [-1])),  # type: ignore[arg-type]
         ("masks: must be a numpy vector", lambda: PageTable(IDS, IDS, IDS)),
         ("masks: ", lambda: PageTable(IDS, IDS, np.zeros(1, np.uint64))),
         ("page_ids: must fit int32", lambda: PageTable.own([1]).append(np.array([2**31]), [0], [-1])),
@@ -217,18 +209,15 @@ BAD_LOGITS = [torch.zeros(4, 100).bfloat16(), torch.zeros(4, 100).double(), torc
     [
         *(
             ("weight: ", lambda size=size, d=dtype, op=op: op(ROWS.to(d), torch.zeros(size, dtype=d)))
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
-            for size in ((1,), (7,), (9,), (800,), (1, 8))
-            for op in (
-                lambda x, w: ops.rms_norm(x, w, ANY), lambda x, w: ops.rms_norm(x.view(5, 4, 8), w, ANY),
-                lambda x, w: ops.add_rms_norm(x, x, w, ANY),
-            )
+            for dtype in (torch.float32, torch.float16)
+            for size in ((7,), (1, 8))
+            for op in (lambda x, w: ops.rms_norm(x, w, ANY), lambda x, w: ops.add_rms_norm(x, x, w, ANY))
         ),
         ("weight: .* on meta", lambda: ops.rms_norm(ROWS, meta(8), ANY)),
         ("delta: .* on meta", lambda: ops.add_rms_norm(ROWS, meta(20, 8), WEIGHT, ANY)),
         *(
             ("delta: ", lambda shape=shape: ops.add_rms_norm(ROWS, torch.zeros(shape), WEIGHT, ANY))
-            for shape in ((1, 8), (19, 8), (20, 1), (8,), (20, 1, 8))
+            for shape in ((19, 8), (20, 1), (8,))
         ),
         *(
             ("gate_up: ", lambda shape=shape: ops.gated(torch.zeros(shape), "silu"))

@@ -139,16 +139,6 @@ def test_the_number_of_threads_changes_nothing(num_threads: int, scene: Scene) -
         assert torch.equal(alone[1], together[1])
 
 
-def test_threads_share_a_long_prefill_without_a_trace() -> None:
-    scene = long_scene(torch.bfloat16, 200)
-    for share in ("always", "never"):
-        alone = scene.attend(scene.plan(share=share), backend="native")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "get_num_threads", lambda: 4)
-            together = scene.attend(scene.plan(share=share), backend="native")
-        assert torch.equal(alone[0], together[0])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_may_be_slices_of_a_joint_projection(dtype: torch.dtype) -> None:
     scene = long_scene(dtype, 3)
@@ -161,30 +151,6 @@ def test_queries_may_be_slices_of_a_joint_projection(dtype: torch.dtype) -> None
     assert torch.equal(scene.attend(plan, spread, backend="native")[0], sliced[0])
 
 
-def test_one_plan_serves_layers_of_other_types_and_options() -> None:
-    """What is kept for a layer is not another's."""
-    scene = long_scene(torch.float32, 2)
-    half = replace(scene, **{name: getattr(scene, name).bfloat16() for name in ("q", "k_pages", "v_pages")})
-    plan = scene.plan()
-    for _ in range(2):
-        for layer in (scene, half):
-            for changes in ({}, {"window": 64}, {"softmax_scale": 0.3}, {"soft_cap": 3.0}):
-                wanted = layer.attend(plan, backend="reference", **changes)
-                assert_close(layer.attend(plan, backend="native", **changes), wanted)
-
-
-def test_a_plan_whose_work_grew_in_place_reads_the_new_page() -> None:
-    scene = long_scene(torch.float32, 1)
-    tables = [*scene.tables[:2], scene.tables[2][:-1]]
-    plan = scene.plan(tables=tables)
-    scene.attend(plan, backend="native")
-    grown = plan.append_new_pages(np.array([0]), np.array([28]))
-    assert grown is not None
-    assert grown.work.page_id is plan.work.page_id
-    fresh = scene.plan(tables=[[*tables[0], PageRef(28)], *tables[1:]])
-    assert_close(scene.attend(grown, backend="native"), scene.attend(fresh, backend="reference"))
-
-
 def test_auto_is_native_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = long_scene(torch.bfloat16, 20)
     plan = scene.plan()
@@ -195,10 +161,6 @@ def test_auto_is_native_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(scene.attend(plan)[0], scene.attend(plan, backend="torch")[0])
     with pytest.raises(ValueError, match=r"^backend: the compiled kernels are switched off"):
         scene.attend(plan, backend="native")
-
-
-def test_float16_is_left_to_torch() -> None:
-    scene = long_scene(torch.float16, 2)
-    assert_close(scene.attend(scene.plan()), scene.attend(scene.plan(), backend="reference"))
-    with pytest.raises(ValueError, match=r"^backend: takes float32 and bfloat16, q is torch.float16"):
-        scene.attend(scene.plan(), backend="native")
+    monkeypatch.undo()
+    half = long_scene(torch.float16, 2)
+    assert torch.equal(half.attend(half.plan())[0], half.attend(half.plan(), backend="torch")[0])

@@ -61,7 +61,9 @@ def answer(path: Path) -> int:
 
 
 @needs_compiler
-def test_a_library_is_built_once_for_each_version_of_the_sources(small_sources: Path, tmp_path: Path) -> None:
+def test_a_library_is_built_once_for_each_version_of_the_sources_and_cpu(
+    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "cache"
     first = build(compiler(), cache)
     assert answer(first) == 42
@@ -75,15 +77,8 @@ def test_a_library_is_built_once_for_each_version_of_the_sources(small_sources: 
     assert build(compiler(), cache, flags=("-O0",)) not in (first, second)
     suffixes = sorted(path.suffix for path in cache.iterdir())
     assert suffixes == ["", ".so", ".so", ".so", ".sum", ".sum", ".sum"]  # the lock, no leftovers
-
-
-@needs_compiler
-def test_another_cpu_gets_a_library_of_its_own(
-    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = build(compiler(), tmp_path)
     monkeypatch.setattr(native_library, "cpu_features", lambda: "flags: something newer")
-    assert build(compiler(), tmp_path) != here
+    assert build(compiler(), cache) not in (first, second)
 
 
 @needs_compiler
@@ -134,31 +129,14 @@ def test_a_failing_compiler_is_one_warning_and_no_library(
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
 
 
-def test_a_compiler_that_is_no_command_line_is_a_warning(
-    fresh_library: Fresh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", 'g++ "')
-    assert fresh_library() is None
-    assert "torch is used instead: CXX: No closing quotation in 'g++ \"'" in caplog.text
-
-
 @needs_compiler
-@pytest.mark.parametrize("keep", ["nothing", "half", "all but the end", "text"])
+@pytest.mark.parametrize("keep", ["nothing", "all but the end"])
 def test_a_damaged_library_is_built_again(small_sources: Path, tmp_path: Path, keep: str) -> None:
     path = build(compiler(), tmp_path)
     whole = path.read_bytes()
-    path.write_bytes({"nothing": b"", "half": whole[: len(whole) // 2], "text": b"hello\n"}.get(keep, whole[:-100]))
+    path.write_bytes(b"" if keep == "nothing" else whole[:-100])
     assert build(compiler(), tmp_path) == path
     assert answer(path) == 42
-
-
-@needs_compiler
-def test_a_library_without_its_checksum_is_built_again(small_sources: Path, tmp_path: Path) -> None:
-    path = build(compiler(), tmp_path)
-    inode = path.stat().st_ino
-    path.with_suffix(".sum").unlink()
-    assert build(compiler(), tmp_path).stat().st_ino != inode
-    assert path.with_suffix(".sum").exists()
 
 
 @needs_compiler

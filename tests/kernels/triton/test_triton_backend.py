@@ -172,26 +172,6 @@ def test_steps_that_follow_each_other_equal_the_reference(
             assert_close(attend_triton(placed, each), wanted)
 
 
-def test_a_decode_step_uploads_its_positions_only(triton_device: torch.device) -> None:
-    scene = forest_scene(torch.float32, 64, 16, 2)
-    placed, step = on(triton_device, scene), triton_step.step_of(torch.zeros(0, device=triton_device).device)
-    plan = scene.plan(share="always")
-    attend_triton(placed, plan)
-    words = step.words.data_ptr()
-    for _ in range(2):
-        plan = plan.with_rows(QueryRows(plan.sequence, plan.position + 1))
-        before = step.uploaded_bytes
-        attend_triton(placed, plan)
-        attend_triton(placed, plan)  # the second layer
-        assert step.uploaded_bytes - before == 4 * plan.num_rows
-    plan = plan.append_new_pages(np.array([1]), np.array([9]))
-    assert plan is not None
-    before = step.uploaded_bytes
-    attend_triton(placed, plan)
-    assert 0 < step.uploaded_bytes - before <= 4 * (plan.num_rows + 8 * 16 + 400)
-    assert step.words.data_ptr() == words
-
-
 @pytest.mark.parametrize("method", ["_copy", "_place_keys"])
 @pytest.mark.parametrize("edit", ["append", *rarer(["rows", "fresh"])])
 def test_after_a_failed_upload_the_next_one_is_whole(triton_device: torch.device, method: str, edit: str) -> None:
@@ -318,19 +298,6 @@ def test_a_capture_that_would_read_another_plan_is_refused(monkeypatch: pytest.M
     triton_step.DeviceStep(torch.device("cpu"), is_own=True).check_capture(plan)
 
 
-def test_a_position_out_of_the_table_is_refused_only_if_it_sees_something(triton_device: torch.device) -> None:
-    scene = on(triton_device, forest_scene(torch.float32, 64, 16, 2))
-    rows = QueryRows([0, 1], [79, 2 * (5 * 16 + 60) + 40])
-    hidden = scene.plan(tables=[[PageRef(0)], [PageRef(13)]], rows=rows)
-    out, lse = attend_triton(replace(scene, q=scene.q[:2]), hidden)
-    assert torch.isneginf(lse[1]).all()
-    assert not out[1].any()
-    with pytest.raises(ValueError, match=r"^rows: a visible pair is 320 apart, the rope table ends at 280"):
-        attend_triton(
-            replace(scene, q=scene.q[:2]), scene.plan(tables=[[PageRef(0)], [PageRef(13), PageRef(1)]], rows=rows)
-        )
-
-
 def test_the_reach_is_checked_again_when_positions_have_changed(triton_device: torch.device) -> None:
     scene = forest_scene(torch.float32, 64, 16, 2)
     hidden = torch.full_like(scene.slot_position, 2**30)
@@ -345,18 +312,6 @@ def test_the_reach_is_checked_again_when_positions_have_changed(triton_device: t
     placed.slot_position[16] = 0
     with pytest.raises(ValueError, match=r"^rows: a visible pair is 320 apart"):  # the same, written since
         attend_triton(placed, plan)
-
-
-def test_without_the_interpreter_cpu_tensors_are_refused_and_auto_does_not_choose_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scene = forest_scene(torch.float32, 64, 16, 2)
-    monkeypatch.setattr(triton_backend, "is_interpreted", lambda: False)
-    with pytest.raises(
-        ValueError, match=r"^backend: 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 .* \(got cpu\)"
-    ):
-        scene.attend(scene.plan(), backend="triton")
-    assert_close(scene.attend(scene.plan()), scene.attend(scene.plan(), backend="reference"))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ import pytest
 from mneme.kernels.triton.modules import CompileError, triton_trouble
 
 pytest.importorskip("triton")
-from triton.compiler.errors import CompilationError
-from triton.runtime.cache import FileCacheManager
 from triton.runtime.errors import OutOfResources, PTXASError
 
 PROGRAM = """
@@ -84,19 +82,14 @@ CUDA_ERROR = "CUDA error: {}\nCUDA kernel errors might be asynchronously reporte
     ("error", "advice"),
     [
         (OutOfResources(300_000, 232_448, "shared memory"), DOES_NOT_RUN),
-        (CompilationError("a\nb\nc", None, "no such thing"), DOES_NOT_RUN),
         (PTXASError("`ptxas` failed with error code 255\n`ptxas` stderr:\nfatal\n"), DOES_NOT_RUN),
-        (RuntimeError("PassManager::run failed"), DOES_NOT_RUN),
         (RuntimeError("Failed to find C compiler. Please specify via CC"), "install gcc and python3-dev"),
         (CalledProcessError(1, ["gcc", "main.c", "-l:libcuda.so.1"]), "install gcc and python3-dev"),
         (RuntimeError("Cannot find ptxas"), "set TRITON_PTXAS_PATH"),
-        (CalledProcessError(-11, ["/opt/triton/bin/ptxas", "--version"]), "set TRITON_PTXAS_PATH"),
         (PermissionError(13, "Permission denied", "/opt/triton/bin/ptxas"), "set TRITON_PTXAS_PATH"),
         (AssertionError("libcuda.so cannot found!\nPlease make sure GPU is set up"), "set TRITON_LIBCUDA_PATH"),
-        (FileNotFoundError(2, "No such file or directory", "/sbin/ldconfig"), "set TRITON_LIBCUDA_PATH"),
         (RuntimeError("0 active drivers ([]). There should only be one."), "set TRITON_LIBCUDA_PATH"),
         (RuntimeError(CUDA_ERROR.format("no kernel image is available for execution on the device")), "update the"),
-        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "update the driver"),
         (RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain"), "update"),
         (RuntimeError("Could not create or locate cache dir"), "set TRITON_CACHE_DIR"),
         (CompileError("triton 1.0 does not run gated_kernel"), "triton 1.0 does not run gated_kernel"),
@@ -109,14 +102,6 @@ def test_what_triton_could_not_do_is_one_line_that_says_what_helps(error: Except
     assert advice in trouble
     assert ("this_kernel" in trouble) == (advice == DOES_NOT_RUN)
     assert "\n" not in trouble
-
-
-def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(OSError, match="file") as raised:
-        FileCacheManager("key")
-    assert "cannot write its cache: set TRITON_CACHE_DIR" in (triton_trouble(raised.value) or "")
 
 
 def test_what_is_not_of_triton_is_left_to_others() -> None:

@@ -30,7 +30,8 @@ class Options(NamedTuple):
 def draw(logits: torch.Tensor, options: list[Options], uniforms: list[float], device: torch.device) -> list[int]:
     columns = [list(column) for column in zip(*options, strict=True)]
     params = triton_sampling.pack_params(*columns, uniforms)
-    tokens: list[int] = triton_sampling.draw(logits.to(device), params).tolist()
+    wide = torch.cat((logits, torch.full_like(logits, torch.nan)), 1).to(device)  # rows are read in place
+    tokens: list[int] = triton_sampling.draw(wide[:, : logits.shape[1]], params).tolist()
     return tokens
 
 
@@ -93,7 +94,7 @@ def logits_of(kind: str, num_rows: int, vocab: int) -> torch.Tensor:
     return barred
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "equal", "zeros", "barred"])
+@pytest.mark.parametrize("kind", ["peaked", "tied", "zeros", "barred", *rarer(["flat", "equal"])])
 @pytest.mark.parametrize("vocab", [7, *rarer([600])])
 def test_draws_are_those_of_a_sort(
     triton_device: torch.device, kind: str, vocab: int, monkeypatch: pytest.MonkeyPatch
@@ -112,12 +113,6 @@ def test_the_end_of_the_distribution_is_its_last_token(triton_device: torch.devi
     last = 1.0 - 2**-53
     for options, token in ((Options(), 3), (Options(top_k=2), 1), (Options(top_p=0.6), 2), (Options(min_p=0.5), 3)):
         assert draw(logits, [options], [last], triton_device) == [token]
-
-
-def test_one_token_that_is_not_barred_is_always_drawn(triton_device: torch.device) -> None:
-    logits = torch.full((len(EDGES), 5000), -torch.inf)
-    logits[:, 4321] = -2.5
-    assert draw(logits, EDGES, [0.999] * len(EDGES), triton_device) == [4321] * len(EDGES)
 
 
 def test_rows_whose_best_logit_is_not_finite_have_no_token(triton_device: torch.device) -> None:
@@ -142,25 +137,12 @@ def test_many_candidates_are_searched_where_they_are(
         assert token in acceptable(logits[row].double().numpy(), options[row], uniforms[row]), options[row]
 
 
-@pytest.mark.parametrize("options", [Options(), Options(0.8, 50, 0.95), Options(top_p=0.3), Options(temperature=0)])
-def test_a_large_vocabulary(triton_device: torch.device, options: Options) -> None:
-    logits = 4 * torch.randn(1, 150_001, generator=torch.Generator().manual_seed(9))
-    tokens = draw(logits, [options], [0.6180339], triton_device)
-    assert tokens[0] in acceptable(logits[0].double().numpy(), options, 0.6180339)
-
-
 def test_a_row_does_not_depend_on_the_others(triton_device: torch.device) -> None:
     logits = logits_of("peaked", len(EDGES), 1000)
     uniforms = np.random.default_rng(2).random(len(EDGES)).tolist()
     together = draw(logits, EDGES, uniforms, triton_device)
     for row in range(len(EDGES)):
         assert draw(logits[row : row + 1], [EDGES[row]], [uniforms[row]], triton_device) == [together[row]]
-
-
-def test_wide_rows_are_read_in_place(triton_device: torch.device) -> None:
-    wide = logits_of("peaked", 4, 1000).to(triton_device)
-    params = triton_sampling.pack_params([0.0] * 4, [0] * 4, [1.0] * 4, [0.0] * 4, [0.0] * 4)
-    assert triton_sampling.draw(wide[:, :300], params).tolist() == wide[:, :300].argmax(1).tolist()
 
 
 def sampler_row(rng: np.random.Generator, position: int, vocab: int) -> SampleRow:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,17 +12,10 @@ from hypothesis import strategies as st
 from mneme.kernels.attention import PageTable, Plan, QueryRows, build_plan
 from mneme.kernels.triton import tiles as triton_tiles
 from mneme.kernels.triton.configs import (
-    HEAD_DIMS,
-    MAX_GROUPS,
-    Kind,
-    candidates,
-    config_of,
-    next_power_of_2,
-    programs_per_processor,
     wide_config_of,
 )
 from mneme.kernels.triton.pack import Header, PackedWork
-from mneme.kernels.triton.tiles import OPEN_END, Grid, Tiles, cut
+from mneme.kernels.triton.tiles import Grid, Tiles, cut
 from mneme.kernels.work import WorkList
 from tests.budget import examples
 from tests.kernels.cases import Scene, scenes
@@ -111,27 +103,11 @@ def decode_plan(num_sequences: int, num_pages: int, page_size: int = 32) -> Plan
 H200 = Grid(page_size=32, num_groups=4, num_kv_heads=8, narrow_m=16, wide_m=64, num_at_once=264, max_split_slots=4000)
 
 
-def test_one_long_context_fills_the_device_and_many_are_left_whole() -> None:
-    alone = cut(decode_plan(1, 512).work, 1, H200)
-    assert len(alone.tile) * 8 >= 200
-    full = cut(decode_plan(33, 64).work, 33, H200)
-    assert len(full.tile) == 33
-    assert full.num_slots == len(full.merged_row) == 0
-
-
 def test_cutting_stops_at_the_bound_of_partial_results() -> None:
     plan = decode_plan(4, 512)
     assert cut(plan.work, 4, H200).num_slots > 20
     assert 0 < cut(plan.work, 4, H200._replace(max_split_slots=20)).num_slots <= 20
     assert cut(plan.work, 4, H200._replace(max_split_slots=3)).num_slots == 0
-
-
-def test_long_tiles_start_first_and_late_rows_of_a_prefill_before_early_ones() -> None:
-    tables = [PageTable.own(range(4)), PageTable.own(range(4, 68))]
-    rows = QueryRows(np.repeat((0, 1), 64), np.concatenate((np.arange(64), np.arange(1984, 2048))))
-    plan = build_plan(tables, rows, page_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128)
-    first_rows = cut(plan.work, 128, H200._replace(num_at_once=8)).tile[:, 0].tolist()
-    assert first_rows == [112, 96, 80, 64, 48, 32, 16, 0]
 
 
 @given(scene=scenes(), share=st.sampled_from(["always", "never"]), data=st.data())
@@ -179,57 +155,6 @@ def test_sections_keep_their_places_until_one_outgrows_its_room() -> None:
         start = packed.words[Header.page_id]
         np.testing.assert_array_equal(packed.words[start : start + len(plan.work.page_id)], plan.work.page_id)
     assert begins[0] == begins[1] != begins[2]
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("element_bytes", [2, 4])
-def test_configurations_hold_every_number_of_groups(head_dim: int, element_bytes: int) -> None:
-    for num_groups in range(1, MAX_GROUPS + 1):
-        sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": num_groups}
-        for kind, config in ((k, config) for k in get_args(Kind) for config in candidates(**sizes, kind=k)):
-            assert config.narrow_m >= max(16, num_groups)
-            assert config.wide_m >= config.narrow_m or (kind, config.wide_m) == ("narrow", 0)
-            if element_bytes == 2:
-                stage_bytes = 4 * config.block_n * max(32, next_power_of_2(head_dim))  # a block of keys, one of values
-                assert stage_bytes * config.num_stages <= 220 * 1024
-    with pytest.raises(ValueError, match=r"^num_q_heads: at most 128 per KV head \(got 129\)"):
-        config_of(head_dim=head_dim, element_bytes=element_bytes, num_groups=MAX_GROUPS + 1, kind="mixed")
-
-
-def test_prefills_look_for_what_they_see_and_decodes_over_a_shared_prefix_do_not() -> None:
-    prompt = build_plan(
-        [PageTable.own(range(64))], QueryRows(np.zeros(256, int), np.arange(1792, 2048)),
-        page_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128,
-    )  # fmt: skip
-    packed = PackedWork(32)
-    for plan, is_prefill in ((prompt, True), (decode_plan(33, 64), False)):
-        tiles = cut(plan.work, plan.num_rows, H200)
-        packed.update(plan.work, tiles, plan.position.astype(np.int32))
-        assert (tiles.is_prefill, packed.words[Header.is_prefill]) == (is_prefill, is_prefill)
-
-
-def test_an_open_range_is_bounded_by_its_run_only() -> None:
-    tiles = cut(decode_plan(1, 512).work, 1, H200)
-    by_start = tiles.tile[np.argsort(tiles.tile[:, 5])]
-    assert by_start[-1, 6] == OPEN_END
-    np.testing.assert_array_equal(by_start[:-1, 6], by_start[1:, 5])
-
-
-def test_a_multiprocessor_holds_as_many_programs_as_its_registers_and_its_shared_memory_allow() -> None:
-    for kind, architecture, wanted in (
-        ("narrow", 90, 4), ("mixed", 90, 2), ("narrow", 80, 4), ("mixed", 80, 2), ("mixed", 89, 2), ("mixed", 120, 2)
-    ):  # fmt: skip
-        sizes = {"head_dim": 128, "element_bytes": 2, "architecture": architecture}
-        config = config_of(**sizes, num_groups=4, kind=kind)
-        assert programs_per_processor(config, **sizes) == wanted
-
-
-def test_architectures_without_products_of_several_warps_get_what_fits_them() -> None:
-    for head_dim in HEAD_DIMS:
-        for kind in get_args(Kind):
-            sizes = {"head_dim": head_dim, "element_bytes": 2, "num_groups": 4, "kind": kind}
-            assert config_of(**sizes, architecture=120) == config_of(**sizes, architecture=89)
-            assert config_of(**sizes, architecture=100) == config_of(**sizes, architecture=90)
 
 
 def test_wide_tiles_stand_behind_the_others_and_are_launched_apart_where_that_was_tried() -> None:

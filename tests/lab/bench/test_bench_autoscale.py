@@ -26,16 +26,6 @@ def test_sessions_arrive_as_often_as_the_profile_says() -> None:
     assert arrived.max() <= 600
 
 
-def test_a_traces_busiest_part_has_the_peak() -> None:
-    quiet = list(np.arange(0, 1000, 2.0))
-    profile = autoscale.bursts([*quiet, *np.arange(500, 510, 0.1)], peak=21, seconds=60)
-    times_s, rates = np.array(profile).T
-    assert (times_s[0], times_s[-1]) == (0, 60)
-    assert (rates.max(), rates.min()) == (pytest.approx(21), pytest.approx(1))
-    years_later = autoscale.bursts([*quiet, *np.arange(500, 510, 0.1), 1e15], peak=21, seconds=60)
-    assert years_later == profile
-
-
 def answer(session: str, sent_s: float, cached: int = 0, error: str | None = None) -> Answer:
     return Answer(
         session=session, sent_s=sent_s, first_s=sent_s + 0.1, last_s=sent_s + 0.2, prompt_tokens=100,
@@ -69,12 +59,3 @@ def test_a_server_is_loaded_and_watched(tmp_path: Path, capsys: pytest.CaptureFi
     assert (figures["replicas_least"], figures["replicas_most"], figures["events"]) == (2, 2, [])
     assert json.loads(out.read_text())["replicas"]
     assert report.read_text().count("<svg") == 9
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [(["--load", "nothing"], "load"), (["--load", "trace:/no.csv"], "no.csv"), (["--peak", "0"], "peak")],
-)
-def test_bad_options_are_named(arguments: list[str], field: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "autoscale", *arguments]) == 2
-    assert field in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -13,11 +12,10 @@ import numpy as np
 import pytest
 
 from mneme.errors import ConfigError
-from mneme.lab.bench.command import add_arguments, sessions_to_play
 from mneme.lab.bench.load import Load
 from mneme.lab.bench.measure import UNSENT, Answer, parse_slo, summarize
 from mneme.lab.bench.workloads import SHAPES, Session, arrive, content, make_sessions, sessions_of_trace, think
-from mneme.lab.cache.traces import read_paced_trace, read_trace
+from mneme.lab.cache.traces import read_paced_trace
 from tests.lab.played_loop import play
 
 ANSWER_S = 2.0
@@ -126,13 +124,10 @@ def test_a_trace_says_who_waits_for_whom(tmp_path: Path, name: str | int) -> Non
     ("row", "field"),
     [
         ({"session_id": "b"}, "timestamp"),
-        ({"timestamp": -1}, "timestamp"),
         ({"timestamp": 1, "wait_for": ["nobody"]}, "wait_for"),
-        ({"timestamp": 1, "wait_for": "a1"}, "wait_for"),
         ({"timestamp": 1, "request_id": "a1"}, "request_id"),
         ({"session_id": "a", "delay": float("nan")}, "delay"),
         ({"timestamp": 1, "hash_ids": [1, 2, 3]}, "hash_ids"),
-        ({"timestamp": 1, "input_length": 0}, "input_length"),
         ({"timestamp": 1, "session_id": ""}, "session_id"),
     ],
 )
@@ -143,33 +138,6 @@ def test_a_line_that_cannot_be_is_named(tmp_path: Path, row: dict[str, Any], fie
     )
     with pytest.raises(ConfigError, match=rf"2.*{field}"):
         read_paced_trace(trace, 512)
-
-
-def test_what_the_simulator_reads_can_be_played(tmp_path: Path) -> None:
-    row = {"timestamp": 1000, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
-    trace = lines(tmp_path / "t.jsonl", row, {**row, "timestamp": 2000})
-    assert len(read_trace(trace, 512)) == len(played(sessions_of_trace(read_paced_trace(trace, 512), 1.0, 0))[1].sent)
-
-
-def test_a_conversation_without_times_is_paced_by_the_options(tmp_path: Path) -> None:
-    says = {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}] * 2}
-    path = lines(tmp_path / "t.jsonl", says, says)
-
-    def sessions_of(*options: str) -> tuple[list[Session], bool]:
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        return sessions_to_play(parser.parse_args(["serve", "--workload", f"trace:{path}", *options]))
-
-    sessions, is_timed = sessions_of("--concurrency", "1")
-    assert not is_timed
-    assert [len(session.turns) for session in sessions] == [2, 2]
-    assert [turn.delay_s for session in sessions for turn in session.turns] == [0.0] * 4
-    assert all(turn.delay_s > 0 for session in sessions_of("--think-time", "9")[0] for turn in session.turns)
-    assert 0 < sessions_of("--rate", "3")[0][0].turns[0].at_s < sessions_of("--rate", "3")[0][1].turns[0].at_s
-    lines(path, {"timestamp": 1, "input_length": 3, "output_length": 1})
-    for option in ("--rate", "--concurrency", "--think-time"):
-        with pytest.raises(ConfigError, match=f"{option[2:]}: a trace has its own"):
-            sessions_of(option, "3")
 
 
 def test_percentiles_and_goodput_are_of_what_was_measured() -> None:
@@ -193,14 +161,7 @@ def test_percentiles_and_goodput_are_of_what_was_measured() -> None:
     assert figures["goodput_per_s"] == pytest.approx(good / figures["duration_s"], rel=1e-3)
 
 
-def test_figures_of_nothing_are_none() -> None:
-    figures = summarize([], parse_slo("e2e=1"))
-    names = ("ttft_p50_s", "itl_ms", "output_tokens_per_s", "cached_share", "goodput_per_s")
-    assert [figures[name] for name in names] == [None] * 5
-    assert figures["num_requests"] == 0
-
-
-@pytest.mark.parametrize("text", ["", "ttft", "ttft=0", "ttft=-1", "ttft=x", "ttft=nan", "ttft=1,ttft=2", "rps=3"])
+@pytest.mark.parametrize("text", ["", "ttft=0", "ttft=nan", "ttft=1,ttft=2", "rps=3"])
 def test_a_bound_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="slo"):
         parse_slo(text)

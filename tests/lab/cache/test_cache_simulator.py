@@ -88,33 +88,6 @@ def test_the_first_token_waits_for_what_is_slower() -> None:
     assert last_computed.loaded == (0, 2, 1)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_so_much_is_loaded_that_no_other_head_is_sooner(seed: int) -> None:
-    rng = random.Random(seed)
-    num_loads = 0
-    for _ in range(40):
-        rates = Rates(
-            prefill_tokens_per_s=rng.uniform(10, 1000), host_gb_per_s=rng.uniform(0.1, 10),
-            disk_gb_per_s=rng.uniform(0.01, 1), kv_bytes_per_token=1e6,
-        )  # fmt: skip
-        found = [rng.randrange(5) for _ in range(3)]
-        num_tokens = 100 * sum(found) + rng.randrange(1, 200)
-        timing = SimulatedLoads(rates.cost_model()).first_token(num_tokens, 100, found)
-        below = [place for place, count in enumerate(found) for _ in range(count)][found[0] :]
-        times = []
-        for num_loaded in range(len(below) + 1):
-            load_s = sum((0, 0.1 / rates.host_gb_per_s, 0.1 / rates.disk_gb_per_s)[at] for at in below[:num_loaded])
-            compute_s = (num_tokens - 100 * (found[0] + num_loaded)) / rates.prefill_tokens_per_s
-            times.append(overlapped_s(load_s, compute_s, 32) if num_loaded else compute_s)
-        is_worth_it = min(times) <= 0.98 * times[0]
-        assert timing.ttft_s == pytest.approx(min(times) if is_worth_it else times[0])
-        num_loaded = sum(timing.loaded[1:])
-        assert bool(num_loaded) == is_worth_it
-        assert list(timing.loaded[1:]) == [below[:num_loaded].count(place) for place in (1, 2)]
-        num_loads += is_worth_it
-    assert 0 < num_loads < 40
-
-
 def test_what_waits_is_brought_from_the_disk_as_far_as_the_disk_is_fast() -> None:
     session, others = [1, 2, 3], [[10 * number, 10 * number + 1] for number in range(1, 6)]
     trace = [request(0.0, session), *(request(1.0 + at, ids) for at, ids in enumerate(others)), request(8.0, session)]
@@ -148,38 +121,6 @@ def test_a_prefetch_that_has_nowhere_to_go_is_refused() -> None:
             CacheSimulator([], capacities, "lru", queue=queue, prefetch=True)
 
 
-def test_what_waits_stays_on_every_tier_that_has_some_of_it() -> None:
-    trace = [request(0.0, [1, 2, 3, 4]), *(request(1.0 + at, [10 + at]) for at in range(2)), request(9.0, [1, 2, 3, 4])]
-    device, host = CacheSimulator(trace, [4, 1], "lookahead", queue=3).run().tiers
-    assert device.num_found + host.num_found == 3
-
-
-def test_another_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must be one of lru, .*, min"):
-        CacheSimulator([], [1], "lifo")
-
-
-def test_returning_counts_used_once_as_older_and_less_so_with_age() -> None:
-    policy = ReturningPolicy(100)
-    middle_s = LONG_S / 2
-    for name, age_s, has_returned in [
-        ("newest", 0.0, True),
-        ("new", 0.0, False),
-        ("returned, as new counts", USED_ONCE_S - 1, True),
-        ("returned, before new", USED_ONCE_S + 1, True),
-        ("middling", middle_s, False),
-        ("returned, before middling", middle_s + USED_ONCE_S / 2 + 1, True),
-        ("long ago", LONG_S + 1, False),
-        ("returned, longer ago", LONG_S + 2, True),
-    ]:
-        policy.offer(Candidate(name, 1, 5000.0 - age_s, has_returned))
-    keys = [policy.choose().candidate.key for _ in range(8)]  # type: ignore[union-attr]
-    assert keys == [
-        "returned, longer ago", "long ago", "returned, before middling", "middling", "returned, before new", "new",
-        "returned, as new counts", "newest",
-    ]  # fmt: skip
-
-
 def test_returning_is_what_a_scan_of_all_would_choose() -> None:
     rng = random.Random(2)
     policy, held, now_s = ReturningPolicy(100), {}, 0.0
@@ -201,15 +142,6 @@ def test_returning_is_what_a_scan_of_all_would_choose() -> None:
             del held[key]
 
 
-def test_returning_exempts_what_waits() -> None:
-    policy = ReturningPolicy(100)
-    for key, has_returned in (("once", False), ("returned", True), ("waits", False)):
-        policy.offer(Candidate(key, 1, 1.0 if key == "waits" else 2.0, has_returned))
-    policy.set_queue(lambda: ["waits", None])
-    keys = [policy.choose().candidate.key for _ in range(3)]  # type: ignore[union-attr]
-    assert keys == ["once", "returned", "waits"]
-
-
 def test_returning_admits_what_would_not_go_next() -> None:
     policy = ReturningPolicy(100)
     assert policy.admits(Candidate("any", 1, 0.0))
@@ -219,11 +151,3 @@ def test_returning_admits_what_would_not_go_next() -> None:
     assert not policy.admits(Candidate("younger, used once", 1, 1001.0))
     policy.offer(Candidate("newer", 1, 1001.0 + USED_ONCE_S, True))
     assert policy.admits(Candidate("newer, used once", 1, 1001.0 + USED_ONCE_S))
-
-
-def test_a_flood_that_comes_once_does_not_flush_what_returned() -> None:
-    session = [request(when_s, [1, 2, 3, 4]) for when_s in (0.0, 5.0, 70.0)]
-    flood = [request(10.0 + number, [10 * number, 10 * number + 1]) for number in range(1, 50)]
-    trace = [*session[:2], *flood, session[2]]
-    assert CacheSimulator(trace, [20], "lru").run().num_found == 4
-    assert CacheSimulator(trace, [20], "returning").run().num_found == 8

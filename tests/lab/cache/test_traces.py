@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mneme.errors import ConfigError
-from mneme.lab.cache.costs import Prices, Rates, load_table
 from mneme.lab.cache.synthetic import SyntheticShape, make_trace, parse_shape
 from mneme.lab.cache.traces import TraceRequest, most_used_within, read_trace
 from tests.lab.trace_cases import random_trace
@@ -38,19 +37,13 @@ def test_mooncake_rows_are_read(tmp_path: Path) -> None:
         ("{", "is no JSON"),
         ("[" * 100_000, "is no JSON"),
         ("[1]", "must be a JSON object"),
-        ({**ROW, "timestamp": "500"}, "timestamp: must be ms from 0"),
         ({**ROW, "timestamp": True}, "timestamp: must be ms from 0"),
-        ({**ROW, "timestamp": -1}, "timestamp: must be ms from 0"),
         ({**ROW, "timestamp": float("nan")}, "timestamp: must be ms from 0"),
         ({**ROW, "timestamp": None}, "timestamp: is missing"),
         ({**ROW, "input_length": 0}, "input_length: must be a whole number from 1"),
-        ({**ROW, "input_length": 10**12}, "input_length: must be a whole number from 1"),
-        ({**ROW, "output_length": -1}, "output_length: must be"),
         ({**ROW, "hash_ids": [7, 8]}, "2 blocks are not 9 tokens in blocks of 4"),
-        ({**ROW, "hash_ids": 7}, "hash_ids: must be a list"),
         ({**ROW, "hash_ids": [7, 8, "9"]}, "hash_ids: must be a whole number"),
         ({**ROW, "hash_ids": [7, 9, 8]}, "9 comes behind another prefix than before"),
-        ({**ROW, "hash_ids": [7, 8, 8]}, "8 comes behind another prefix than before"),
         ({key: ROW[key] for key in ROW if key != "input_length"}, r"must have .* \(has no input_length\)"),
     ],
 )
@@ -73,25 +66,6 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
             read_trace(tmp_path / name, 4)
 
 
-def test_blank_lines_are_no_requests(tmp_path: Path) -> None:
-    rows = ROW, {**ROW, "timestamp": 700}
-    whole = read_trace(write_rows(tmp_path, *rows), 4)
-    assert read_trace(write_rows(tmp_path, rows[0], "", rows[1], "", " "), 4) == whole
-    with pytest.raises(ConfigError, match=r"trace.jsonl:3: is no JSON"):
-        read_trace(write_rows(tmp_path, ROW, "", "{"), 4)
-
-
-@pytest.mark.parametrize("name", ["trace.jsonl", "trace.csv"])
-def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    rows = {".jsonl": json.dumps(ROW) + "\n", ".csv": "2023-11-16 18:17:03,9,10\r\n"}
-    row = rows[path.suffix]
-    header = AZURE if path.suffix == ".csv" else row
-    path.write_bytes((header + row).encode() + b"\xff\n" + row.encode())
-    with pytest.raises(ConfigError, match=f"{name}:3: is not text in UTF-8"):
-        read_trace(path, 4)
-
-
 def test_azure_rows_are_read_and_share_nothing(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(AZURE + "2023-11-16 18:17:03.9799600,9,10\r\n2023-11-16 18:18:04.0,4,0\r\n", newline="")
@@ -107,9 +81,7 @@ def test_azure_rows_are_read_and_share_nothing(tmp_path: Path) -> None:
         ("a,b,c\r\n", ":1: has the fields of no trace .* TIMESTAMP, "),
         (AZURE + "2023-11-16 18:17:03,9\r\n", ":2: must have 3 fields"),
         (AZURE + "yesterday,9,1\r\n", ":2: TIMESTAMP: is no time"),
-        (AZURE + "2023-11-16 18:17:03,9.5,1\r\n", ":2: ContextTokens: must be a whole number"),
         (AZURE + "2023-11-16 18:17:03,0,1\r\n", ":2: ContextTokens: must be"),
-        (AZURE + '"2023', "no CSV|fields"),
         (AZURE, "has no requests"),
     ],
 )
@@ -140,13 +112,9 @@ def test_made_traces_are_sessions_that_go_on() -> None:
     [
         ("synthetic:sessions=3", "unknown 'sessions'"),
         ("synthetic:num_sessions=many", "num_sessions: must be a number"),
-        ("synthetic:num_sessions=2.5", "num_sessions: must be a number"),
         ("synthetic:num_sessions=0", "num_sessions: must be from"),
         ("synthetic:num_sessions=" + "9" * 400, "num_sessions: must be from"),
-        ("synthetic:seed=" + "9" * 400, "seed: must be from"),
-        ("synthetic:seed=" + "9" * 5000, "seed: must be a number"),
         ("synthetic:max_tokens=100000000", "max_tokens: must be from 1e-09 to 1e\\+07"),
-        ("synthetic:think_s=inf", "think_s: must be from"),
         ("synthetic:think_s=nan", "think_s: must be from"),
         ("synthetic:num_sessions=1000000", "1000000 requests in all"),
         ("synthetic:num_turns=0.5", "num_turns: at least 1"),
@@ -155,36 +123,6 @@ def test_made_traces_are_sessions_that_go_on() -> None:
 def test_a_bad_shape_is_refused(text: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         parse_shape(text)
-
-
-def test_no_prompt_of_a_made_trace_is_longer_than_the_shape_says() -> None:
-    for lengths in ({"system_tokens": 5000}, {"tokens_in": 5000.0}):
-        trace = make_trace(SyntheticShape(num_sessions=20, max_tokens=1000, **lengths), 64)  # type: ignore[arg-type]
-        assert len(trace) >= 20
-        assert max(asked.input_tokens for asked in trace) == 1000
-
-
-def test_a_shape_is_parsed() -> None:
-    assert parse_shape("synthetic") == SyntheticShape()
-    assert parse_shape("synthetic:num_sessions=5,think_s=1.5") == SyntheticShape(num_sessions=5, think_s=1.5)
-
-
-def test_tables_are_read_and_checked(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    path.write_text('{"host_gb_per_hour": 0.5}')
-    assert load_table(Prices, path).hourly(2.0, 10.0, 0.0) == 2 * 20.0 + 5.0
-    assert load_table(Rates, None) == Rates()
-    for text, rule in {
-        "{": "no readable JSON", "[]": "must be a mapping", '{"gpu": 1}': "gpu: unknown key",
-        '{"disk_gb_per_hour": 0}': "must be a number over 0", '{"disk_gb_per_hour": "1"}': "must be of type float",
-        '{"disk_gb_per_hour": NaN}': "must be a number over 0", '{"disk_gb_per_hour": true}': "must be of type float",
-    }.items():  # fmt: skip
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=rule):
-            load_table(Prices, path)
-    path.write_text(" " * 100_000)
-    with pytest.raises(ConfigError, match="at most 65536 bytes"):
-        load_table(Prices, path)
 
 
 @pytest.mark.parametrize("span_s", [0.0, 30.0, 1e9])

@@ -21,7 +21,7 @@ from mneme.lab.cluster.scenarios import SCENARIOS
 from mneme.lab.cluster.workload import Turn, infinite_hit_ratio, scaled, turns_of
 from mneme.router.autoscaler import AutoscaleConfig
 from tests.budget import rarer
-from tests.lab.trace_cases import BLOCK_TOKENS, random_trace, request
+from tests.lab.trace_cases import BLOCK_TOKENS, random_trace
 
 # A second for ten tokens of a prompt, and for each token of any batch.
 COSTS = CostModel(
@@ -149,22 +149,6 @@ def test_runs_of_decodes_are_what_their_steps_are(router: str, seed: int, monkey
     assert figures[0] == figures[1]
 
 
-def test_replicas_say_what_they_hold() -> None:
-    shape = ClusterShape(replicas=4, router="llm-d")  # which knows nothing but what it is told
-    prompts = [list(range(first, first + 8)) for first in (0, 10, 20, 30)]
-    # All at once, so that they are spread, and each time in another order.
-    turns = [turn(1000.0 * n, prompts[(n + k) % 4], output_tokens=50) for n in range(4) for k in range(4)]
-    assert Simulation(shape, turns, COSTS).run()["hit_ratio"] == 12 / 16
-
-
-def test_a_replica_goes_on_after_what_its_clients_gave_up() -> None:
-    turns = [turn(0.0, [n, n + 1, n + 2], output_tokens=5) for n in range(0, 300, 3)]
-    shape = replace(ONE, timeout_s=20.0, restarts=((30.0, 0),))
-    figures = Simulation(shape, turns, COSTS).run()
-    assert figures["num_requests"] + figures["num_failed"] == len(turns)
-    assert figures["num_timeouts"] > figures["num_failed"] > 0 < figures["num_lost"]
-
-
 def test_the_autoscaler_follows_a_burst_and_loses_nothing() -> None:
     quiet, burst = [10.0 * n for n in range(60)], [100 + 0.5 * n for n in range(200)]
     turns = [turn(at_s, [n], output_tokens=10) for n, at_s in enumerate(sorted(quiet + burst))]
@@ -178,36 +162,6 @@ def test_the_autoscaler_follows_a_burst_and_loses_nothing() -> None:
     assert 1 < max(sizes.values()) <= 6
     assert min(at_s for at_s, size in sizes.items() if size > 1) >= 100 + autoscale.upscale_delay_s + shape.startup_s
     assert figures["ttft_p50_s"] < Simulation(ONE, turns, costs).run()["ttft_p50_s"]
-
-
-def test_nothing_is_done_in_years_without_requests() -> None:
-    """The autoscaler has what it started stopped before."""
-    costs = Rates(prefill_tokens_per_s=8, kv_bytes_per_token=1, decode_step_s=0.01).cost_model()
-    turns = [turn(at_s, [n]) for n, at_s in enumerate([*(0.25 * n for n in range(100)), 1e9])]
-    autoscale = AutoscaleConfig(min=1, max=4, downscale_delay_s=30.0)
-    shape = ClusterShape(replicas=1, autoscale=autoscale, startup_s=5.0)
-    figures = Simulation(shape, turns, costs).run()
-    assert figures["num_requests"] == 101
-    assert max(size for _, size in figures["sizes"]) > 1 == figures["sizes"][-1][1]
-    assert figures["sizes"][-1][0] < 1000
-
-
-def test_loads_are_smoothed_as_those_of_real_replicas() -> None:
-    simulation = Simulation(replace(ONE), [turn(0.0, [1, 2])], COSTS)
-    simulation.run()
-    (replica,) = simulation._replicas  # no figure shows a load
-    shares = [replica.load(5.0).prefill_share for _ in range(3)]  # a prompt of 0.8 s, then nothing
-    assert shares == pytest.approx([0.08, 0.04, 0.02])
-
-
-def test_sessions_are_found_in_a_trace() -> None:
-    system, first, second = [1], [1, 2, 3], [1, 2, 4]
-    trace = [request(n, ids) for n, ids in enumerate([system, first, second, [*first, 5], [*first, 6], [*second, 7]])]
-    turns = found_turns(trace)
-    assert [turn.session for turn in turns[1:]] == [0, 2, 0, 4, 2]  # the first one goes on from what begins everything
-    assert turns[3].after == (turns[1],)
-    assert turns[5].after == (turns[2],)
-    assert turns[4].after == ()  # it goes on from an earlier turn: another conversation
 
 
 def test_lines_that_wait_are_due_behind_what_they_wait_for() -> None:
@@ -228,14 +182,6 @@ def test_lines_that_wait_are_due_behind_what_they_wait_for() -> None:
     assert second.due_s == pytest.approx(first.ended_s + 5.0)
     assert last.due_s == pytest.approx(max(second.ended_s, tool.ended_s) + 1.0)
     assert figures["hit_ratio"] == figures["infinite_hit_ratio"] == 2 / 8
-
-
-def test_a_line_stamped_before_what_it_waits_for_comes_behind_it() -> None:
-    late = PacedRequest(50.0, [1], 4, 2, BLOCK_TOKENS, session_id="a")
-    turns = scaled(turns_of([late, late._replace(at_s=10.0, block_ids=[1, 2], input_tokens=8)]), 2, 1.0, seed=0)
-    assert [len(turn.after) for turn in turns] == [0, 1, 0, 1]
-    figures = Simulation(ONE, turns[:3], COSTS).run()
-    assert figures["num_requests"] == 3
 
 
 def test_tenants_share_nothing_and_keep_their_order() -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from mneme.cluster.cli.main import main
-from mneme.lab.cluster.routers import ROUTERS
-from mneme.lab.cluster.scenarios import SCENARIOS
 
 SMALL = ["--trace", "synthetic:num_sessions=20", "--block-tokens", "64"]
 
@@ -24,38 +22,10 @@ def test_one_router_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> N
     assert simulate(*SMALL, "--replicas", "3", "--router", "mneme", "--scale", "2", "--speed", "4", "--json") == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
-    wanted = (
-        "hit_ratio",
-        "infinite_hit_ratio",
-        "ttft_p50_s",
-        "ttft_p99_s",
-        "load_skew",
-        "simulated_requests_per_minute",
-    )
+    wanted = ("ttft_p50_s", "ttft_p99_s", "load_skew", "simulated_requests_per_minute")
     assert all(found[name] > 0 for name in wanted)
     assert (found["router"], found["replicas"], found["scale"]) == ("mneme", 3, 2)
     assert 0 < found["hit_ratio"] <= found["infinite_hit_ratio"]
-
-
-@pytest.mark.slow
-def test_all_routers_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(*SMALL, "--router", "all") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines if line[:1].isalpha()} >= set(ROUTERS)
-    assert "Llama-2-70B on eight A800s" in lines[0]
-
-
-@pytest.mark.slow
-def test_a_scenario_says_what_it_shows_and_compares_the_rules_that_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--scenario", "herding") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"herding: {SCENARIOS['herding'].shows}"
-    rows = [line.split()[0] for line in lines if line[:1].isalpha()]
-    assert [row for row in rows if row in ROUTERS] == ["mneme", "polled", "round-robin"]
-
-
-def test_scenarios_compare_routers_that_there_are() -> None:
-    assert all(len(case.routers) > 1 and set(case.routers) <= set(ROUTERS) for case in SCENARIOS.values())
 
 
 @pytest.mark.slow
@@ -69,7 +39,6 @@ def test_a_scenario_needs_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["--router", "clever"], "router: must be one of mneme, "),
-        (["--replicas", "0"], "replicas: must be from 1 to 10000 (got 0)"),
         (["--replicas", "0..3"], "replicas: must be from 1 to 10000 (got 0)"),
         (["--replicas", "few"], "replicas: must be a number, or a range"),
         (["--speed", "nan"], "speed: must be from 1e-06 to 1e+06 (got nan)"),
@@ -77,9 +46,7 @@ def test_a_scenario_needs_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
             ["--scenario", "herding", "--replicas", "8", "--rates", "nowhere", "--seed", "1", "--router", "hash"],
             "replicas, rates: cannot be given beside --scenario",
         ),
-        (["--device-gb", "-1"], "device-gb: must be from 0"),
         (["--device-gb", "0.001"], "device-gb: must hold the longest request, of "),
-        ([*SMALL, "--device-gb", "0.05"], "device-gb: must hold the longest request, of "),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["--trace", "trace.jsonl"], "trace.jsonl:2: is no JSON"),
     ],
@@ -101,9 +68,10 @@ def test_bad_input_is_said_in_one_line(
     assert captured.out == ""
 
 
-def test_no_torch_and_no_ray_is_imported() -> None:
+@pytest.mark.parametrize("simulator", ["cluster", "cache"])
+def test_no_torch_and_no_ray_is_imported(simulator: str) -> None:
     code = (
         "import sys; from mneme.cluster.cli.main import main; "
-        f"main(['simulate', 'cluster', *{SMALL!r}, '--json']); assert not {{'torch', 'ray'}} & set(sys.modules)"
+        f"main(['simulate', '{simulator}', *{SMALL!r}, '--json']); assert not {{'torch', 'ray'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

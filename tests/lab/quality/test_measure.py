@@ -8,7 +8,7 @@ import pytest
 
 from mneme.errors import ConfigError
 from mneme.lab.quality.measure import Arm, best_scores, measure
-from mneme.lab.quality.tasks import Task, read_task
+from mneme.lab.quality.tasks import read_task
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
@@ -76,15 +76,6 @@ def test_cases_that_do_not_fit_are_left_out_and_counted(tokenizer: Tokenizer) ->
     with pytest.raises(ConfigError, match="no case of b fits"):
         measure(engine, tokenizer, TASK._replace(cases_by_layout={"b": [long]}), arms)
     engine.close()
-
-
-def test_a_model_with_a_template_is_asked_through_it(tokenizer: Tokenizer) -> None:
-    engine = engine_of(tokenizer)
-    task = Task("chat", {"8x4": TASK.cases_by_layout["8x4"][:2]})
-    (row,), _ = measure(engine, tokenizer, task, [Arm("all", 1)], max_tokens=4)
-    engine.close()
-    assert row.kl < 1e-4
-    assert row.top1 == 1
 
 
 def test_what_reuses_nothing_is_no_measurement(tokenizer: Tokenizer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -37,25 +36,13 @@ def test_a_report_is_not_replaced_by_one_that_says_less(tmp_path: Path, capsys: 
     assert QualityReport.read(path).rows[0].num_cases == 1
 
 
-def test_a_quick_run_in_json_leaves_no_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, "--selectors", "random", "--quick", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["report"] is None
-    assert told["allowed"] == {}
-    assert [(row["selector"], row["ratio"], row["num_cases"]) for row in told["rows"]] == [("random", 0.15, 2)]
-    assert told["model"]["dtype"] == "float32"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--selectors", "best"], "selectors: must be of"),
         (["--ratios", "0.1,2"], "ratios: must be numbers from 0 to 1"),
-        (["--ratios", "nan"], "ratios: "),
         (["--cases", "0"], "cases: must be from 1"),
-        (["--max-tokens", "0"], "max-tokens: must be from 1"),
         (["--task", "coreference:1x1"], "documents x length"),
-        (["--task", "no-such-file"], "cannot read no-such-file"),
         (["--out", __file__], "is no folder and cannot be made"),
         (["--device", "abacus"], "engine.device"),
     ],
