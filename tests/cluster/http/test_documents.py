@@ -88,11 +88,6 @@ def test_documents_of_what_is_appended_to_a_session() -> None:
     assert said(engine.requests[1]) == [RED]
 
 
-def test_the_same_request_without_documents_is_as_ever() -> None:
-    assert chat(documents=[]).documents == ()
-    assert chat(documents=[]).prompt_token_ids == chat().prompt_token_ids
-
-
 def test_options_of_blending_reach_the_engine() -> None:
     blend = {"mode": "off", "selector": "random", "ratio": 0.5, "min_tokens": 0, "order": "any"}
     assert chat(documents=["a"], blend=blend).blend == BlendOptions(**blend)  # type: ignore[arg-type]

@@ -89,11 +89,8 @@ def test_what_one_replica_refuses_is_on_none() -> None:
         assert "pinning 7 pages more would leave 1 unpinned; at least 4 must be" in answer["error"]["message"]
         assert pins(client) == []
         assert engines.num_kept_pins() == 0
-        too_long = warm(client, 400, prompt_token_ids=[5] * 200, pin=False)
-        assert (too_long["error"]["code"], too_long["error"]["param"]) == (
-            "context_length_exceeded",
-            "prompt_token_ids",
-        )
+        too_long = warm(client, 400, prompt_token_ids=[5] * 200, pin=False)["error"]
+        assert (too_long["code"], too_long["param"]) == ("context_length_exceeded", "prompt_token_ids")
         assert engines.num_kept_pins() == 0
 
 
@@ -125,14 +122,10 @@ def test_pins_are_the_key_s_own_and_so_many() -> None:
         mine = [warm(client, headers=ONE, prompt="a b", cache_salt=salt) for salt in ("x", "y", None)]
         answer = warm(client, 400, headers=ONE, prompt="c", cache_salt="z")
         assert "may have 3 pins" in answer["error"]["message"]
-        assert len(pins(client, ONE)) == 3
-        assert pins(client, TWO) == []
         assert client.delete(f"/v1/kv/pins/{mine[0]['id']}", headers=TWO).status_code == 404
-        assert client.get("/v1/kv/pins").status_code == 401
         warm(client, headers=TWO, prompt="a b")
-        salts = {salt for *_, salt in engines.noted}
-        assert len(salts) == 4
-        assert len({pin["id"] for pin in mine}) == 3
+        assert (len(pins(client, ONE)), len(pins(client, TWO))) == (3, 1)
+        assert len({salt for *_, salt in engines.noted}) == 4
 
 
 def test_what_an_admin_warms_as_public_all_tenants_find() -> None:

@@ -106,11 +106,9 @@ def test_a_key_is_asked_for_and_used(browser: Any) -> None:
         page.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
-def test_it_fits_any_window(browser: Any, server: Server, scheme: str, width: int) -> None:
+def test_it_fits_a_narrow_window(browser: Any, server: Server) -> None:
     said: list[str] = []
-    page = opened(browser, server.url, said, color_scheme=scheme, viewport={"width": width, "height": 800})
+    page = opened(browser, server.url, said, color_scheme="dark", viewport={"width": 360, "height": 800})
     page.wait_for_selector("text=tiny: ready")
     httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
     page.wait_for_selector("#requests tbody tr")

@@ -13,11 +13,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
-from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from mneme.cluster.metrics.traces import Traces
-from mneme.errors import ConfigError, Overloaded
+from mneme.errors import Overloaded
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER
 from tests.cluster.fake_engine_client import FakeEngineClient
 
@@ -133,8 +132,3 @@ def test_spans_reach_a_collector(collector: tuple[str, list[bytes]]) -> None:
     about = {each.key: each.value.string_value for each in spans.resource.attributes}
     assert (about["service.name"], about["service.instance.id"]) == ("mneme", "ingress-1")
     assert "text_completion tiny" in {span.name for scope in spans.scope_spans for span in scope.spans}
-
-
-def test_an_endpoint_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"http\.otlp_endpoint: must begin with http"):
-        HttpConfig(otlp_endpoint="localhost:4317")
