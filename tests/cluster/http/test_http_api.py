@@ -30,8 +30,7 @@ def test_a_chat_answer() -> None:
     }
 
 
-def test_what_the_engine_is_asked_for() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_what_the_engine_is_asked_for(engine: FakeEngineClient) -> None:
     body = {**CHAT, "n": 2, "seed": 5, "max_completion_tokens": 9, "max_tokens": 7, "top_k": 3, "stop": "x"}
     post("/v1/chat/completions", body, engine=engine, headers={"X-Session-ID": "s"})
     first, second = engine.requests
@@ -46,16 +45,14 @@ def test_what_the_engine_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("begun", ["the", "the ", " the fox: the"])
-def test_an_answer_goes_on_with_the_last_message(begun: str) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_an_answer_goes_on_with_the_last_message(begun: str, engine: FakeEngineClient) -> None:
     messages = [*CHAT["messages"], {"role": "assistant", "content": begun}]
     how = {"continue_final_message": True, "add_generation_prompt": False}
     assert post("/v1/chat/completions", {**CHAT, "messages": messages, **how}, engine=engine).status_code == 200
     assert engine.requests[0].prompt_text == RENDERED + begun
 
 
-def test_a_seed_is_drawn_where_none_is_given() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_seed_is_drawn_where_none_is_given(engine: FakeEngineClient) -> None:
     post("/v1/chat/completions", CHAT, engine=engine)
     post("/v1/chat/completions", CHAT, engine=engine)
     seeds = [request.sampling.seed for request in engine.requests]
@@ -74,8 +71,7 @@ def test_a_seed_is_drawn_where_none_is_given() -> None:
         ({"X-Session-ID": "../../etc/passwd"}, {}, "public:../../etc/passwd"),  # a name, never a path
     ],
 )
-def test_where_the_session_comes_from(headers: Any, body: Any, session: str | None) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_where_the_session_comes_from(headers: Any, body: Any, session: str | None, engine: FakeEngineClient) -> None:
     post("/v1/chat/completions", {**CHAT, **body}, engine=engine, headers=headers)
     assert engine.requests[0].session_id == session
 
@@ -95,9 +91,8 @@ def test_chat_logprobs() -> None:
     assert all(entry["top_logprobs"] == [] for entry in plain)
 
 
-def test_completions_of_several_prompts() -> None:
+def test_completions_of_several_prompts(engine: FakeEngineClient) -> None:
     body = {**COMPLETION, "prompt": ["the fox", "a dog"], "n": 2, "max_tokens": 4}
-    engine = FakeEngineClient(TOKENIZER)
     answer = post("/v1/completions", body, engine=engine).json()
     assert answer["object"] == "text_completion"
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -109,8 +104,7 @@ def test_completions_of_several_prompts() -> None:
     assert answer["usage"]["prompt_tokens"] == sum(lengths)
 
 
-def test_completion_prompts_of_ids_are_taken_as_they_are() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_completion_prompts_of_ids_are_taken_as_they_are(engine: FakeEngineClient) -> None:
     post("/v1/completions", {**COMPLETION, "prompt": [5, 6, 7]}, engine=engine)
     assert engine.requests[0].prompt_token_ids == (5, 6, 7)
     assert engine.requests[0].prompt_text is None
@@ -123,8 +117,7 @@ def test_completion_defaults_to_sixteen_tokens_and_echoes() -> None:
     assert answer["choices"][0]["text"].startswith("the fox" + SENTENCE[:5])
 
 
-def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it(engine: FakeEngineClient) -> None:
     kinds = ("text", "input_text", "output_text")
     parts = ["a", *({"type": kind, "text": kind} for kind in kinds), {"type": "refusal", "refusal": "no"}]
     messages = [{"role": "developer", "content": "c"}, {"role": "user", "content": parts}]
@@ -146,8 +139,7 @@ def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it() -> None:
         ("responses", {"model": "tiny", "input": "the fox"}, "max_output_tokens"),
     ],
 )
-def test_a_whole_float_is_an_integer(path: str, fields: dict[str, Any], limit: str) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_whole_float_is_an_integer(path: str, fields: dict[str, Any], limit: str, engine: FakeEngineClient) -> None:
     answer = post(f"/v1/{path}", {**fields, limit: 8.0, "top_k": 5.0, "seed": -1e3}, engine=engine)
     assert answer.status_code == 200, answer.text
     sampling = engine.requests[0].sampling
@@ -198,17 +190,6 @@ def test_what_an_answer_must_match_reaches_the_engine(fields: dict[str, Any], gr
         assert engine.requests[0].sampling.grammar == grammar
 
 
-def test_nul_is_a_character_like_others() -> None:
-    engine = FakeEngineClient(TOKENIZER, sentence="a\0b STOP\0 c")
-    body = {"messages": [{"role": "user", "content": "x\0y"}], "stop": "STOP\0", "documents": [{"text": "x\0y"}]}
-    assert post("/v1/chat/completions", {**CHAT, **body}, engine=engine).json()["choices"][0]["message"]["content"] == (
-        "a\0b "
-    )
-    assert post("/v1/completions", {**COMPLETION, "prompt": "x\0y"}, engine=engine).status_code == 200
-    assert all("x\0y" in (request.prompt_text or "") for request in engine.requests)
-    assert TOKENIZER.encode("x\0y", add_special_tokens=False) == list(engine.requests[-1].prompt_token_ids)[-3:]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -250,8 +231,7 @@ def test_a_limit_beyond_what_the_prompt_leaves_is_what_it_leaves() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "num_turns"), [("the fox", 1), (["the fox", "a dog", "the fox"], 3)])
-def test_engine_ids_are_a_turn_and_a_choice_index(prompt: Any, num_turns: int) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_engine_ids_are_a_turn_and_a_choice_index(prompt: Any, num_turns: int, engine: FakeEngineClient) -> None:
     post("/v1/completions", {**COMPLETION, "prompt": prompt, "n": 2}, engine=engine)
     turns = [request.request_id.rpartition(".")[0] for request in engine.requests]
     assert [r.request_id for r in engine.requests] == [

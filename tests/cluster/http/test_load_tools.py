@@ -24,13 +24,6 @@ from tests.cluster.metric_samples import totals_of
 
 EMOJI = TOKENIZER.encode("🙂", add_special_tokens=False)  # several tokens: no character before the last
 
-NUMBERS = (
-    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
-    *("prefix_cache_queries_total", "prefix_cache_hits_total"),
-    *("external_prefix_cache_queries_total", "external_prefix_cache_hits_total"),
-    *("prompt_tokens_total", "prompt_tokens_cached_total", "generation_tokens_total"),
-)
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -139,7 +132,11 @@ def test_metrics_have_vllm_s_names_and_the_model_s() -> None:
     for _ in range(3):
         client.post("/v1/chat/completions", json={**CHAT, "n": 2}).raise_for_status()
     found = totals_of(client.get("/metrics").text)
-    for name in NUMBERS:
+    for name in (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
+        *("prefix_cache_queries_total", "prefix_cache_hits_total", "external_prefix_cache_hits_total"),
+        *("prompt_tokens_total", "prompt_tokens_cached_total", "generation_tokens_total"),
+    ):
         assert f'vllm:{name}{{model_name="tiny"}}' in found, name
     for reason in ("stop", "length", "abort", "error"):
         assert f'vllm:request_success_total{{finished_reason="{reason}",model_name="tiny"}}' in found
@@ -157,12 +154,3 @@ def test_metrics_have_vllm_s_names_and_the_model_s() -> None:
         "mneme_", "vllm:"
     ))  # fmt: skip
     assert ours == theirs
-
-
-def test_of_what_the_device_lacks_the_tiers_find_a_part() -> None:
-    """Queries and hits as vLLM counts them: its own cache, then what a connector brings."""
-    sources = {"device": 40, "host": 20, "disk": 9, "peer": 1, "recomputed": 25, "dropped": 5}
-    engine = FakeEngineClient(TOKENIZER, tokens={"prompt": 100, "cached": 70, **sources})
-    found = totals_of(get("/metrics", engine=engine).text)
-    values = [found[f'vllm:{name}{{model_name="tiny"}}'] / 2 for name in NUMBERS[4:]]  # two replicas
-    assert values == [100, 40, 60, 30, 100, 70, 0]

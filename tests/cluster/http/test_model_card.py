@@ -42,23 +42,22 @@ def ask(engine: FakeEngineClient, path: str, body: dict[str, Any], tokenizer: To
     ("path", "body"),
     [("chat/completions", CHAT), ("completions", COMPLETION), ("messages", MESSAGES), ("responses", INPUT)],
 )
-def test_the_models_values_hold_where_a_request_names_none(path: str, body: dict[str, Any]) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_the_models_values_hold_where_a_request_names_none(
+    path: str, body: dict[str, Any], engine: FakeEngineClient
+) -> None:
     ask(engine, path, body)
     assert engine.requests[-1].sampling.weighing == HELD
     ask(engine, path, {**body, "temperature": 0, "top_p": 0.5})
     assert engine.requests[-1].sampling.weighing == HELD._replace(temperature=0, top_p=0.5)
 
 
-def test_a_value_that_is_neutral_counts_as_given() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_value_that_is_neutral_counts_as_given(engine: FakeEngineClient) -> None:
     ask(engine, "chat/completions", {**CHAT, "temperature": 1.0, "top_k": 0, "top_p": 1, "repetition_penalty": 1})
     assert engine.requests[-1].sampling.weighing == Weighing()
     assert engine.requests[-1].sampling.max_tokens is None  # the model's limit is the engine's, which knows the room
 
 
-def test_what_holds_is_told() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_what_holds_is_told(engine: FakeEngineClient) -> None:
     client = over(engine)
     assert client.get("/v1/models").json()["data"][0]["sampling_defaults"] == SAYS
     done = client.post("/v1/responses", json={**INPUT, "top_p": 0.25}).json()
@@ -68,8 +67,7 @@ def test_what_holds_is_told() -> None:
     assert choice["sampling"] == {**HELD._replace(min_p=0.125)._asdict(), "max_tokens": 3}
 
 
-def test_a_model_may_go_by_several_names_of_which_the_first_is_told() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_model_may_go_by_several_names_of_which_the_first_is_told(engine: FakeEngineClient) -> None:
     client = over(engine)
     listed = client.get("/v1/models").json()["data"]
     assert [each["id"] for each in listed] == ["tiny", "claude-haiku", "org/Tiny"]
@@ -116,8 +114,7 @@ def test_an_effort_is_a_variable_of_the_template() -> None:
     tokenizer.close()
 
 
-def test_an_effort_that_the_template_does_not_know_is_named_as_ignored() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_an_effort_that_the_template_does_not_know_is_named_as_ignored(engine: FakeEngineClient) -> None:
     answer = ask(engine, "chat/completions", {**CHAT, "reasoning_effort": "none", "zzz": 1})
     assert answer.headers[IGNORED] == "zzz, reasoning_effort"
     answer = ask(engine, "responses", {**INPUT, "reasoning": {"effort": "high"}})

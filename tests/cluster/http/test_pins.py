@@ -48,20 +48,6 @@ def test_a_system_prompt_is_warm_on_all_replicas_and_a_chat_shares_it_to_the_tok
     assert engines.cached("a", ids) == engines.cached("b", ids) == made["num_tokens"]
 
 
-def test_a_text_and_ids_are_warmed_until_they_are_deleted(client: TestClient) -> None:
-    text = warm(client, prompt="the quick brown fox", ttl_s=60)
-    ids = warm(client, prompt_token_ids=[5, 6, 7])
-    assert text["num_tokens"] == len(TOKENIZER.encode("the quick brown fox", add_special_tokens=True))
-    assert (ids["num_tokens"], ids["expires_in_s"]) == (3, None)
-    assert 59 < text["expires_in_s"] <= 60
-    assert {pin["id"] for pin in pins(client)} == {text["id"], ids["id"]}
-    deleted = client.delete(f"/v1/kv/pins/{ids['id']}")
-    assert deleted.json() == {"id": ids["id"], "object": "kv.pin.deleted", "deleted": True}
-    again = client.delete(f"/v1/kv/pins/{ids['id']}")
-    assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
-    assert [pin["id"] for pin in pins(client)] == [text["id"]]
-
-
 def test_one_replica_is_the_one_with_the_most_room(client: TestClient, engines: TwoEngines) -> None:
     first = warm(client, prompt_token_ids=[5] * 40, replicas=1)
     engines.loops["a"].check_health()  # its figures are those of the step's end

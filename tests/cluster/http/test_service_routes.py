@@ -34,8 +34,7 @@ def test_tokenize_and_back() -> None:
     assert chat_ids == TOKENIZER.encode_rendered(RENDERED)
 
 
-def test_probes_and_metrics() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_probes_and_metrics(engine: FakeEngineClient) -> None:
     assert get("/health").status_code == 200
     assert get("/ready", engine=engine).status_code == 200
     engine.ready = False
@@ -76,19 +75,6 @@ def test_probes_tell_loading_from_dead(condition: State, health: int) -> None:
     states = {state: float(state == condition) for state in STATES}
     found = samples_of(get("/metrics", engine=engine).text)
     assert {state: found[f'mneme_state{{model_name="tiny",state="{state}"}}'] for state in STATES} == states
-
-
-def test_what_each_phase_of_a_start_took_is_said() -> None:
-    start = {"weights": {"seconds": 1.5, "bytes": 2048}, "pools": {"seconds": 0.25, "bytes": 4096}}
-    engine = FakeEngineClient(TOKENIZER, start=start)
-    verbose = get("/health?verbose", engine=engine).json()
-    (model,) = verbose["models"]
-    assert (verbose["status"], model["model"], model["state"]) == ("ok", "tiny", "ready")
-    assert {each["replica"]: each["start"] for each in model["replicas"]} == {"a": start, "b": start}
-    assert "models" not in get("/health", engine=engine).json()
-    found = samples_of(get("/metrics", engine=engine).text)
-    assert found['mneme_start_seconds{phase="weights",replica="a"}'] == 1.5
-    assert found['mneme_start_bytes{phase="pools",replica="b"}'] == 4096
 
 
 def test_a_path_may_end_with_a_slash() -> None:

@@ -95,13 +95,6 @@ def test_an_appended_text_and_appended_ids_follow_as_they_are(client: TestClient
     assert ids_of(engine) == [*first, *said, *then, *said, 5, 6, *said]
 
 
-def test_every_choice_of_an_appended_turn_has_the_history(client: TestClient) -> None:
-    first = chat(client, session_id="s")["usage"]["total_tokens"]
-    answer = chat(client, session={"id": "s", "append": True}, messages=NEXT, n=2)
-    assert answer["usage"]["prompt_tokens"] > first
-    assert [choice["message"]["content"] for choice in answer["choices"]] == [SENTENCE, SENTENCE]
-
-
 def test_a_fork_goes_on_by_itself_and_its_first_turn_belongs_to_its_replica(
     client: TestClient, engine: FakeEngineClient
 ) -> None:

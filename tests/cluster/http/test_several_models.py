@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
@@ -147,14 +146,3 @@ def test_kv_of_every_model_is_pinned_listed_and_dropped(engines: TwoEngines) -> 
     dropped = client.request("DELETE", "/v1/kv", json={"tenant": True}).json()["replicas"]
     assert [(each["replica"], each["device_pages"] > 0) for each in dropped] == [(name, True) for name in "abcd"]
     others.close()
-
-
-def test_figures_carry_the_name_of_their_model(client: TestClient) -> None:
-    chat(client, SMALL)
-    families = list(text_string_to_metric_families(client.get("/metrics").text))
-    assert len({family.name for family in families}) == len(families)
-    samples = {(each.name, each.labels.get("model_name")): each.value for family in families for each in family.samples}
-    assert {model for name, model in samples if name == "vllm:num_requests_running"} == {LARGE, SMALL}
-    name = "vllm:time_to_first_token_seconds_count"
-    assert (samples[name, LARGE], samples[name, SMALL]) == (0, 1)
-    assert samples["mneme_replicas", None] == 4

@@ -17,7 +17,6 @@ from starlette.testclient import TestClient
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from mneme.cluster.serve.client import PlacedChoice, RayEngineClient
-from mneme.cluster.serve.link import LinkLost
 from mneme.errors import DeadlineExceeded, MnemeError, Overloaded
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, post, serving
@@ -126,21 +125,6 @@ async def test_a_request_without_a_replica_waits_no_longer_than_its_time(
     with pytest.raises(DeadlineExceeded):
         await anext(client.generate([_with_timeout(request(), 0.05)]))
     assert asyncio.get_running_loop().time() - started_s < 10  # a replica is waited for longer
-
-
-@over(run)
-async def test_a_request_that_is_tried_again_and_again_has_all_of_its_time(
-    calls: DirectCalls, client: RayEngineClient, *, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def lost(*_: object) -> None:
-        raise LinkLost("gone")
-
-    await all_open(client)
-    monkeypatch.setattr(client, "_submit", lost)
-    started_s = asyncio.get_running_loop().time()
-    with pytest.raises(DeadlineExceeded):
-        await anext(client.generate([_with_timeout(request(), 0.5)]))
-    assert asyncio.get_running_loop().time() - started_s >= 0.45
 
 
 @over(run)

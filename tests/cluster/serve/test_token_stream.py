@@ -338,23 +338,6 @@ async def test_overload_spills_to_the_other_replica_then_is_raised(calls: Direct
     await first.aclose()
 
 
-@over(run)
-async def test_turns_of_one_session_at_once_meet_on_one_replica(calls: DirectCalls, client: RayEngineClient) -> None:
-    await all_open(client)
-    first = client.generate([request("turn0.0", num=ENDLESS, session_id="s")])
-    await anext(first)
-    (busy,) = [r for r, engine in calls.engines.items() if engine.admitted]
-    (idle,) = {"a", "b"} - {busy}
-    for _ in range(20):  # the router would send anything else to the other one
-        client.chooser.select_and_reserve([1], exclude=[idle])
-    for i in range(1, 4):
-        await tokens(client, request(f"turn{i}.0", num=2, session_id="s"))
-    assert [r.request_id for r in calls.engines[busy].admitted] == [f"turn{i}.0" for i in range(4)]
-    await first.aclose()
-    await tokens(client, request("next.0", num=2, session_id="s"))
-    assert [r.request_id for r in calls.engines[idle].admitted] == ["next.0"]
-
-
 @over(run, replicas=("a", "b", "c"), step_s=0.005)
 async def test_turns_of_one_session_meet_again_when_their_replica_dies(
     calls: DirectCalls, client: RayEngineClient

@@ -21,8 +21,7 @@ def embed(engine: FakeEngineClient | None = None, **fields: Any) -> Any:
     return post("/v1/embeddings", {**BODY, **fields}, engine=engine)
 
 
-def test_each_text_has_a_vector_and_shares_nothing() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_each_text_has_a_vector_and_shares_nothing(engine: FakeEngineClient) -> None:
     ids = TOKENIZER.encode("the fox", add_special_tokens=True)
     found = embed(engine, input=["the fox", "the fox", "quick"], pooling="mean").json()
     assert [(each["object"], each["index"]) for each in found["data"]] == [("embedding", i) for i in range(3)]
@@ -61,8 +60,7 @@ def test_many_texts_run_in_groups_that_leave_room_in_the_queue(max_waiting: int,
     assert [each["index"] for each in found["data"]] == list(range(600))
 
 
-def test_all_groups_share_one_deadline() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_all_groups_share_one_deadline(engine: FakeEngineClient) -> None:
     path, body = "/v1/embeddings", {**BODY, "input": ["a"] * 600}
     assert ask(engine, path, body).status_code == 200
     assert ask(engine, path, {**body, "timeout_s": 10000}).status_code == 200

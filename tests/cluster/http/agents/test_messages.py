@@ -262,14 +262,13 @@ def test_a_choice_of_tools_is_kept_to(choice: Any, is_forced: bool, is_one: bool
     assert grammar is None or ("call (" not in grammar.text) == is_one
 
 
-def test_lines_of_the_client_at_the_head_of_a_system_prompt_are_left_out() -> None:
+def test_lines_of_the_client_at_the_head_of_a_system_prompt_are_left_out(engine: FakeEngineClient) -> None:
     line = "x-anthropic-billing-header: cc_version=1; cch=4711"
     plain = asked(system="be brief").prompt_token_ids
     assert asked(system=f"{line}\n{line}\nbe brief").prompt_token_ids == plain
     blocks = [{"type": "text", "text": line}, {"type": "text", "text": "be brief"}]
     assert asked(system=blocks).prompt_token_ids == plain
     assert asked(system=f"be brief\n{line}").prompt_token_ids != plain
-    engine = FakeEngineClient(TOKENIZER)
     post("/v1/messages", {**BODY, "system": f"{line}\nbe brief"}, engine=engine, strip_client_lines=False)
     assert line in (engine.requests[0].prompt_text or "")
 

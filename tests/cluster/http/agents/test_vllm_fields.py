@@ -26,8 +26,7 @@ def strict_client(server: Server) -> openai.OpenAI:
 
 @pytest.mark.parametrize(("path", "prompt"), [("completions", "prompt"), ("embeddings", "input")])
 @pytest.mark.parametrize("given", ["the quick brown fox", IDS])
-def test_the_last_tokens_of_a_prompt_are_left(path: str, prompt: str, given: Any) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_the_last_tokens_of_a_prompt_are_left(path: str, prompt: str, given: Any, engine: FakeEngineClient) -> None:
     for num_tokens in (2, len(IDS), -1):
         answer = ask(path, engine, **{prompt: given}, truncate_prompt_tokens=num_tokens)
         left = IDS if num_tokens == -1 else IDS[-num_tokens:]
@@ -35,8 +34,7 @@ def test_the_last_tokens_of_a_prompt_are_left(path: str, prompt: str, given: Any
         assert answer.json()["usage"]["prompt_tokens"] == len(left)
 
 
-def test_a_prompt_that_was_cut_has_no_text_that_a_session_could_take_for_all_of_it() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_prompt_that_was_cut_has_no_text_that_a_session_could_take_for_all_of_it(engine: FakeEngineClient) -> None:
     for session in ({}, {"session_id": "s"}):
         assert ask("chat/completions", engine, truncate_prompt_tokens=3, **session).status_code == 200
         (*_, request) = engine.requests
@@ -46,8 +44,7 @@ def test_a_prompt_that_was_cut_has_no_text_that_a_session_could_take_for_all_of_
     assert engine.requests[-1].prompt_text == RENDERED
 
 
-def test_what_is_cut_may_be_longer_than_the_window_and_leaves_room_for_the_answer() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_what_is_cut_may_be_longer_than_the_window_and_leaves_room_for_the_answer(engine: FakeEngineClient) -> None:
     long = [IDS[1]] * (2 * MODEL.max_context)
     assert ask("completions", engine, prompt=long, truncate_prompt_tokens=-1, max_tokens=5).status_code == 200
     assert len(engine.requests[-1].prompt_token_ids) == MODEL.max_context - 5
@@ -105,9 +102,8 @@ def test_fields_of_the_other_apis_are_known_by_their_own_names() -> None:
     ],
 )
 def test_priorities_reach_the_engine_and_answers_name_the_tier(
-    fields: dict[str, Any], priority: int, tier: str | None
+    fields: dict[str, Any], priority: int, tier: str | None, engine: FakeEngineClient
 ) -> None:
-    engine = FakeEngineClient(TOKENIZER)
     for path in ("chat/completions", "completions"):
         answer = ask(path, engine, **fields)
         assert engine.requests[-1].priority == priority
@@ -122,9 +118,8 @@ def test_priorities_reach_the_engine_and_answers_name_the_tier(
         assert {chunk.service_tier for chunk in stream} == {tier}
 
 
-def test_an_echo_tells_the_prompt_s_tokens_before_the_answer_s() -> None:
+def test_an_echo_tells_the_prompt_s_tokens_before_the_answer_s(engine: FakeEngineClient) -> None:
     """As `lm_eval` reads them; a prompt whose log-probabilities are wanted shares no KV."""
-    engine = FakeEngineClient(TOKENIZER)
     answer = ask("completions", engine, prompt=[IDS, IDS[:3]], max_tokens=1, logprobs=2, echo=True).json()
     assert len({request.kv_salt for request in engine.requests}) == 2
     assert {(request.salt, request.sampling.prompt_logprobs) for request in engine.requests} == {("", 2)}

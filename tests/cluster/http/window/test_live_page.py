@@ -104,14 +104,3 @@ def test_a_key_is_asked_for_and_used(browser: Any) -> None:
         page.wait_for_selector("text=tiny: ready")
         assert not page.is_visible("#key-form")
         page.close()
-
-
-def test_it_fits_a_narrow_window(browser: Any, server: Server) -> None:
-    said: list[str] = []
-    page = opened(browser, server.url, said, color_scheme="dark", viewport={"width": 360, "height": 800})
-    page.wait_for_selector("text=tiny: ready")
-    httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
-    page.wait_for_selector("#requests tbody tr")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert said == []
-    page.close()

@@ -116,16 +116,6 @@ def test_numbers_out_of_range_are_named(path: str) -> None:
     assert response.json()["error"]["param"] == re.search(r"\?(\w+)=", path)[1]  # type: ignore[index]
 
 
-def test_tiers_and_replicas_have_the_figures_that_replicas_report() -> None:
-    client = api()
-    tiers = [(each["replica"], each["tier"], each["total"]) for each in ask(client, "/v1/kv/tiers")["tiers"]]
-    assert tiers == [(name, "device", 16_000) for name in "ab"]
-    shown = ask(client, "/v1/cluster")
-    assert shown["models"] == [{"model": "tiny", "state": "ready", "reason": "", "ready": 2, "wanted": None}]
-    replicas = [(each["replica"], each["prompt_tokens"], each["cached_tokens"]) for each in shown["replicas"]]
-    assert replicas == [(name, 10, 4) for name in "ab"]
-
-
 def events_of(lines: Any, count: int) -> list[dict[str, Any]]:
     found = []
     for line in lines:

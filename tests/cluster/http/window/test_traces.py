@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -91,44 +88,3 @@ def test_what_goes_wrong_with_spans_harms_no_request() -> None:
 
     app = build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], traces=Traces(Broken()))
     assert TestClient(app).post("/v1/completions", json=COMPLETION).status_code == 200
-
-
-@pytest.fixture
-def collector() -> Iterator[tuple[str, list[bytes]]]:
-    got: list[bytes] = []
-    news = threading.Event()
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-            news.set()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Collector)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", got
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_spans_reach_a_collector(collector: tuple[str, list[bytes]]) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    endpoint, got = collector
-    traces = Traces.to(endpoint, "ingress-1")
-    client = TestClient(build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], traces=traces))
-    client.post("/v1/completions", json=COMPLETION)
-    traces.close()
-    [spans] = [each for body in got for each in ExportTraceServiceRequest.FromString(body).resource_spans]
-    about = {each.key: each.value.string_value for each in spans.resource.attributes}
-    assert (about["service.name"], about["service.instance.id"]) == ("mneme", "ingress-1")
-    assert "text_completion tiny" in {span.name for scope in spans.scope_spans for span in scope.spans}
