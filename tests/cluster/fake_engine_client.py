@@ -13,7 +13,6 @@ import numpy as np
 from mneme.cluster.serve.engine_client import Condition
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.engine.admission import max_output_tokens
-from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.output import Explanations, said_to_client
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.forest.forest import PrefixForest
@@ -54,12 +53,12 @@ class FakeEngineClient:
     ready: bool = True
     unready: Condition = field(default_factory=lambda: Condition("loading"))
     start: dict[str, dict[str, float]] = field(default_factory=dict)
-    wanted: int | None = None  # replicas
+
     names: tuple[str, str] = ("a", "b")
     requests: list[GenerationRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     num_aborted: int = 0
-    num_steps: int = 0
+
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     busy: asyncio.Event = field(default_factory=asyncio.Event)
     query_failure: MnemeError | None = None
@@ -67,8 +66,8 @@ class FakeEngineClient:
     noted: list[tuple[tuple[int, ...], str, str]] = field(default_factory=list)
     explanations: Explanations = field(default_factory=Explanations)
     forest: PrefixForest = field(default_factory=lambda: PrefixForest(4, 16))
+
     clock: Callable[[], float] = time.monotonic
-    kv_tier: KvTier | None = None
     max_session_tokens: int = 10**6
     timing: tuple[float, float] = (0.0, 0.0)  # seconds of queue and prefill, of each request
     tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 10, "cached": 4, "generated": 7})
@@ -76,13 +75,8 @@ class FakeEngineClient:
     _seen: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sessions = Sessions(
-            self.tokenizer.encode_continuation,
-            self.clock,
-            ttl_s=3600,
-            max_sessions=100,
-            max_tokens=self.max_session_tokens,
-        )
+        bounds: dict[str, Any] = {"ttl_s": 3600, "max_sessions": 100, "max_tokens": self.max_session_tokens}
+        self.sessions = Sessions(self.tokenizer.encode_continuation, self.clock, **bounds)
         self.pins = Pins(
             self.forest,
             Scheduler(self.forest, max_batch_tokens=16, max_running=1),
@@ -128,7 +122,6 @@ class FakeEngineClient:
                 if not speaker.is_finished:
                     yield speaker.say()
             step += 1
-            self.num_steps += 1
 
     def _speakers(self, requests: Sequence[GenerationRequest]) -> list[_Speaker]:
         """Sessions are those of a real engine, but turns at once do not wait for each other."""
@@ -151,21 +144,14 @@ class FakeEngineClient:
         """The second replica has all sessions; the first knows nothing."""
         if self.query_failure is not None:
             raise self.query_failure
-        if query.lane is not None:
-            return self._answer_kv(query, replica_id)
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
-        nothing: Any = None if isinstance(query, GetSession) else False
-        if not isinstance(query, GetSession | DeleteSession | DeletePin):
-            nothing = []
-        return {
-            name: each for name, each in zip(self.names, (nothing, known), strict=True) if replica_id in (None, name)
-        }
-
-    def _answer_kv(self, query: Query[Any], replica_id: str | None) -> dict[str, Any]:
-        """Both replicas ask the same tier; only the second has pages."""
-        known = answer(self, query, self.kv_tier)  # type: ignore[arg-type]
-        other = None if isinstance(query, LookUpPages | DeleteSequencePages | DeleteTenantPages) else known
-        return {name: each for name, each in zip(self.names, (other, known), strict=True) if replica_id in (None, name)}
+        nothing: Any = known if query.lane is not None else []
+        if isinstance(query, GetSession | LookUpPages | DeleteSequencePages | DeleteTenantPages):
+            nothing = None
+        elif isinstance(query, DeleteSession | DeletePin):
+            nothing = False
+        said = dict(zip(self.names, (nothing, known), strict=True))
+        return {name: each for name, each in said.items() if replica_id in (None, name)}
 
     def replica_ids(self) -> list[str]:
         return list(self.names)
@@ -195,7 +181,7 @@ class FakeEngineClient:
             "tokens": self.tokens,
             "blend": {"requests": {"hkvd": 2}, "tokens": {"reused": 70}, "declined": {"not_allowed": 3}},
             "finished": {"stop": 1, "length": 2, "abort": self.num_aborted, "error": 0},
-            "steps": self.num_steps,
+            "steps": 0,
             "accuracy": {
                 "prefill": {"count": 2, "relative_error_sum": 0.5, "predicted_s": 1.5, "actual_s": 2.0, "scale": 1.1}
             },
@@ -221,7 +207,7 @@ class FakeEngineClient:
         return Condition("ready") if self.ready else self.unready
 
     def num_wanted(self) -> int | None:
-        return self.wanted
+        return None
 
     def num_ready(self) -> int:
         return 2 * self.ready

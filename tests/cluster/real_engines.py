@@ -8,11 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from starlette.testclient import TestClient
 
-from mneme.cachetier.chunk.header import make_chunk
-from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
+from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.memory import ProcessMemory
@@ -24,7 +22,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.queries import DeletePin, Query
 from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
-from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, layers_of
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, chunk_of
 from tests.cluster.api_fixtures import TOKENIZER, api
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.fake_runner import FakeRunner
@@ -78,14 +76,11 @@ class TwoEngines(FakeEngineClient):
             events += loop.engine.step()
         return next(event.usage.cached_tokens for event in events if event.usage)
 
-    def save(self, ids: list[int], salt: str = "", lineage: Lineage | None = None) -> None:
+    def save(self, ids: list[int], salt: str = "") -> None:
         """As an engine would have put it into the cache."""
-        lineage = lineage or prefix_lineage(FINGERPRINT, salt)
+        lineage = prefix_lineage(FINGERPRINT, salt)
         for part in lineage.chain(ids, CHUNK_TOKENS):
-            own = ids[part.start : part.end]
-            layers = layers_of(FINGERPRINT, len(own), own[-1])
-            positions = np.arange(part.start, part.end, dtype=np.int32)
-            chunk = make_chunk(lineage, FINGERPRINT, part.parent, own, positions, layers)
+            chunk = chunk_of(ids[part.start : part.end], part.parent, FINGERPRINT, lineage)
             self.cache.put(chunk.header, chunk.layers)
 
     def compute(self, name: str, ids: list[int], salt: str = "", session_id: str | None = None) -> None:

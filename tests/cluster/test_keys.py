@@ -102,19 +102,20 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not_taken(
     path.unlink()
     assert may_call("a")
     keys_file(tmp_path)
-    assert not may_call("a")  # no keys: nobody, and not everybody
+    assert [may_call("a"), may_call("a")] == [False, False]  # no keys: nobody, and not everybody
 
 
 def test_a_file_that_is_bad_at_the_start_refuses_it(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     with pytest.raises(ConfigError, match="cannot be read"):
         from_mapping({"http": {"keys_file": str(path)}})
+    zeros = "sha256: " + "0" * 64
     for text in (
         "keys: [{name: a, sha256: short}]",
-        "keys: [{name: 'a b', sha256: " + "0" * 64 + "}]",
-        "keys: [{name: a, sha256: " + "0" * 64 + ", role: root}]",
-        "keys: [{name: a, sha256: " + "0" * 64 + ", requests_per_min: 0}]",
-        "keys: [{name: a, sha256: " + "0" * 64 + "}, {name: a, sha256: " + "1" * 64 + "}]",
+        f"keys: [{{name: 'a b', {zeros}}}]",
+        f"keys: [{{name: a, {zeros}, role: root}}]",
+        f"keys: [{{name: a, {zeros}, requests_per_min: 0}}]",
+        f"keys: [{{name: a, {zeros}}}, {{name: a, sha256: {'1' * 64}}}]",
         "secret",
     ):
         path.write_text(text)
@@ -122,37 +123,25 @@ def test_a_file_that_is_bad_at_the_start_refuses_it(tmp_path: Path) -> None:
             from_mapping({"http": {"keys_file": str(path)}})
 
 
-def test_requests_come_back_evenly_within_a_minute() -> None:
+@pytest.mark.parametrize(
+    ("limits", "used", "wait_s"),
+    [({"requests_per_min": 2}, 0, 30), ({"tokens_per_min": 60}, 100, 41), ({"concurrency": 2}, 0, None)],
+)
+def test_a_limit_is_waited_for(limits: dict[str, int], used: int, wait_s: float | None) -> None:
+    """Requests and tokens come back evenly within a minute, what runs at once when it ends."""
     clock = Clock()
-    meter = Meter(key(requests_per_min=2), clock)
-    for _ in range(2):
+    meter = Meter(key(**limits), clock)
+    meter.begin()
+    meter.use(used)
+    if not used:
         meter.begin()
+    with pytest.raises(RateLimited) as refused:
+        meter.begin()
+    if wait_s is None:
         meter.end()
-    with pytest.raises(RateLimited) as refused:
-        meter.begin()
-    assert refused.value.retry_after_s == pytest.approx(30)
-    clock.now += 30
-    meter.begin()
-
-
-def test_tokens_that_were_used_beyond_the_limit_are_waited_for() -> None:
-    clock = Clock()
-    meter = Meter(key(tokens_per_min=60), clock)
-    meter.begin()
-    meter.use(100)
-    with pytest.raises(RateLimited) as refused:
-        meter.begin()
-    assert refused.value.retry_after_s == pytest.approx(41)
-    clock.now += 41
-    meter.begin()
-
-
-def test_requests_at_once_are_limited_until_one_ends() -> None:
-    meter = Meter(key(concurrency=1), Clock())
-    meter.begin()
-    with pytest.raises(RateLimited):
-        meter.begin()
-    meter.end()
+    else:
+        assert refused.value.retry_after_s == pytest.approx(wait_s)
+        clock.now += wait_s
     meter.begin()
 
 
@@ -164,18 +153,12 @@ def test_a_limit_is_a_429_that_says_when_to_come_back(tmp_path: Path) -> None:
     assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
-    assert first.headers["x-ratelimit-limit-tokens"] == "1000"
     assert 1000 - 2 * used <= int(third.headers["x-ratelimit-remaining-tokens"]) < 1000
-    assert third.headers["x-ratelimit-remaining-requests"] == "0"
     assert third.headers["x-ratelimit-reset-requests"].endswith("s")
     assert 1 <= int(third.headers["retry-after"]) <= 60
     assert "x-should-retry" not in third.headers
-    assert third.json()["error"] == {
-        "message": "this key may send 2 requests a minute",
-        "type": "rate_limit_error",
-        "param": None,
-        "code": "rate_limit_exceeded",
-    }
+    error = third.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", None, "rate_limit_exceeded")
     assert not [name for name in get("/v1/models").headers if name.startswith("x-ratelimit")]
 
 

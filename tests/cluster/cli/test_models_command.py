@@ -35,10 +35,3 @@ def test_models_are_listed_with_what_they_take(tmp_path: Path, capsys: pytest.Ca
     assert listed[str(folder / "mine")] == {**tiny, "name": str(folder / "mine")}
     assert "model_type: must be one of" in listed[str(folder / "other")]["problem"]
     assert "not here yet" in listed["smollm2"]["about"]
-
-
-def test_the_list_is_readable(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models"]) == 0
-    shown = capsys.readouterr().out
-    assert "mneme-tiny" in shown
-    assert "families: " in shown

@@ -141,20 +141,6 @@ def ask_of_kv(described: Described, engines: TwoEngines) -> None:
     assert dropped["tier"]["chunks"]
 
 
-def test_a_hint_or_salt_outside_the_body_is_described() -> None:
-    paths = get("/openapi.json").json()["paths"]
-
-    def parameters(method: str, path: str) -> set[tuple[str, str]]:
-        return {(each["in"], each["name"]) for each in paths[path][method]["parameters"]}
-
-    assert {("header", "X-Session-ID"), ("header", "X-Correlation-ID")} <= parameters("post", "/v1/chat/completions")
-    assert parameters("delete", "/v1/sessions/{session_id}") == {
-        ("path", "session_id"),
-        ("query", "cache_salt"),
-        ("query", "model"),
-    }
-
-
 def test_every_route_is_described() -> None:
     document = get("/openapi.json", api_keys=("secret",)).json()
     page = get("/docs", api_keys=("secret",)).text

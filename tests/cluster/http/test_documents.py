@@ -78,19 +78,13 @@ def test_documents_of_a_text(changes: dict[str, Any]) -> None:
     assert request.prompt_token_ids[: len(bos) + len(RED[2])] == (*bos, *RED[2])
 
 
-def test_documents_of_what_is_appended_to_a_session() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_documents_of_what_is_appended_to_a_session(engine: FakeEngineClient) -> None:
     session = {"session_id": "s"}
     body = {**CHAT, **session, "max_tokens": 4}
     assert post("/v1/chat/completions", body, engine=engine).status_code == 200
     body |= {"messages": [{"role": "user", "content": [DOCUMENT, QUESTION]}], "session": {"append": True}}
     assert post("/v1/chat/completions", body, engine=engine).status_code == 200
     assert said(engine.requests[1]) == [RED]
-
-
-def test_the_same_request_without_documents_is_as_ever() -> None:
-    assert chat(documents=[]).documents == ()
-    assert chat(documents=[]).prompt_token_ids == chat().prompt_token_ids
 
 
 def test_options_of_blending_reach_the_engine() -> None:
@@ -100,9 +94,8 @@ def test_options_of_blending_reach_the_engine() -> None:
     assert completion(documents=["a"], blend={"order": "any"}).blend.order == "any"
 
 
-def test_options_that_a_request_does_not_give_are_those_of_the_engine() -> None:
+def test_options_that_a_request_does_not_give_are_those_of_the_engine(engine: FakeEngineClient) -> None:
     default = BlendOptions(mode="selective", ratio=0.3)
-    engine = FakeEngineClient(TOKENIZER)
     app = build_api([Backend(engine, MODEL, TOKENIZER, blend=default)])
     with TestClient(app) as client:
         for blend in ({}, {"blend": {"ratio": None, "order": "any"}}):

@@ -7,46 +7,30 @@ from typing import Any
 
 import pytest
 
-from mneme.cluster.http.body import parse_json_object
 from mneme.cluster.http.completion_answers import usage_object
 from mneme.replicas.choices import Choice
 from mneme.replicas.request import GenerationRequest, Grammar, PromptUsage, SamplingParams, TokenEvent
-from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, chat, get, post
+from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, chat, post
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 
 
 def test_a_chat_answer() -> None:
     answer = chat().json()
     assert answer["object"] == "chat.completion"
-    assert answer["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": SENTENCE, "refusal": None},
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
-    ]
+    message = {"role": "assistant", "content": SENTENCE, "refusal": None}
+    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
     num_prompt = len(TOKENIZER.encode_rendered(RENDERED))
-    num_output = len(TOKENIZER.encode(SENTENCE, add_special_tokens=False))
+    num_output, computed = len(TOKENIZER.encode(SENTENCE, add_special_tokens=False)), {"recomputed": num_prompt}
     assert answer["usage"] == {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": num_prompt},
-        "kv_details": {
-            "device": 0,
-            "host": 0,
-            "disk": 0,
-            "peer": 0,
-            "recomputed": num_prompt,
-            "dropped": 0,
-            "truncated": 0,
-        },
+        "kv_details": {**dict.fromkeys(("device", "host", "disk", "peer", "dropped", "truncated"), 0), **computed},
     }
 
 
-def test_what_the_engine_is_asked_for() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_what_the_engine_is_asked_for(engine: FakeEngineClient) -> None:
     body = {**CHAT, "n": 2, "seed": 5, "max_completion_tokens": 9, "max_tokens": 7, "top_k": 3, "stop": "x"}
     post("/v1/chat/completions", body, engine=engine, headers={"X-Session-ID": "s"})
     first, second = engine.requests
@@ -61,16 +45,14 @@ def test_what_the_engine_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("begun", ["the", "the ", " the fox: the"])
-def test_an_answer_goes_on_with_the_last_message(begun: str) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_an_answer_goes_on_with_the_last_message(begun: str, engine: FakeEngineClient) -> None:
     messages = [*CHAT["messages"], {"role": "assistant", "content": begun}]
     how = {"continue_final_message": True, "add_generation_prompt": False}
     assert post("/v1/chat/completions", {**CHAT, "messages": messages, **how}, engine=engine).status_code == 200
     assert engine.requests[0].prompt_text == RENDERED + begun
 
 
-def test_a_seed_is_drawn_where_none_is_given() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_seed_is_drawn_where_none_is_given(engine: FakeEngineClient) -> None:
     post("/v1/chat/completions", CHAT, engine=engine)
     post("/v1/chat/completions", CHAT, engine=engine)
     seeds = [request.sampling.seed for request in engine.requests]
@@ -83,35 +65,22 @@ def test_a_seed_is_drawn_where_none_is_given() -> None:
     [
         ({}, {}, None),
         ({"X-Session-ID": "h"}, {"session_id": "b", "prompt_cache_key": "c"}, "public:h"),
+        ({}, {"session": {"id": "o"}, "session_id": "b"}, "public:o"),
         ({}, {"session_id": "b", "prompt_cache_key": "c"}, "public:b"),
         ({"session-id": "h"}, {"prompt_cache_key": "c"}, None),
         ({"X-Session-ID": "../../etc/passwd"}, {}, "public:../../etc/passwd"),  # a name, never a path
     ],
 )
-def test_where_the_session_comes_from(headers: Any, body: Any, session: str | None) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_where_the_session_comes_from(headers: Any, body: Any, session: str | None, engine: FakeEngineClient) -> None:
     post("/v1/chat/completions", {**CHAT, **body}, engine=engine, headers=headers)
     assert engine.requests[0].session_id == session
 
 
 def test_a_stop_string_ends_the_text_before_it() -> None:
-    choice = chat(stop=["STOP"]).json()["choices"][0]
-    assert choice["message"]["content"] == SENTENCE.partition("STOP")[0]
-    assert choice["finish_reason"] == "stop"
-
-
-def test_length_is_the_reason_when_tokens_run_out() -> None:
-    answer = chat(max_tokens=3).json()
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 3
-
-
-def test_cached_tokens_are_reported() -> None:
-    engine = FakeEngineClient(TOKENIZER)
-    first = post("/v1/chat/completions", CHAT, engine=engine).json()["usage"]
-    again = post("/v1/chat/completions", CHAT, engine=engine).json()["usage"]
-    assert first["prompt_tokens_details"]["cached_tokens"] == 0
-    assert again["prompt_tokens_details"]["cached_tokens"] == again["prompt_tokens"] - 1
+    for shows, num_more in ((False, 0), (True, len("dog"))):
+        choice = chat(stop=["STOP", "dog"], include_stop_str_in_output=shows).json()["choices"][0]
+        assert choice["message"]["content"] == SENTENCE[: SENTENCE.index("dog") + num_more]
+        assert choice["finish_reason"] == "stop"
 
 
 def test_chat_logprobs() -> None:
@@ -122,21 +91,20 @@ def test_chat_logprobs() -> None:
     assert all(entry["top_logprobs"] == [] for entry in plain)
 
 
-def test_completions_of_several_prompts() -> None:
+def test_completions_of_several_prompts(engine: FakeEngineClient) -> None:
     body = {**COMPLETION, "prompt": ["the fox", "a dog"], "n": 2, "max_tokens": 4}
-    engine = FakeEngineClient(TOKENIZER)
     answer = post("/v1/completions", body, engine=engine).json()
     assert answer["object"] == "text_completion"
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [request.choice_index for request in engine.requests] == [0, 1, 0, 1]
     assert {request.num_choices for request in engine.requests} == {4}
     assert answer["usage"]["completion_tokens"] == 16
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     lengths = [len(TOKENIZER.encode(text, add_special_tokens=True)) for text in body["prompt"]]
     assert answer["usage"]["prompt_tokens"] == sum(lengths)
 
 
-def test_completion_prompts_of_ids_are_taken_as_they_are() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_completion_prompts_of_ids_are_taken_as_they_are(engine: FakeEngineClient) -> None:
     post("/v1/completions", {**COMPLETION, "prompt": [5, 6, 7]}, engine=engine)
     assert engine.requests[0].prompt_token_ids == (5, 6, 7)
     assert engine.requests[0].prompt_text is None
@@ -149,33 +117,16 @@ def test_completion_defaults_to_sixteen_tokens_and_echoes() -> None:
     assert answer["choices"][0]["text"].startswith("the fox" + SENTENCE[:5])
 
 
-def test_completion_logprobs() -> None:
-    logprobs = post("/v1/completions", {**COMPLETION, "logprobs": 2}).json()["choices"][0]["logprobs"]
-    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"])
-    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
-    assert all(len(top) <= 3 for top in logprobs["top_logprobs"])
-
-
-def test_content_parts_become_text_and_developer_is_system() -> None:
-    engine = FakeEngineClient(TOKENIZER)
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "developer", "content": "c"}, {"role": "user", "content": parts}]
-    post("/v1/chat/completions", {**CHAT, "messages": messages}, engine=engine)
-    assert (engine.requests[0].prompt_text or "").startswith(
-        "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\na\nb<|im_end|>"
-    )
-
-
-def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it() -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it(engine: FakeEngineClient) -> None:
     kinds = ("text", "input_text", "output_text")
     parts = ["a", *({"type": kind, "text": kind} for kind in kinds), {"type": "refusal", "refusal": "no"}]
-    answer = post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]}, engine=engine)
+    messages = [{"role": "developer", "content": "c"}, {"role": "user", "content": parts}]
+    answer = post("/v1/chat/completions", {**CHAT, "messages": messages}, engine=engine)
     assert answer.status_code == 200
     assert "x-mneme-ignored-fields" not in answer.headers
     post("/v1/completions", {**COMPLETION, "prompt": parts[::-1]}, engine=engine)
-    texts = ["a", *kinds, "no"]
-    assert engine.requests[0].prompt_text == RENDERED.replace("the fox", "\n".join(texts))
+    texts, system = ["a", *kinds, "no"], "<|im_start|>system\nc<|im_end|>\n"
+    assert engine.requests[0].prompt_text == system + RENDERED.replace("the fox", "\n".join(texts))
     assert engine.requests[1].prompt_text == "\n".join(texts[::-1])
 
 
@@ -188,13 +139,12 @@ def test_a_part_is_text_by_each_name_that_openai_s_apis_have_for_it() -> None:
         ("responses", {"model": "tiny", "input": "the fox"}, "max_output_tokens"),
     ],
 )
-def test_a_whole_float_is_an_integer(path: str, fields: dict[str, Any], limit: str) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_a_whole_float_is_an_integer(path: str, fields: dict[str, Any], limit: str, engine: FakeEngineClient) -> None:
     answer = post(f"/v1/{path}", {**fields, limit: 8.0, "top_k": 5.0, "seed": -1e3}, engine=engine)
     assert answer.status_code == 200, answer.text
     sampling = engine.requests[0].sampling
     assert repr((sampling.max_tokens, sampling.top_k, sampling.seed)) == "(8, 5, -1000)"
-    for value in (8.5, "8", True, [8]):
+    for value in (8.5, True):
         assert post(f"/v1/{path}", {**fields, limit: value}).status_code == 400
 
 
@@ -203,15 +153,8 @@ def test_a_whole_float_is_an_integer(path: str, fields: dict[str, Any], limit: s
     [
         {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "unheard_of": [1]},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "logit_bias": {"5": -1}},
-        {
-            "tools": [{"type": "function", "function": {"name": "f"}}],
-            "tool_choice": "none",
-            "suffix": "",
-            "modalities": ["text"],
-        },
-        {"top_logprobs": 0, "modalities": []},
-        {"top_logprobs": 0, "logprobs": False},
-        {"stop": [], "n": None, "temperature": 0, "seed": 2**64 - 1, "max_tokens": None},
+        {"suffix": "", "modalities": ["text"], "top_logprobs": 0, "logprobs": False},
+        {"stop": [], "n": None, "temperature": 0, "seed": 2**64 - 1, "max_tokens": None, "modalities": []},
         {"stop": list("0123456789"), "n": 100, "chat_template_kwargs": {"a": {"b": [1]}}, "cache_salt": "\n" * 1000},
     ],
 )
@@ -227,19 +170,12 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required
     [
         ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
         (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "n", "schema": _SCHEMA, "strict": True},
-                }
-            },
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}}},
             Grammar("json_schema", _SCHEMA),
         ),
         ({"structured_outputs": {"json": _SCHEMA, "regex": None}}, Grammar("json_schema", _SCHEMA)),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
         ({"structured_outputs": {"regex": "a+", "disable_fallback": True}}, Grammar("regex", "a+")),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", ["a", "b"])),
-        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("grammar", 'start: "a"')),
         ({"guided_json": '{"type": "null"}'}, Grammar("json_schema", '{"type": "null"}')),
         ({"guided_regex": "(a+)+$"}, Grammar("regex", "(a+)+$")),
         ({"guided_choice": ["a"]}, Grammar("choice", ["a"])),
@@ -254,49 +190,17 @@ def test_what_an_answer_must_match_reaches_the_engine(fields: dict[str, Any], gr
         assert engine.requests[0].sampling.grammar == grammar
 
 
-def test_nul_is_a_character_like_others() -> None:
-    engine = FakeEngineClient(TOKENIZER, sentence="a\0b STOP\0 c")
-    body = {"messages": [{"role": "user", "content": "x\0y"}], "stop": "STOP\0", "documents": [{"text": "x\0y"}]}
-    assert post("/v1/chat/completions", {**CHAT, **body}, engine=engine).json()["choices"][0]["message"]["content"] == (
-        "a\0b "
-    )
-    assert post("/v1/completions", {**COMPLETION, "prompt": "x\0y"}, engine=engine).status_code == 200
-    assert all("x\0y" in (request.prompt_text or "") for request in engine.requests)
-    assert TOKENIZER.encode("x\0y", add_special_tokens=False) == list(engine.requests[-1].prompt_token_ids)[-3:]
-
-
-def test_a_body_may_begin_with_a_byte_order_mark() -> None:
-    assert parse_json_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
-
-
-def test_a_stop_string_is_shown_when_asked_for() -> None:
-    shown = {"stop": ["STOP", "dog"], "include_stop_str_in_output": True}
-    choice = chat(**shown).json()["choices"][0]
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", SENTENCE[: SENTENCE.index("dog") + 3])
-
-
-def test_an_unknown_path_is_named_with_where_the_known_ones_are() -> None:
-    error = post("/v1/nowhere", {}).json()["error"]
-    assert error["message"] == "'/v1/nowhere' is not offered; /docs lists what is"
-    assert error["code"] == "not_found"
-    assert get("/v1/completions").json()["error"]["message"] == "'/v1/completions' does not take GET"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": 5}, "model: input should be a valid string (got 5)"),
         ({"messages": [{"content": "a"}]}, "messages[0].role: field required"),
-        ({"tools": [{}]}, "tools[0].type: field required"),
-        ({"cache_salt": ""}, "cache_salt: must not be empty"),
         ({"messages": ["a"]}, "messages[0]: must be an object (got 'a')"),
         (
             {"messages": [{"role": "user", "content": [5]}]},
             "messages[0].content[0]: input should be a valid string, or must be an object (got 5)",
         ),
-        ({"messages": []}, "messages: must have at least 1 item (got 'list of 0')"),
         ({"guided_choice": ["a"] * 1025}, "guided_choice: must have at most 1024 items (got 'list of 1025')"),
-        ({"logit_bias": [1]}, "logit_bias: must be an object (got 'list of 1')"),
     ],
 )
 def test_an_error_says_what_was_given_where_that_tells_something(changes: dict[str, Any], message: str) -> None:
@@ -317,12 +221,6 @@ def test_an_over_long_prompt_is_refused_with_its_name_and_its_size() -> None:
     assert re.search(r"this asks for \d+ prompt tokens and 5 more$", error["message"])
 
 
-def test_a_limit_that_does_not_fit_is_refused_by_the_name_that_the_client_used() -> None:
-    error = chat(max_completion_tokens=1025, max_tokens=5).json()["error"]
-    assert error["param"] == "max_completion_tokens"
-    assert error["message"].endswith(" and 1025 more")
-
-
 def test_a_limit_beyond_what_the_prompt_leaves_is_what_it_leaves() -> None:
     """As vLLM: a client with a fixed limit may use all of the window."""
     for max_tokens in (5, 1024):
@@ -333,16 +231,12 @@ def test_a_limit_beyond_what_the_prompt_leaves_is_what_it_leaves() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "num_turns"), [("the fox", 1), (["the fox", "a dog", "the fox"], 3)])
-def test_engine_ids_are_a_turn_and_a_choice_index(prompt: Any, num_turns: int) -> None:
-    engine = FakeEngineClient(TOKENIZER)
+def test_engine_ids_are_a_turn_and_a_choice_index(prompt: Any, num_turns: int, engine: FakeEngineClient) -> None:
     post("/v1/completions", {**COMPLETION, "prompt": prompt, "n": 2}, engine=engine)
-    ids = [request.request_id for request in engine.requests]
-    assert len(set(ids)) == 2 * num_turns
-    turns = []
-    for request in engine.requests:
-        turn, _, index = request.request_id.rpartition(".")
-        assert index == str(request.choice_index)
-        turns.append(turn)
+    turns = [request.request_id.rpartition(".")[0] for request in engine.requests]
+    assert [r.request_id for r in engine.requests] == [
+        f"{turn}.{r.choice_index}" for turn, r in zip(turns, engine.requests, strict=True)
+    ]
     assert turns[::2] == turns[1::2]
     assert len(set(turns)) == num_turns
 

@@ -13,7 +13,6 @@ from mneme.cachetier.names import tenant_id
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.tenancy import kv_salt
-from mneme.errors import ReplicaUnavailable
 from mneme.replicas.queries import GetSession, Query
 from tests.cluster.api_fixtures import TOKENIZER, api
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
@@ -146,6 +145,12 @@ def test_a_document_is_deleted_and_no_prompt_that_only_has_its_tokens(client: Te
         assert (on_replicas(found), found["tier"]["tokens"]) == ([(len(ids), 0), (0, 0)], len(ids))
 
 
+def in_prefix(client: TestClient, headers: Any = None, **body: Any) -> tuple[int, int]:
+    """Tokens of `IDS` that the first replica and the tier have."""
+    found = call(client, "/lookup", headers=headers, token_ids=IDS, **body)
+    return on_replicas(found)[0][0], found["tier"]["tokens"]
+
+
 def salts(key: int) -> tuple[str, str]:
     """A key's own, and one that its client chose."""
     name = HttpConfig(**KEYS).keyring().tenants[key]
@@ -160,18 +165,11 @@ def test_a_tenant_reaches_its_own_and_nothing_else() -> None:
         for headers in (ONE, TWO):
             call(client, "/pin", headers=headers, token_ids=IDS, pin_id="mine")
         drop(client, headers=ONE, token_ids=IDS, cache_salt="mine")
-        found = call(client, "/lookup", headers=ONE, token_ids=IDS, cache_salt="mine")
-        assert (on_replicas(found)[0], found["tier"]["tokens"]) == ((0, 0), 0)
-        found = call(client, "/lookup", headers=ONE, token_ids=IDS)
-        assert (on_replicas(found)[0], found["tier"]["tokens"]) == ((32, 0), 32)
-        gone = drop(client, headers=ONE, tenant=True)
-        assert gone["tier"]["chunks"] == 4
-        found = call(client, "/lookup", headers=ONE, token_ids=IDS)
-        assert (on_replicas(found)[0], found["tier"]["tokens"]) == ((0, 0), 0)
-        for salt in (None, "mine"):
-            body = {"token_ids": IDS} | ({} if salt is None else {"cache_salt": salt})
-            found = call(client, "/lookup", headers=TWO, **body)
-            assert (on_replicas(found)[0], found["tier"]["tokens"]) == ((32, 0), 32)
+        assert in_prefix(client, ONE, cache_salt="mine") == (0, 0)
+        assert in_prefix(client, ONE) == (32, 32)
+        assert drop(client, headers=ONE, tenant=True)["tier"]["chunks"] == 4
+        assert in_prefix(client, ONE) == (0, 0)
+        assert in_prefix(client, TWO) == in_prefix(client, TWO, cache_salt="mine") == (32, 32)
         assert engines.kept() == 8
         assert call(client, "/pins", headers=ONE, method="GET")["data"] == []
         assert [pin["id"] for pin in call(client, "/pins", headers=TWO, method="GET")["data"]] == ["mine"]
@@ -253,12 +251,7 @@ def test_pins_of_the_tier_and_of_devices_are_one_family(client: TestClient, engi
     engines.save(IDS)
     warm = call(client, "/warm", model="tiny", prompt_token_ids=IDS)
     pinned = call(client, "/pin", prompt_token_ids=IDS, ttl_s=60)
-    assert (pinned["object"], pinned["where"], pinned["num_tokens"], pinned["num_chunks"]) == (
-        "kv.pin",
-        "tier",
-        32,
-        4,
-    )
+    assert (pinned["object"], pinned["where"], pinned["num_tokens"], pinned["num_chunks"]) == ("kv.pin", "tier", 32, 4)
     assert 59 < pinned["expires_in_s"] <= 60
     listed = call(client, "/pins", method="GET")["data"]
     assert [(pin["id"], pin["where"]) for pin in listed] == [(warm["id"], "device"), (pinned["id"], "tier")]
@@ -314,81 +307,43 @@ def test_a_tier_that_fails_is_an_error_and_harms_no_engine(
     engines.compute("a", IDS)
 
 
-def test_no_replica_is_a_503(client: TestClient, engines: TwoEngines) -> None:
-    async def nobody(query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:
-        raise ReplicaUnavailable("no replica is ready")
-
-    engines.query = nobody  # type: ignore[method-assign]
-    for what in ("/lookup", "/pin"):
-        call(client, what, 503, token_ids=IDS)
+ANY = ("/lookup", "/pin", "/unpin", "/warm", "")  # "": a deletion
+USER = {"role": "user", "content": "a"}
 
 
-BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
-    *(
-        (what, body, 400, param)
-        for what in ("/lookup", "/pin", "/unpin", "/warm", "")
-        for body, param in (
-            ({"prompt": "a", "token_ids": [5]}, "prompt"),
-            ({"prompt": ""}, "prompt"),
-            ({"prompt": 5}, "prompt"),
-            ({"token_ids": []}, "token_ids"),
-            ({"token_ids": "a"}, "token_ids"),
-            ({"token_ids": {"a": 1}}, "token_ids"),
-            ({"prompt_token_ids": [True]}, "prompt_token_ids[0]"),
-            ({"prompt_token_ids": [10**9]}, "prompt_token_ids"),
-            ({"token_ids": [5] * 2000}, "token_ids"),
-            ({"prompt": "fox " * 2000}, "prompt"),
-            ({"messages": []}, "messages"),
-            ({"messages": [{"role": "user", "content": "fox " * 2000}]}, "messages"),
-            ({"messages": [{"role": "user"}]}, "messages[0].content"),
-            ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
-            ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools[0].function"),
-        )
-    ),
-    *(
-        (what, body, 400, param)
-        for what in ("/lookup", "/pin", "/unpin", "")
-        for body, param in (
-            ({"session_id": "s", "prompt": "a"}, "prompt"),
-            ({"session_id": ""}, "session_id"),
-            ({"session_id": "s" * 300}, "session_id"),
-        )
-    ),
-    *(
-        ("/warm", {"prompt": "a", **body}, 400, next(iter(body)))
-        for body in (*({"ttl_s": 0}, {"ttl_s": 1e12}, {"pin": "yes"}, {"replicas": "some"}, {"replicas": True}),)
-    ),
-    ("/warm", {"prompt": "a", "model": "other"}, 404, "model"),
-    ("/lookup", {"prompt": "a", "model": "other"}, 404, "model"),
-    ("/lookup", {"prompt": "a", "chunks": 1}, 400, "chunks"),
-    ("/pin", {"prompt": "a", "ttl_s": 0}, 400, "ttl_s"),
-    ("/pin", {"prompt": "a", "ttl_s": 1e12}, 400, "ttl_s"),
-    ("/pin", {"prompt": "a", "pin_id": ""}, 400, "pin_id"),
-    ("/pin", {"prompt": "a", "pin_id": "../x"}, 400, "pin_id"),
-    ("/pin", {"prompt": "a", "pin_id": "x" * 65}, 400, "pin_id"),
-    ("/unpin", {"prompt": "a", "pin_id": "x"}, 400, "prompt"),
-    ("", {"tenant": False}, 400, "tenant"),
-    ("", {"tenant": True, "prompt": "a"}, 400, "prompt"),
-    ("", {"tenant": True, "document": "a"}, 400, "prompt"),
-    ("", {"document": ""}, 400, "document"),
-    ("", {"document": ["a"]}, 400, "document[0]"),
-    ("", {"document": {"title": "a"}}, 400, "document.text"),
-    ("", {"messages": [{"role": "user", "content": "a"}], "documents": ["b"]}, 400, "documents"),
-    ("", {"document": [10**9]}, 400, "document"),
-]
-
-
-def test_what_breaks_a_rule_is_named(client: TestClient, engines: TwoEngines) -> None:
-    engines.save(IDS)
-    for what, body, status, param in BAD:
-        model = {"model": "tiny"} if what == "/warm" else {}
-        answer = call(client, what, status, method="POST" if what else "DELETE", **{**model, **body})
-        assert answer["error"]["param"] == param, (what, body, answer)
-    for what in ("/lookup", "/pin", "/unpin"):
-        assert client.post(f"/v1/kv{what}", json={}).json()["error"]["param"] == "prompt"
-    assert client.request("DELETE", "/v1/kv", json={}).status_code == 400
-    assert client.delete("/v1/kv").status_code == 400
-    typed = {"content-type": "text/plain"}
-    assert client.request("DELETE", "/v1/kv", content=b"{}", headers=typed).status_code == 400
-    assert client.request("DELETE", "/v1/kv", content=b"[1]", headers=typed).status_code == 400
-    assert engines.kept() == 4
+@pytest.mark.parametrize(
+    ("routes", "param", "bodies"),
+    [
+        (ANY, "prompt", [{"prompt": "a", "token_ids": [5]}, {"prompt": ""}, {"prompt": 5}, {"prompt": "fox " * 2000}]),
+        (ANY, "token_ids", [{"token_ids": []}, {"token_ids": "a"}, {"token_ids": [5] * 2000}]),
+        (ANY, "prompt_token_ids", [{"prompt_token_ids": [10**9]}]),
+        (ANY, "prompt_token_ids[0]", [{"prompt_token_ids": [True]}]),
+        (ANY, "messages", [{"messages": []}, {"messages": [{"role": "user", "content": "fox " * 2000}]}]),
+        (ANY, "tools[0].function", [{"messages": [USER], "tools": [{"type": "function"}]}]),
+        (ANY, "cache_salt", [{"prompt": "a", "cache_salt": ""}]),
+        (("/lookup", "/pin", "/unpin", ""), "prompt", [{"session_id": "s", "prompt": "a"}]),
+        (("/lookup", "/pin", "/unpin", ""), "session_id", [{"session_id": ""}, {"session_id": "s" * 300}]),
+        (("/lookup", "/pin", "/unpin"), "prompt", [{"cache_salt": "x"}]),
+        (("/lookup",), "chunks", [{"prompt": "a", "chunks": 1}]),
+        (("/warm", "/pin"), "ttl_s", [{"prompt": "a", "ttl_s": 0}, {"prompt": "a", "ttl_s": 1e12}]),
+        (("/warm",), "pin", [{"prompt": "a", "pin": "yes"}]),
+        (("/warm",), "replicas", [{"prompt": "a", "replicas": "some"}, {"prompt": "a", "replicas": True}]),
+        (("/pin",), "pin_id", [{"prompt": "a", "pin_id": name} for name in ("", "../x", "x" * 65)]),
+        (("/unpin",), "prompt", [{"prompt": "a", "pin_id": "x"}]),
+        (("",), "tenant", [{"tenant": False}]),
+        (("",), "prompt", [{"tenant": True, "prompt": "a"}, {"tenant": True, "document": "a"}]),
+        (("",), "document", [{"document": ""}, {"document": [10**9]}]),
+        (("",), "document[0]", [{"document": ["a"]}]),
+        (("",), "document.text", [{"document": {"title": "a"}}]),
+        (("",), "documents", [{"messages": [USER], "documents": ["b"]}]),
+    ],
+)
+def test_what_breaks_a_rule_is_named(routes: tuple[str, ...], param: str, bodies: list[dict[str, Any]]) -> None:
+    with over() as (client, engines):
+        engines.save(IDS)
+        for what in routes:
+            for body in bodies:
+                model = {"model": "tiny"} if what == "/warm" else {}
+                answer = call(client, what, 400, method="POST" if what else "DELETE", **{**model, **body})
+                assert answer["error"]["param"] == param, (what, body, answer)
+        assert engines.kept() == 4

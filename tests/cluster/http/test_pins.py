@@ -49,20 +49,6 @@ def test_a_system_prompt_is_warm_on_all_replicas_and_a_chat_shares_it_to_the_tok
     assert engines.cached("a", ids) == engines.cached("b", ids) == made["num_tokens"]
 
 
-def test_a_text_and_ids_are_warmed_until_they_are_deleted(client: TestClient) -> None:
-    text = warm(client, prompt="the quick brown fox", ttl_s=60)
-    ids = warm(client, prompt_token_ids=[5, 6, 7])
-    assert text["num_tokens"] == len(TOKENIZER.encode("the quick brown fox", add_special_tokens=True))
-    assert (ids["num_tokens"], ids["expires_in_s"]) == (3, None)
-    assert 59 < text["expires_in_s"] <= 60
-    assert {pin["id"] for pin in pins(client)} == {text["id"], ids["id"]}
-    deleted = client.delete(f"/v1/kv/pins/{ids['id']}")
-    assert deleted.json() == {"id": ids["id"], "object": "kv.pin.deleted", "deleted": True}
-    again = client.delete(f"/v1/kv/pins/{ids['id']}")
-    assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
-    assert [pin["id"] for pin in pins(client)] == [text["id"]]
-
-
 def test_one_replica_is_the_one_with_the_most_room(client: TestClient, engines: TwoEngines) -> None:
     first = warm(client, prompt_token_ids=[5] * 40, replicas=1)
     engines.loops["a"].check_health()  # its figures are those of the step's end
@@ -90,11 +76,8 @@ def test_what_one_replica_refuses_is_on_none() -> None:
         assert "pinning 7 pages more would leave 1 unpinned; at least 4 must be" in answer["error"]["message"]
         assert pins(client) == []
         assert engines.num_kept_pins() == 0
-        too_long = warm(client, 400, prompt_token_ids=[5] * 200, pin=False)
-        assert (too_long["error"]["code"], too_long["error"]["param"]) == (
-            "context_length_exceeded",
-            "prompt_token_ids",
-        )
+        too_long = warm(client, 400, prompt_token_ids=[5] * 200, pin=False)["error"]
+        assert (too_long["code"], too_long["param"]) == ("context_length_exceeded", "prompt_token_ids")
         assert engines.num_kept_pins() == 0
 
 
@@ -126,14 +109,10 @@ def test_pins_are_the_key_s_own_and_so_many() -> None:
         mine = [warm(client, headers=ONE, prompt="a b", cache_salt=salt) for salt in ("x", "y", None)]
         answer = warm(client, 400, headers=ONE, prompt="c", cache_salt="z")
         assert "may have 3 pins" in answer["error"]["message"]
-        assert len(pins(client, ONE)) == 3
-        assert pins(client, TWO) == []
         assert client.delete(f"/v1/kv/pins/{mine[0]['id']}", headers=TWO).status_code == 404
-        assert client.get("/v1/kv/pins").status_code == 401
         warm(client, headers=TWO, prompt="a b")
-        salts = {salt for *_, salt in engines.noted}
-        assert len(salts) == 4
-        assert len({pin["id"] for pin in mine}) == 3
+        assert (len(pins(client, ONE)), len(pins(client, TWO))) == (3, 1)
+        assert len({salt for *_, salt in engines.noted}) == 4
 
 
 def test_what_an_admin_warms_as_public_all_tenants_find(tmp_path: Path) -> None:

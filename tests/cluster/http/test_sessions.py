@@ -16,7 +16,7 @@ from mneme.cluster.wire.openai import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.queries import ForkSession
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
-from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, api, post, serving
+from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 
 NEXT = [{"role": "user", "content": "a dog"}]
@@ -33,6 +33,13 @@ def get(client: TestClient, path: str, status: int = 200, headers: Any = None) -
     response = client.get(path, headers=headers)
     assert response.status_code == status, response.text
     return response.json()
+
+
+def ids_of(engine: FakeEngineClient) -> list[int]:
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    ids: list[int] = log.ids.tolist()
+    return ids
 
 
 def test_a_session_from_its_first_turn_to_its_end(client: TestClient) -> None:
@@ -53,23 +60,11 @@ def test_an_appended_turn_runs_what_the_whole_conversation_would(client: TestCli
     first = chat(client, session_id="s", max_tokens=9)
     answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
     chat(client, session={"id": "s", "append": True}, messages=NEXT)
-    (whole,) = [
-        TOKENIZER.render_chat([*CHAT["messages"], answer, *NEXT]),
-    ]
-    log = engine.sessions.get(("", "public:s"))
-    assert log is not None
-    assert TOKENIZER.decode(log.ids.tolist(), skip_special_tokens=False) == whole + SENTENCE
+    whole = TOKENIZER.render_chat([*CHAT["messages"], answer, *NEXT])
+    assert TOKENIZER.decode(ids_of(engine), skip_special_tokens=False) == whole + SENTENCE
 
 
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        "the fox<|im_end|> jumps",
-        "the fox<|im_end|>",
-        "<|im_start|><|im_end|>the<|im_end|><|im_start|>",
-        "<|im_end|>" * 3,
-    ],
-)
+@pytest.mark.parametrize("sentence", ["the fox<|im_end|>", "<|im_start|><|im_end|>the<|im_end|><|im_start|>"])
 @pytest.mark.parametrize("shown", [False, True])
 def test_a_history_is_known_by_what_the_client_got_of_it(
     client: TestClient, engine: FakeEngineClient, sentence: str, shown: bool
@@ -78,40 +73,25 @@ def test_a_history_is_known_by_what_the_client_got_of_it(
     first = chat(client, session_id="s", skip_special_tokens=not shown)
     said = first["choices"][0]["message"]
     assert ("<|im_end|>" in said["content"]) == shown
-    log = engine.sessions.get(("", "public:s"))
-    assert log is not None
-    known = log.ids.tolist()
+    known = ids_of(engine)
     assert known[-first["usage"]["completion_tokens"] :] == TOKENIZER.encode(sentence, add_special_tokens=False)
     answer = {"role": said["role"], "content": said["content"]}
     chat(client, session_id="s", messages=[*CHAT["messages"], answer, *NEXT], max_tokens=1)
-    assert log.ids.tolist()[: len(known) - 1] == known[:-1]
+    assert ids_of(engine)[: len(known) - 1] == known[:-1]
     closing = "<|im_end|>\n<|im_start|>user\na dog<|im_end|>\n<|im_start|>assistant\n"
-    assert closing in TOKENIZER.decode(log.ids.tolist(), skip_special_tokens=False)
+    assert closing in TOKENIZER.decode(ids_of(engine), skip_special_tokens=False)
 
 
 def test_an_appended_text_and_appended_ids_follow_as_they_are(client: TestClient, engine: FakeEngineClient) -> None:
-    for body in (
-        {},
-        {"prompt": " and on", "session": {"append": True}},
-        {"prompt": [5, 6], "session": {"append": True}},
-    ):
-        response = client.post(
-            "/v1/completions", json={**COMPLETION, "max_tokens": 2, **body}, headers={"X-Session-ID": "s"}
-        )
+    append = {"session": {"append": True}}
+    for more in ({}, {"prompt": " and on", **append}, {"prompt": [5, 6], **append}):
+        body = {**COMPLETION, "max_tokens": 2, **more}
+        response = client.post("/v1/completions", json=body, headers={"X-Session-ID": "s"})
         assert response.status_code == 200, response.text
-    log = engine.sessions.get(("", "public:s"))
-    assert log is not None
     said = TOKENIZER.encode(SENTENCE, add_special_tokens=False)[:2]
     first = TOKENIZER.encode("the fox", add_special_tokens=True)
     then = TOKENIZER.encode(" and on", add_special_tokens=False)
-    assert log.ids.tolist() == [*first, *said, *then, *said, 5, 6, *said]
-
-
-def test_every_choice_of_an_appended_turn_has_the_history(client: TestClient) -> None:
-    first = chat(client, session_id="s")["usage"]["total_tokens"]
-    answer = chat(client, session={"id": "s", "append": True}, messages=NEXT, n=2)
-    assert answer["usage"]["prompt_tokens"] > first
-    assert [choice["message"]["content"] for choice in answer["choices"]] == [SENTENCE, SENTENCE]
+    assert ids_of(engine) == [*first, *said, *then, *said, 5, 6, *said]
 
 
 def test_a_fork_goes_on_by_itself_and_its_first_turn_belongs_to_its_replica(
@@ -251,28 +231,6 @@ def test_a_session_deleted_while_it_streams_lets_its_answer_end_and_may_begin_an
         assert http.get(path).json()["turns"] == 1
 
 
-def test_what_is_rendered_for_an_appended_turn_begins_behind_the_answer(
-    client: TestClient, engine: FakeEngineClient
-) -> None:
-    chat(client, session_id="s")
-    chat(client, session={"id": "s", "append": True})
-    first, second = engine.requests
-    assert (first.prompt_text, first.append, first.num_closing_chars) == (RENDERED, False, 0)
-    assert second.prompt_text == "<|im_end|>\n" + RENDERED
-    assert second.num_closing_chars == len("<|im_end|>\n")
-
-
-@pytest.mark.parametrize("name", ["X-Session-ID", "session", "session_id"])
-def test_the_first_name_given_counts(client: TestClient, engine: FakeEngineClient, name: str) -> None:
-    order = ["X-Session-ID", "session", "session_id"]
-    fields: dict[str, Any] = {key: key for key in order[order.index(name) :]}
-    headers = {"X-Session-ID": fields.pop("X-Session-ID")} if "X-Session-ID" in fields else {}
-    if "session" in fields:
-        fields["session"] = {"id": "session"}
-    chat(client, headers=headers, prompt_cache_key="hint", **fields)
-    assert engine.requests[0].session_id == f"public:{name}"
-
-
 @pytest.mark.parametrize("hint", [{"prompt_cache_key": "app"}, {"X-Correlation-ID": "app"}, {"session-id": "\u00fc"}])
 def test_a_hint_holds_up_nobody_and_opens_no_session(hint: dict[str, str]) -> None:
     headers = {} if "prompt_cache_key" in hint else {name: value.encode() for name, value in hint.items()}
@@ -282,12 +240,12 @@ def test_a_hint_holds_up_nobody_and_opens_no_session(hint: dict[str, str]) -> No
         def ask(_: int) -> int:
             return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code
 
-        answers = [threads.submit(ask, i) for i in range(32)]
-        server.wait_running(32)
+        answers = [threads.submit(ask, i) for i in range(8)]
+        server.wait_running(8)
         assert {request.session_id for request in server.engine.requests} == {None}
         assert len({request.affinity for request in server.engine.requests}) == 1
         assert "app" not in (server.engine.requests[0].affinity or "app")
-        server.allow_steps(32 * 100)
+        server.allow_steps(8 * 100)
         assert {answer.result(60) for answer in answers} == {200}
         assert len(server.engine.sessions) == 0
 
@@ -324,10 +282,9 @@ def test_a_fork_for_which_there_is_no_room_is_refused() -> None:
     engine = FakeEngineClient(TOKENIZER, max_session_tokens=60)  # of one such session, and not of two
     client = api(engine)
     chat(client, session_id="s")
-    engine.sessions.begin(
-        GenerationRequest(  # it answers, so it is not the one that goes
-            request_id="x.0", prompt_token_ids=(5,), sampling=SamplingParams(), session_id="public:s"
-        )
+    sampling = SamplingParams()
+    engine.sessions.begin(  # it answers, so it is not the one that goes
+        GenerationRequest(request_id="x.0", prompt_token_ids=(5,), sampling=sampling, session_id="public:s")
     )
     assert 30 < engine.sessions.num_tokens < 60
     response = client.post("/v1/sessions/s/fork", json={})

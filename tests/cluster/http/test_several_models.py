@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
-from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, post
+from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, get, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.real_engines import TwoEngines
 
@@ -78,10 +77,14 @@ def test_a_model_need_not_be_named_where_there_is_one(client: TestClient, model:
         assert client.post(f"/v1/{path}", json={**fields, **model}).status_code == 400
     error = client.post("/v1/chat/completions", json={"messages": CHAT["messages"], **model}).json()["error"]
     assert error["param"] == "model"
+    for described, is_needed in ((get("/openapi.json"), False), (client.get("/openapi.json"), True)):
+        schema = described.json()["components"]["schemas"]["ChatRequest"]
+        assert ("model" in schema["required"]) == is_needed
 
 
 def test_a_model_that_has_no_replica_leaves_the_other_alone(client: TestClient, small: FakeEngineClient) -> None:
     assert client.get("/ready").json() == {"ready": True, "replicas": 4, "state": "ready"}
+    assert client.get("/").json()["models"] == [LARGE, SMALL]
     small.ready = False
     assert client.get("/ready").status_code == 503
     assert chat(client, LARGE)["model"] == LARGE
@@ -143,20 +146,3 @@ def test_kv_of_every_model_is_pinned_listed_and_dropped(engines: TwoEngines) -> 
     dropped = client.request("DELETE", "/v1/kv", json={"tenant": True}).json()["replicas"]
     assert [(each["replica"], each["device_pages"] > 0) for each in dropped] == [(name, True) for name in "abcd"]
     others.close()
-
-
-def test_what_is_of_all_models_has_figures_of_all(client: TestClient) -> None:
-    assert [each["replica"] for each in client.get("/v1/kv/stats").json()["replicas"]] == ["a", "b", "c", "d"]
-    about = client.get("/").json()
-    assert (about["model"], about["models"], about["replicas"]) == (LARGE, [LARGE, SMALL], 4)
-
-
-def test_figures_carry_the_name_of_their_model(client: TestClient) -> None:
-    chat(client, SMALL)
-    families = list(text_string_to_metric_families(client.get("/metrics").text))
-    assert len({family.name for family in families}) == len(families)
-    samples = {(each.name, each.labels.get("model_name")): each.value for family in families for each in family.samples}
-    assert {model for name, model in samples if name == "vllm:num_requests_running"} == {LARGE, SMALL}
-    name = "vllm:time_to_first_token_seconds_count"
-    assert (samples[name, LARGE], samples[name, SMALL]) == (0, 1)
-    assert samples["mneme_replicas", None] == 4

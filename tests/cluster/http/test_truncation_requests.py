@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
-from mneme.replicas.request import GenerationRequest, PromptUsage
+from mneme.replicas.request import GenerationRequest
 from mneme.replicas.truncation import Truncation
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER
 from tests.cluster.fake_engine_client import FakeEngineClient
@@ -90,18 +90,3 @@ def test_the_length_of_the_system_prompt_goes_along_where_it_is_to_be_kept() -> 
     assert request.num_system == 0
     (request,), _ = chat(messages=messages, session_id="s")
     assert request.num_system == 0
-
-
-def test_nan_and_a_session_that_is_missing(client: TestClient) -> None:
-    raw = b'{"model": "tiny", "prompt": "a", "session_id": "s", "truncation": {"ratio": NaN}}'
-    headers = {"content-type": "application/json"}
-    assert client.post("/v1/completions", content=raw, headers=headers).status_code == 400
-    _, answer = chat(400, truncation={"strategy": "reuse_kv"})
-    assert answer["error"]["param"] == "truncation.strategy"
-    assert "needs a session" in answer["error"]["message"]
-
-
-def test_what_was_truncated_stands_beside_the_sum() -> None:
-    details = PromptUsage(10, 4, truncated_tokens=7).kv_details()
-    assert details.pop("truncated") == 7
-    assert sum(details.values()) == 10

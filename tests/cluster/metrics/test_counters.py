@@ -9,24 +9,12 @@ import pytest
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve import client as ray_engine_client
 from mneme.cluster.serve.client import RayEngineClient
-from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.router.score import RouterConfig
 from tests.cluster.metric_samples import samples_of, totals_of
+from tests.cluster.serve.scenarios import request, run, tokens, until
 from tests.fakes.direct_calls import DirectCalls
 
 NUM_TOKENS = 20
 GENERATED = "mneme_generated_tokens_total"
-
-
-async def generate(client: RayEngineClient, number: int) -> None:
-    request = GenerationRequest(
-        request_id=f"r{number}.0",
-        prompt_token_ids=(number, 1, 2),
-        sampling=SamplingParams(max_tokens=NUM_TOKENS, temperature=0, seed=0),
-        session_id=f"s{number}",
-    )
-    async for _ in client.generate([request]):
-        pass
 
 
 def test_no_counter_falls_when_its_replica_is_late_stops_dies_or_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,16 +26,16 @@ def test_no_counter_falls_when_its_replica_is_late_stops_dies_or_is_replaced(mon
         metrics = MetricsPage({"m": client}, "x")
 
         async def look(*replicas: str) -> str:
-            async with asyncio.timeout(30):
-                while client.num_ready() != len(replicas):
-                    await asyncio.sleep(0.002)
+            await until(lambda: client.num_ready() == len(replicas))
             pages.append((await metrics.render()).decode())
             return pages[-1]
 
         async def use(*replicas: str) -> str:
             client.set_replicas(replicas)
             await look(*replicas)
-            await asyncio.gather(*(generate(client, number) for number in range(8)))
+            await asyncio.gather(
+                *(tokens(client, request(f"r{i}.0", num=NUM_TOKENS, session_id=f"s{i}")) for i in range(8))
+            )
             return await look(*replicas)
 
         await use("a", "b")
@@ -65,18 +53,7 @@ def test_no_counter_falls_when_its_replica_is_late_stops_dies_or_is_replaced(mon
         calls.add("c")
         await use("c")
 
-    async def main() -> None:
-        calls = DirectCalls()
-        for replica_id in ("a", "b"):
-            calls.add(replica_id)
-        client = RayEngineClient(calls, name="ingress", router=RouterConfig())
-        try:
-            await scenario(calls, client)
-        finally:
-            await client.close()
-            calls.stop_all()
-
-    asyncio.run(main())
+    run(scenario)
     highest: dict[str, float] = {}
     sums = []
     for page in pages:

@@ -37,11 +37,8 @@ def test_the_embedded_model_passes(directory: Path) -> None:
     ("damage", "message"),
     [
         (lambda d: (d / "tokenizer.json").unlink(), "has no tokenizer.json"),
-        (lambda d: (d / "tokenizer.json").write_text(""), "tokenizer.json: is not a tokenizer"),
         (lambda d: (d / "tokenizer.json").write_text('{"model": 1}'), "tokenizer.json: is not a tokenizer"),
-        (lambda d: (d / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: not readable as JSON"),
         (lambda d: (d / "tokenizer_config.json").write_bytes(b"\xff"), "tokenizer_config.json: not readable as JSON"),
-        (lambda d: (d / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: must hold a JSON object"),
         (lambda d: (d / "generation_config.json").write_text('{"top_p": 2}'), "generation_config.json: top_p: must be"),
         (
             lambda d: (d / "model.safetensors").unlink(),

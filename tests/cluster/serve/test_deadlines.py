@@ -17,12 +17,11 @@ from starlette.testclient import TestClient
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from mneme.cluster.serve.client import PlacedChoice, RayEngineClient
-from mneme.cluster.serve.link import LinkLost
 from mneme.errors import DeadlineExceeded, MnemeError, Overloaded
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, post, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
-from tests.cluster.serve.test_token_stream import ENDLESS, all_open, expected, request, run
+from tests.cluster.serve.scenarios import ENDLESS, all_open, expected, over, request, run
 from tests.fakes.direct_calls import DirectCalls
 from tests.fakes.fake_engine import FakeEngineLoop
 
@@ -118,61 +117,44 @@ def test_each_attempt_is_given_what_is_left() -> None:
     assert placed(None, lambda: now_s[0]).remaining().timeout_s is None
 
 
-def test_a_request_without_a_replica_waits_no_longer_than_its_time() -> None:
-    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        started_s = asyncio.get_running_loop().time()
-        with pytest.raises(DeadlineExceeded):
-            await anext(client.generate([_with_timeout(request(), 0.05)]))
-        assert asyncio.get_running_loop().time() - started_s < 10  # a replica is waited for longer
-
-    run(scenario, replicas=())
-
-
-def test_a_request_that_is_tried_again_and_again_has_all_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def lost(*_: object) -> None:
-        raise LinkLost("gone")
-
-    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await all_open(client)
-        monkeypatch.setattr(client, "_submit", lost)
-        started_s = asyncio.get_running_loop().time()
-        with pytest.raises(DeadlineExceeded):
-            await anext(client.generate([_with_timeout(request(), 0.5)]))
-        assert asyncio.get_running_loop().time() - started_s >= 0.45
-
-    run(scenario)
+@over(run, replicas=())
+async def test_a_request_without_a_replica_waits_no_longer_than_its_time(
+    calls: DirectCalls, client: RayEngineClient
+) -> None:
+    started_s = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineExceeded):
+        await anext(client.generate([_with_timeout(request(), 0.05)]))
+    assert asyncio.get_running_loop().time() - started_s < 10  # a replica is waited for longer
 
 
-def test_a_lost_replica_does_not_give_a_request_more_time() -> None:
-    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await all_open(client)
-        asked = _with_timeout(request(num=ENDLESS), 60)
-        async with contextlib.aclosing(client.generate([asked])) as events:
-            first = await anext(events)
-            (busy,) = [name for name, engine in calls.engines.items() if engine.admitted]
-            calls.kill(busy)
-            ids = list(first.token_ids)
-            (other,) = {"a", "b"} - {busy}
-            while not calls.engines[other].admitted:
-                ids += (await anext(events)).token_ids
-        assert ids == expected(asked)[: len(ids)]
-        given = [engine.admitted[0].timeout_s or 0 for engine in (calls.engines[busy], calls.engines[other])]
-        assert 60 > given[0] > given[1] > 0
-
-    run(scenario)
+@over(run)
+async def test_a_lost_replica_does_not_give_a_request_more_time(calls: DirectCalls, client: RayEngineClient) -> None:
+    await all_open(client)
+    asked = _with_timeout(request(num=ENDLESS), 60)
+    async with contextlib.aclosing(client.generate([asked])) as events:
+        first = await anext(events)
+        (busy,) = [name for name, engine in calls.engines.items() if engine.admitted]
+        calls.kill(busy)
+        ids = list(first.token_ids)
+        (other,) = {"a", "b"} - {busy}
+        while not calls.engines[other].admitted:
+            ids += (await anext(events)).token_ids
+    assert ids == expected(asked)[: len(ids)]
+    given = [engine.admitted[0].timeout_s or 0 for engine in (calls.engines[busy], calls.engines[other])]
+    assert 60 > given[0] > given[1] > 0
 
 
-def test_a_request_whose_time_is_up_when_its_replica_is_lost_ends_with_that() -> None:
-    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await all_open(client)
-        events = client.generate([_with_timeout(request(num=ENDLESS), 0.1)])
-        await anext(events)
-        await asyncio.sleep(0.1)
-        calls.kill("a")
-        last = [event async for event in events][-1]
-        assert isinstance(last.refusal, DeadlineExceeded)
-
-    run(scenario, replicas=("a",))
+@over(run, replicas=("a",))
+async def test_a_request_whose_time_is_up_when_its_replica_is_lost_ends_with_that(
+    calls: DirectCalls, client: RayEngineClient
+) -> None:
+    await all_open(client)
+    events = client.generate([_with_timeout(request(num=ENDLESS), 0.1)])
+    await anext(events)
+    await asyncio.sleep(0.1)
+    calls.kill("a")
+    last = [event async for event in events][-1]
+    assert isinstance(last.refusal, DeadlineExceeded)
 
 
 class FullEngine(FakeEngineLoop):
@@ -187,17 +169,17 @@ class FullEngine(FakeEngineLoop):
 
 
 @pytest.mark.parametrize("times", [(30.0, 4.0), (4.0, 30.0)])
-def test_where_all_are_full_the_time_is_of_the_one_that_has_room_first(times: tuple[float, float]) -> None:
-    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await all_open(client)
-        for name, retry_after_s in zip("ab", times, strict=True):
-            full = FullEngine(retry_after_s)
-            calls.engines[name].submit_many = full.submit_many  # type: ignore[method-assign]
-        with pytest.raises(Overloaded) as refused:
-            await anext(client.generate([request()]))
-        assert refused.value.retry_after_s == 4.0
-
-    run(scenario)
+@over(run)
+async def test_where_all_are_full_the_time_is_of_the_one_that_has_room_first(
+    calls: DirectCalls, client: RayEngineClient, *, times: tuple[float, float]
+) -> None:
+    await all_open(client)
+    for name, retry_after_s in zip("ab", times, strict=True):
+        full = FullEngine(retry_after_s)
+        calls.engines[name].submit_many = full.submit_many  # type: ignore[method-assign]
+    with pytest.raises(Overloaded) as refused:
+        await anext(client.generate([request()]))
+    assert refused.value.retry_after_s == 4.0
 
 
 def _with_timeout(asked: GenerationRequest, timeout_s: float) -> GenerationRequest:

@@ -24,8 +24,6 @@ CUDA = {"device": "cuda"}
         ({}, 0, (2, "cpu", 0.0)),
         ({}, 8, (8, "cuda", 1.0)),
         ({"replicas": 3}, 8, (3, "cuda", 1.0)),
-        ({"replicas": 3}, 0, (3, "cpu", 0.0)),
-        ({"gpus_per_replica": 0.5}, 2, (4, "cuda", 0.5)),
         ({"gpus_per_replica": 0.3}, 2, (6, "cuda", 0.3)),
         ({"gpus_per_replica": 0}, 8, (2, "cpu", 0.0)),
         ({"engine": {"device": "cpu"}}, 8, (2, "cpu", 0.0)),
@@ -42,8 +40,7 @@ def test_each_replica_has_a_gpu_of_its_own_unless_a_share_is_asked_for(
     ("given", "num_gpus", "message"),
     [
         ({"replicas": 2}, 1, r"replicas: 2 with 1 GPU each do not fit on 1; a smaller gpus_per_replica"),
-        ({"engine": CUDA}, 0, r"engine.device: there is no GPU; .* cpu serves without"),
-        ({"gpus_per_replica": 1}, 0, r"engine.device: there is no GPU"),
+        ({"gpus_per_replica": 1}, 0, r"engine.device: there is no GPU; .* cpu serves without"),
         ({"engine": CUDA, "gpus_per_replica": 0}, 4, r"gpus_per_replica: an engine on a GPU needs one"),
         ({"engine": {"device": "cpu"}, "gpus_per_replica": 1}, 4, r"gpus_per_replica: engine.device is cpu"),
         ({"engine": {"device": "cuda:1"}}, 4, r"engine.device: Ray chooses each replica's GPU; say cuda"),
@@ -64,7 +61,6 @@ OTHER = {"model": "/models/other"}
     ("first", "other", "num_gpus", "placements"),
     [
         ({}, {}, 0, [(2, "cpu", 0.0), (2, "cpu", 0.0)]),
-        ({}, {}, 8, [(4, "cuda", 1.0), (4, "cuda", 1.0)]),
         ({}, {"replicas": 3}, 8, [(5, "cuda", 1.0), (3, "cuda", 1.0)]),
         ({"autoscale": {"min": 2, "max": 4}}, {}, 8, [(2, "cuda", 1.0), (6, "cuda", 1.0)]),
         ({"gpus_per_replica": 0.5}, {"gpus_per_replica": 0.5}, 2, [(2, "cuda", 0.5), (2, "cuda", 0.5)]),
@@ -79,10 +75,7 @@ def test_models_share_the_gpus(
     assert place_models(config, num_gpus) == tuple(EnginePlacement(*each) for each in placements)
 
 
-@pytest.mark.parametrize(
-    ("first", "other", "num_gpus"),
-    [({}, {}, 1), ({}, {"replicas": 2}, 2), ({"replicas": 2}, {"replicas": 2}, 3)],
-)
+@pytest.mark.parametrize(("first", "other", "num_gpus"), [({}, {}, 1), ({"replicas": 2}, {"replicas": 2}, 3)])
 def test_models_that_do_not_fit_are_never_served_from_the_cpu_instead(
     first: dict[str, Any], other: dict[str, Any], num_gpus: int
 ) -> None:
@@ -108,15 +101,12 @@ def test_where_nodes_may_join_later_their_gpus_need_not_be_there_yet() -> None:
     [
         (None, 4),
         ("", 0),
-        ("-1", 0),
         ("NoDevFiles", 0),
-        ("2", 1),
         ("0, 3", 2),
         ("GPU-1a,GPU-2b", 2),
         ("0,1,2,3,4", 4),
         ("0,-1,1", 1),
         ("0,9,1", 1),
-        (",1", 0),
         ("MIG-a,MIG-b,MIG-c,MIG-d,MIG-e", 5),
         ("MIG-a,0", 1),
     ],
@@ -133,20 +123,12 @@ def test_gpus_are_counted_that_processes_may_use(
     assert (count_gpus(), count_machine_gpus()) == (count, max(count, 4))
 
 
-def test_without_a_driver_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_library() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
-    monkeypatch.setattr(pynvml, "nvmlInit", no_library)
-    assert (count_gpus(), count_machine_gpus()) == (0, 0)
-
-
-def test_a_driver_that_does_not_answer_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost() -> int:
+@pytest.mark.parametrize("fails", ["nvmlInit", "nvmlDeviceGetCount"])
+def test_without_a_driver_that_answers_there_are_none(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    def lost() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lost)
-    assert count_gpus() == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
+    for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount"):
+        monkeypatch.setattr(pynvml, name, lost if name == fails else lambda: None)
+    assert (count_gpus(), count_machine_gpus()) == (0, 0)

@@ -15,6 +15,7 @@ from mneme.cluster.serve.local_client import NAME, LocalEngineClient
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.queries import GetSession
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from tests.cluster.serve.scenarios import over
 from tests.fakes.fake_engine import FakeEngineLoop, expected_tokens
 
 LONG = 100_000
@@ -89,72 +90,68 @@ def test_choices_come_token_by_token_until_each_has_ended() -> None:
     assert run(scenario) == []
 
 
-def test_requests_that_come_while_the_engine_is_busy_are_submitted_at_once() -> None:
-    async def scenario(engine: Engine, client: LocalEngineClient) -> None:
-        engine.may_submit.clear()
-        tasks = [asyncio.create_task(events_of(client, asked("0")))]
-        await until(lambda: engine.submits == [1])
-        tasks += [asyncio.create_task(events_of(client, asked(str(i)))) for i in range(1, 40)]
-        await asyncio.sleep(0)  # they have begun
-        engine.may_submit.set()
-        await asyncio.gather(*tasks)
-        assert engine.submits == [1, 39]
-
-    run(scenario)
-
-
-def test_a_refused_choice_refuses_all_and_says_which() -> None:
-    async def scenario(engine: Engine, client: LocalEngineClient) -> None:
-        with pytest.raises(InvalidRequest) as refused:
-            await events_of(client, asked("a.0", LONG), asked("a.1", prompt=()))
-        assert refused.value.request_id == "a.1"
-        await until(lambda: not engine.stats()["in_flight"])
-        with pytest.raises(Overloaded):
-            await events_of(client, asked("b.0", LONG), asked("b.1", LONG))
-        await until(lambda: not engine.stats()["in_flight"])
-
-    run(scenario, max_running=1)
+@over(run)
+async def test_requests_that_come_while_the_engine_is_busy_are_submitted_at_once(
+    engine: Engine, client: LocalEngineClient
+) -> None:
+    engine.may_submit.clear()
+    tasks = [asyncio.create_task(events_of(client, asked("0")))]
+    await until(lambda: engine.submits == [1])
+    tasks += [asyncio.create_task(events_of(client, asked(str(i)))) for i in range(1, 40)]
+    await asyncio.sleep(0)  # they have begun
+    engine.may_submit.set()
+    await asyncio.gather(*tasks)
+    assert engine.submits == [1, 39]
 
 
-def test_who_leaves_aborts_what_runs() -> None:
-    async def scenario(engine: Engine, client: LocalEngineClient) -> None:
-        events = client.generate([asked("a", LONG)])
-        await anext(events)
-        await events.aclose()
-        await until(lambda: not engine.stats()["in_flight"])
-
-    run(scenario)
-
-
-def test_who_leaves_before_the_engine_has_answered_aborts_it_too() -> None:
-    async def scenario(engine: Engine, client: LocalEngineClient) -> None:
-        engine.may_submit.clear()
-        task = asyncio.create_task(events_of(client, asked("a", LONG)))
-        await until(lambda: engine.submits == [1])
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        engine.may_submit.set()
-        await until(lambda: len(engine.admitted) == 1)
-        await until(lambda: not engine.stats()["in_flight"])
-
-    run(scenario)
+@over(run, max_running=1)
+async def test_a_refused_choice_refuses_all_and_says_which(engine: Engine, client: LocalEngineClient) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await events_of(client, asked("a.0", LONG), asked("a.1", prompt=()))
+    assert refused.value.request_id == "a.1"
+    await until(lambda: not engine.stats()["in_flight"])
+    with pytest.raises(Overloaded):
+        await events_of(client, asked("b.0", LONG), asked("b.1", LONG))
+    await until(lambda: not engine.stats()["in_flight"])
 
 
-def test_a_stop_lets_answers_end_and_then_ends_them_with_an_error() -> None:
-    async def scenario(engine: Engine, client: LocalEngineClient) -> None:
-        tasks = [asyncio.create_task(events_of(client, asked(name, num))) for name, num in (("a", 50), ("b", LONG))]
-        await until(lambda: len(engine.admitted) == 2)
-        stopping = asyncio.create_task(client.stop(5.0))
-        short = await tasks[0]
-        assert short[-1].finish_reason == "length"
-        with pytest.raises(ReplicaUnavailable, match="the server is stopping"):
-            await events_of(client, asked("c"))
-        engine.hand_over()  # the rest of the grace is not waited for
-        long = await tasks[1]
-        assert (long[-1].finish_reason, long[-1].error) == ("error", "the server is stopping")
-        await stopping
+@over(run)
+async def test_who_leaves_aborts_what_runs(engine: Engine, client: LocalEngineClient) -> None:
+    events = client.generate([asked("a", LONG)])
+    await anext(events)
+    await events.aclose()
+    await until(lambda: not engine.stats()["in_flight"])
 
-    run(scenario)
+
+@over(run)
+async def test_who_leaves_before_the_engine_has_answered_aborts_it_too(
+    engine: Engine, client: LocalEngineClient
+) -> None:
+    engine.may_submit.clear()
+    task = asyncio.create_task(events_of(client, asked("a", LONG)))
+    await until(lambda: engine.submits == [1])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    engine.may_submit.set()
+    await until(lambda: len(engine.admitted) == 1)
+    await until(lambda: not engine.stats()["in_flight"])
+
+
+@over(run)
+async def test_a_stop_lets_answers_end_and_then_ends_them_with_an_error(
+    engine: Engine, client: LocalEngineClient
+) -> None:
+    tasks = [asyncio.create_task(events_of(client, asked(name, num))) for name, num in (("a", 50), ("b", LONG))]
+    await until(lambda: len(engine.admitted) == 2)
+    stopping = asyncio.create_task(client.stop(5.0))
+    short = await tasks[0]
+    assert short[-1].finish_reason == "length"
+    with pytest.raises(ReplicaUnavailable, match="the server is stopping"):
+        await events_of(client, asked("c"))
+    engine.hand_over()  # the rest of the grace is not waited for
+    long = await tasks[1]
+    assert (long[-1].finish_reason, long[-1].error) == ("error", "the server is stopping")
+    await stopping
 
 
 def test_an_engine_that_has_ended_ends_its_answers_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,17 +168,15 @@ def test_an_engine_that_has_ended_ends_its_answers_and_is_reported(monkeypatch: 
     assert run(scenario) == ["this replica is stopping"]
 
 
-def test_questions_are_the_engines_and_their_errors_are_raised() -> None:
-    async def scenario(engine: Engine, client: LocalEngineClient) -> None:
-        engine.sessions["", "s"] = 1.0
-        assert await client.query(GetSession(("", "s"))) == {NAME: {"version": 0, "idle_s": 1.0}}
-        engine.refusals.append(Overloaded("later"))
-        with pytest.raises(Overloaded):
-            await client.query(GetSession(("", "s")), replica_id=NAME)
-        with pytest.raises(ReplicaUnavailable):
-            await client.query(GetSession(("", "s")), replica_id="another")
-
-    run(scenario)
+@over(run)
+async def test_questions_are_the_engines_and_their_errors_are_raised(engine: Engine, client: LocalEngineClient) -> None:
+    engine.sessions["", "s"] = 1.0
+    assert await client.query(GetSession(("", "s"))) == {NAME: {"version": 0, "idle_s": 1.0}}
+    engine.refusals.append(Overloaded("later"))
+    with pytest.raises(Overloaded):
+        await client.query(GetSession(("", "s")), replica_id=NAME)
+    with pytest.raises(ReplicaUnavailable):
+        await client.query(GetSession(("", "s")), replica_id="another")
 
 
 def test_while_the_engine_is_stalled_it_is_not_ready_and_requests_wait() -> None:

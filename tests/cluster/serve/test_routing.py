@@ -24,6 +24,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.router.chooser import SILENT_S
 from mneme.router.prefix_index import SENT_S
 from mneme.router.score import RouterConfig
+from tests.cluster.serve.scenarios import over
 from tests.fakes.direct_calls import DirectCalls
 from tests.replicas.fake_runner import FakeRunner
 
@@ -98,120 +99,103 @@ def run(scenario: Scenario) -> None:
     asyncio.run(main())
 
 
-def test_prefixes_and_sessions_are_found_again_by_every_ingress() -> None:
-    async def scenario(cluster: Cluster) -> None:
-        prefix = list(range(256))
-        first, matched, _ = await cluster.ask([*prefix, 1, 2, 3])
-        assert matched == 0
-        await cluster.until_known(prefix, 256, first)
-        for ingress in (0, 1):
-            cluster.forget_what_was_sent()
-            where, matched, found = await cluster.ask([*prefix, 7 + ingress, 8], ingress=ingress)
-            assert (where, matched) == (first, 256)
-            assert found >= 256
-        turn = list(range(1000, 1200))
-        home, *_ = await cluster.ask(turn, session_id="s")
-        await cluster.until_known(turn, 192, home)
-        where, matched, _ = await cluster.ask([*turn, 5, 6], ingress=1, session_id="s")
-        assert (where, matched) == (home, 192)
-
-    run(scenario)
+@over(run)
+async def test_prefixes_and_sessions_are_found_again_by_every_ingress(cluster: Cluster) -> None:
+    prefix = list(range(256))
+    first, matched, _ = await cluster.ask([*prefix, 1, 2, 3])
+    assert matched == 0
+    await cluster.until_known(prefix, 256, first)
+    for ingress in (0, 1):
+        cluster.forget_what_was_sent()
+        where, matched, found = await cluster.ask([*prefix, 7 + ingress, 8], ingress=ingress)
+        assert (where, matched) == (first, 256)
+        assert found >= 256
+    turn = list(range(1000, 1200))
+    home, *_ = await cluster.ask(turn, session_id="s")
+    await cluster.until_known(turn, 192, home)
+    where, matched, _ = await cluster.ask([*turn, 5, 6], ingress=1, session_id="s")
+    assert (where, matched) == (home, 192)
 
 
-def test_turns_of_a_session_that_come_through_two_ingresses_at_once_are_one_after_the_other() -> None:
+@over(run)
+async def test_turns_of_a_session_over_two_ingresses_are_one_after_the_other(
+    cluster: Cluster,
+) -> None:
     """The replica that has the session is the owner of its turns: whichever ingress takes one in asks who that is."""
 
-    async def scenario(cluster: Cluster) -> None:
-        def turn(number: int, *, append: bool = True) -> GenerationRequest:
-            return GenerationRequest(
-                request_id=f"turn-{number}",
-                prompt_token_ids=(1000 + number,) * 40,
-                sampling=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0),
-                session_id="s",
-                append=append,
-            )
+    def turn(number: int, *, append: bool = True) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=f"turn-{number}",
+            prompt_token_ids=(1000 + number,) * 40,
+            sampling=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0),
+            session_id="s",
+            append=append,
+        )
 
-        async def ask(number: int, *, append: bool = True) -> int:
-            client = cluster.ingresses[number % 2]
-            usages = [event.usage async for event in client.generate([turn(number, append=append)])]
-            return usages[0].prompt_tokens  # type: ignore[union-attr]
+    async def ask(number: int, *, append: bool = True) -> int:
+        client = cluster.ingresses[number % 2]
+        usages = [event.usage async for event in client.generate([turn(number, append=append)])]
+        return usages[0].prompt_tokens  # type: ignore[union-attr]
 
-        await ask(0, append=False)
-        for others in (list(range(2000, 2400)), list(range(3000, 3400))):  # the home is the busier one
-            await cluster.ask(others, ingress=1)
-        seen = await asyncio.gather(*(ask(number) for number in range(1, 9)))
-        assert sorted(seen) == [48 * number + 40 for number in range(1, 9)]  # each one saw all that came before it
-        known = await cluster.ingresses[1].query(GetSession(("", "s")))
-        (session,) = (each for each in known.values() if each is not None)
-        assert (session["turns"], session["tokens"]) == (9, 9 * 48)
-
-    run(scenario)
+    await ask(0, append=False)
+    for others in (list(range(2000, 2400)), list(range(3000, 3400))):  # the home is the busier one
+        await cluster.ask(others, ingress=1)
+    seen = await asyncio.gather(*(ask(number) for number in range(1, 9)))
+    assert sorted(seen) == [48 * number + 40 for number in range(1, 9)]  # each one saw all that came before it
+    known = await cluster.ingresses[1].query(GetSession(("", "s")))
+    (session,) = (each for each in known.values() if each is not None)
+    assert (session["turns"], session["tokens"]) == (9, 9 * 48)
 
 
-def test_a_replica_counts_what_it_alone_has_of_prompts() -> None:
+@over(run)
+async def test_a_replica_counts_what_it_alone_has_of_prompts(cluster: Cluster) -> None:
     """What it saves is lost with it; what another one has too is not."""
+    prefix = list(range(256))
+    first, *_ = await cluster.ask([*prefix, 1, 2, 3])
+    (other,) = cluster.loops.keys() - {first}
 
-    async def scenario(cluster: Cluster) -> None:
-        prefix = list(range(256))
-        first, *_ = await cluster.ask([*prefix, 1, 2, 3])
-        (other,) = cluster.loops.keys() - {first}
+    def counted(name: str) -> int:
+        return sum(loop.engine.num_tokens[name] for loop in cluster.loops.values())
 
-        def counted(name: str) -> int:
-            return sum(loop.engine.num_tokens[name] for loop in cluster.loops.values())
-
-        await cluster.until_known(prefix, 256, first)
-        await cluster.ask([*prefix, 4])
-        assert (counted("device"), counted("alone")) == (256, 256)
-        cluster.ingresses[0].set_replicas({other})
-        await cluster.ask([*prefix, 5])
-        cluster.ingresses[0].set_replicas(cluster.loops)
-        for name in cluster.loops:
-            await cluster.until_known([*prefix, 6], 256, name)
-        for number in range(2):
-            await cluster.ask([*prefix, 7 + number])
-        assert (counted("device"), counted("alone")) == (3 * 256, 256)
-
-    run(scenario)
+    await cluster.until_known(prefix, 256, first)
+    await cluster.ask([*prefix, 4])
+    assert (counted("device"), counted("alone")) == (256, 256)
+    cluster.ingresses[0].set_replicas({other})
+    await cluster.ask([*prefix, 5])
+    cluster.ingresses[0].set_replicas(cluster.loops)
+    for name in cluster.loops:
+        await cluster.until_known([*prefix, 6], 256, name)
+    for number in range(2):
+        await cluster.ask([*prefix, 7 + number])
+    assert (counted("device"), counted("alone")) == (3 * 256, 256)
 
 
-def test_one_prompt_asked_for_many_times_at_once_is_computed_once_in_the_cluster() -> None:
+@over(run)
+async def test_one_prompt_asked_for_many_times_at_once_is_computed_once_in_the_cluster(cluster: Cluster) -> None:
     """Before any answer: the router sends the others after the first, and the engine lets them follow it."""
-
-    async def scenario(cluster: Cluster) -> None:
-        prefix = list(range(512))
-        answers = await asyncio.gather(*(cluster.ask([*prefix, 600 + number]) for number in range(6)))
-        assert len({where for where, *_ in answers}) == 1
-        computed = sum(loop.engine.num_tokens["recomputed"] for loop in cluster.loops.values())
-        assert computed == 512 + 6
-
-    run(scenario)
+    prefix = list(range(512))
+    answers = await asyncio.gather(*(cluster.ask([*prefix, 600 + number]) for number in range(6)))
+    assert len({where for where, *_ in answers}) == 1
+    computed = sum(loop.engine.num_tokens["recomputed"] for loop in cluster.loops.values())
+    assert computed == 512 + 6
 
 
-def test_evictions_are_known() -> None:
-    async def scenario(cluster: Cluster) -> None:
-        prefix = list(range(256))
-        first, *_ = await cluster.ask(prefix)
-        await cluster.until_known([*prefix, 1], 256, first)
-        cluster.ingresses[0].set_replicas({first})
-        for start in range(1000, 4000, 500):  # more than its pool holds
-            await cluster.ask(list(range(start, start + 480)))
-        cluster.ingresses[0].set_replicas(cluster.loops)
-        await cluster.until_known([*prefix, 1], 0, first)
-        cluster.forget_what_was_sent()
-        assert (await cluster.ask([*prefix, 1], ingress=1))[1:] == (0, 0)
-
-    run(scenario)
-
-
-def test_deletions_are_known() -> None:
-    async def scenario(cluster: Cluster) -> None:
-        prefix = list(range(256))
-        first, *_ = await cluster.ask(prefix)
-        await cluster.until_known([*prefix, 1], 256, first)
-        await cluster.ingresses[0].query(DeleteSequencePages("", prefix, None))
-        await cluster.until_known([*prefix, 1], 0, first)
-
-    run(scenario)
+@over(run)
+async def test_evictions_and_deletions_are_known(cluster: Cluster) -> None:
+    prefix = list(range(256))
+    first, *_ = await cluster.ask(prefix)
+    await cluster.until_known([*prefix, 1], 256, first)
+    cluster.ingresses[0].set_replicas({first})
+    for start in range(1000, 4000, 500):  # more than its pool holds
+        await cluster.ask(list(range(start, start + 480)))
+    cluster.ingresses[0].set_replicas(cluster.loops)
+    await cluster.until_known([*prefix, 1], 0, first)
+    cluster.forget_what_was_sent()
+    home, *found = await cluster.ask([*prefix, 1], ingress=1)
+    assert found == [0, 0]
+    await cluster.until_known([*prefix, 2], 256, home)
+    await cluster.ingresses[0].query(DeleteSequencePages("", prefix, None))
+    await cluster.until_known([*prefix, 2], 0, home)
 
 
 @contextlib.asynccontextmanager
@@ -237,103 +221,95 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_replica_whose_thread_hangs_gets_no_requests_and_loses_what_it_had_to_others(
-    monkeypatch: pytest.MonkeyPatch,
+@over(run)
+async def test_a_replica_whose_thread_hangs_gets_no_requests_and_loses_what_it_had_to_others(
+    cluster: Cluster, *, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_module, "STALLED_S", 1.0)
     monkeypatch.setattr(replica, "ALIVE_S", 0.02)
-
-    async def scenario(cluster: Cluster) -> None:
-        ingress = cluster.ingresses[0]
-        home, *_ = await cluster.ask([1, 2, 3], session_id="s")
-        (other,) = cluster.loops.keys() - {home}
-        await until(lambda: ingress.num_ready() == 2)
-        async with hanging(cluster.loops[home]):
-            begun = asyncio.create_task(cluster.ask([1, 2, 3, 4], session_id="s"))
-            await until(lambda: ingress.num_ready() == 1)
-            assert {(await cluster.ask([number]))[0] for number in range(4)} == {other}
-            assert (await begun)[0] == other
-            assert cluster.loops[home].stats()["requests"]["running"] == 0  # so old figures look like an idle replica's
-        await until(lambda: ingress.num_ready() == 2)
-
-    run(scenario)
+    ingress = cluster.ingresses[0]
+    home, *_ = await cluster.ask([1, 2, 3], session_id="s")
+    (other,) = cluster.loops.keys() - {home}
+    await until(lambda: ingress.num_ready() == 2)
+    async with hanging(cluster.loops[home]):
+        begun = asyncio.create_task(cluster.ask([1, 2, 3, 4], session_id="s"))
+        await until(lambda: ingress.num_ready() == 1)
+        assert {(await cluster.ask([number]))[0] for number in range(4)} == {other}
+        assert (await begun)[0] == other
+        assert cluster.loops[home].stats()["requests"]["running"] == 0  # so old figures look like an idle replica's
+    await until(lambda: ingress.num_ready() == 2)
 
 
-def test_a_replica_whose_reports_are_lost_is_not_taken_for_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+@over(run)
+async def test_a_replica_whose_reports_are_lost_is_not_taken_for_idle(
+    cluster: Cluster, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link, "REPORTS_LOST_S", 1.0)
     monkeypatch.setattr(replica, "ALIVE_S", 0.02)
     for module in (loop_module, reporter):  # so that the other, idle too, is always heard of
         monkeypatch.setattr(module, "IDLE_REPORT_S", 0.05)
+    await cluster.ask([1, 2, 3])
+    monkeypatch.setattr(cluster.loops["a"], "_report", lambda: None)
+    ingress, heard = cluster.ingresses[0], asyncio.Event()
+    note = ingress.chooser.note_silence
 
-    async def scenario(cluster: Cluster) -> None:
-        await cluster.ask([1, 2, 3])
-        monkeypatch.setattr(cluster.loops["a"], "_report", lambda: None)
-        ingress, heard = cluster.ingresses[0], asyncio.Event()
-        note = ingress.chooser.note_silence
+    def note_and_tell(_: object, name: str) -> None:
+        note(name)
+        if name == "a":
+            heard.set()
 
-        def note_and_tell(_: object, name: str) -> None:
-            note(name)
-            if name == "a":
-                heard.set()
-
-        monkeypatch.setattr(type(ingress.chooser), "note_silence", note_and_tell)
-        async with asyncio.timeout(30):
-            await heard.wait()
-        cluster.later_s += 2 * SILENT_S
-        assert ingress.num_ready() == 2
-        assert {(await cluster.ask([number] * 70))[0] for number in range(10, 20)} == {"b"}
-
-    run(scenario)
+    monkeypatch.setattr(type(ingress.chooser), "note_silence", note_and_tell)
+    async with asyncio.timeout(30):
+        await heard.wait()
+    cluster.later_s += 2 * SILENT_S
+    assert ingress.num_ready() == 2
+    assert {(await cluster.ask([number] * 70))[0] for number in range(10, 20)} == {"b"}
 
 
-def test_a_stream_of_which_nothing_comes_is_lost_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@over(run)
+async def test_a_stream_of_which_nothing_comes_is_lost_and_opened_again(
+    cluster: Cluster, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of a process that was stopped, or a host that cannot be reached."""
     monkeypatch.setattr(link, "HEARD_S", 0.2)
     monkeypatch.setattr(replica, "ALIVE_S", 0.02)
-
-    async def scenario(cluster: Cluster) -> None:
-        ingress = cluster.ingresses[0]
-        await until(lambda: ingress.num_ready() == 2)
-        cluster.calls.frozen.add("a")
-        await until(lambda: ingress.num_ready() == 1)
-        assert {(await cluster.ask([number]))[0] for number in range(4)} == {"b"}
-        cluster.calls.frozen.clear()
-        await until(lambda: ingress.num_ready() == 2)
-        opened = cluster.calls.num_opened
-        await asyncio.sleep(0.5)  # more than `HEARD_S` without any request
-        assert (cluster.calls.num_opened, ingress.num_ready()) == (opened, 2)
-
-    run(scenario)
+    ingress = cluster.ingresses[0]
+    await until(lambda: ingress.num_ready() == 2)
+    cluster.calls.frozen.add("a")
+    await until(lambda: ingress.num_ready() == 1)
+    assert {(await cluster.ask([number]))[0] for number in range(4)} == {"b"}
+    cluster.calls.frozen.clear()
+    await until(lambda: ingress.num_ready() == 2)
+    opened = cluster.calls.num_opened
+    await asyncio.sleep(0.5)  # more than `HEARD_S` without any request
+    assert (cluster.calls.num_opened, ingress.num_ready()) == (opened, 2)
 
 
-def test_an_answer_whose_only_message_is_lost_is_missed_at_the_next_report() -> None:
+@over(run)
+async def test_an_answer_whose_only_message_is_lost_is_missed_at_the_next_report(cluster: Cluster) -> None:
     """Which every replica makes, an idle one too; they are numbered with the answers."""
-
-    async def scenario(cluster: Cluster) -> None:
-        client = cluster.ingresses[0]
-        client.set_replicas({"a"})
-        await cluster.ask([1, 2, 3])
-        asked = GenerationRequest(
-            request_id="lost.0",
-            prompt_token_ids=(4, 5, 6),
-            sampling=SamplingParams(temperature=0, max_tokens=1, seed=0),
-        )
-        cluster.calls.drop_next_message("a")
-        opened = cluster.calls.num_opened
-        events = [event async for event in client.generate([asked])]
-        assert [event.finish_reason for event in events] == ["length"]
-        assert cluster.calls.num_opened > opened
-
-    run(scenario)
+    client = cluster.ingresses[0]
+    client.set_replicas({"a"})
+    await cluster.ask([1, 2, 3])
+    asked = GenerationRequest(
+        request_id="lost.0",
+        prompt_token_ids=(4, 5, 6),
+        sampling=SamplingParams(temperature=0, max_tokens=1, seed=0),
+    )
+    cluster.calls.drop_next_message("a")
+    opened = cluster.calls.num_opened
+    events = [event async for event in client.generate([asked])]
+    assert [event.finish_reason for event in events] == ["length"]
+    assert cluster.calls.num_opened > opened
 
 
-def test_an_engine_that_is_stalled_reports_no_load_to_the_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(cluster: Cluster) -> None:
-        server = replica.EngineReplica.__new__(replica.EngineReplica)
-        server._engine, server._meter = cluster.loops["a"], LoadMeter()
-        assert server.record_autoscaling_stats()["num_requests"] == 0
-        async with hanging(cluster.loops["a"]):
-            monkeypatch.setattr(loop_module, "STALLED_S", 0.0)
-            assert server.record_autoscaling_stats() == {}
-
-    run(scenario)
+@over(run)
+async def test_an_engine_that_is_stalled_reports_no_load_to_the_autoscaler(
+    cluster: Cluster, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = replica.EngineReplica.__new__(replica.EngineReplica)
+    server._engine, server._meter = cluster.loops["a"], LoadMeter()
+    assert server.record_autoscaling_stats()["num_requests"] == 0
+    async with hanging(cluster.loops["a"]):
+        monkeypatch.setattr(loop_module, "STALLED_S", 0.0)
+        assert server.record_autoscaling_stats() == {}

@@ -17,12 +17,10 @@ from mneme.cluster.wire.openai import (
     CompletionRequest,
     TokenizeRequest,
     conversation,
-    parse_logit_bias,
-    parse_prompts,
     template_variables,
     validate,
 )
-from mneme.errors import InvalidRequest, MnemeError
+from mneme.errors import InvalidRequest
 from mneme.replicas.text.parts import StandIns
 from tests.budget import examples
 
@@ -71,10 +69,8 @@ def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
     assert refusal is None or str(refusal).encode()
 
 
-def test_text_beyond_ascii_is_taken_written_either_way() -> None:
-    value = {"a": ["世界🙂", {"é": "\u2028"}]}
-    for ensure_ascii in (True, False):
-        assert parse_json_object(json.dumps(value, ensure_ascii=ensure_ascii).encode()) == value
+def test_text_may_begin_with_a_byte_order_mark() -> None:
+    assert parse_json_object('\ufeff{"a": ["世界🙂", {"é": "\\u2028"}]}'.encode()) == {"a": ["世界🙂", {"é": "\u2028"}]}
 
 
 def test_nesting_has_an_exact_limit() -> None:
@@ -82,23 +78,6 @@ def test_nesting_has_an_exact_limit() -> None:
     parse_json_object(f'{{"a": {inner}}}'.encode())
     with pytest.raises(InvalidRequest, match="nested"):
         parse_json_object(f'{{"a": [{inner}]}}'.encode())
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-    ],
-)
-def test_prompts_become_a_list(prompt: Any, expected: Any) -> None:
-    assert parse_prompts(prompt) == expected
-
-
-def test_logit_bias_keys_become_ids() -> None:
-    assert parse_logit_bias({"5": 1, "07": -2.5}) == {5: 1, 7: -2.5}
 
 
 def test_limits_are_inclusive() -> None:
@@ -113,20 +92,8 @@ def test_limits_are_inclusive() -> None:
         "seed": -(2**63),
     }
     params = validate(ChatRequest, body).sampling_params(1)
-    assert (params.n, params.logprobs, len(params.logit_bias), params.seed) == (8, 20, 1024, -(2**63))
-
-
-def test_errors_name_the_field_that_the_caller_wrote() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        validate(ChatRequest, {**BASE, "max_completion_tokens": -1}).sampling_params(1)
-    assert caught.value.field == "max_completion_tokens"
-    assert "-1" in str(caught.value)
-
-
-def test_errors_do_not_repeat_collections() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        validate(ChatRequest, {**BASE, "messages": [{"role": "user", "content": {"secret": "x"}}]})
-    assert "secret" not in str(caught.value)
+    assert (params.n, params.logprobs, params.seed) == (8, 20, -(2**63))
+    assert params.logit_bias == dict.fromkeys(range(1024), 1)
 
 
 def test_an_assistant_may_have_said_nothing() -> None:
@@ -138,7 +105,7 @@ def test_an_assistant_may_have_said_nothing() -> None:
     ]
 
 
-@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": ""}, {"content": []}])
+@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": []}])
 def test_an_assistant_s_refusal_is_what_it_said(nothing: dict[str, Any]) -> None:
     messages = [*BASE["messages"], {"role": "assistant", "refusal": "no", **nothing}]
     body = validate(ChatRequest, {**BASE, "messages": messages, **GOES_ON})
@@ -184,11 +151,3 @@ def test_tenants_sessions_and_salts() -> None:
     assert len({kv_salt(t, s) for t in (PUBLIC, tenant) for s in (None, "a", "b")}) == 6
     assert kv_salt(PUBLIC, tenant) != kv_salt(tenant, None)  # no tenant can write itself into another's forest
     assert session_key(tenant, "s") == f"{tenant}:s"
-
-
-def test_every_error_of_ours_has_a_status() -> None:
-    pending = [MnemeError]
-    while pending:
-        kind = pending.pop()
-        assert 400 <= kind.http_status < 600
-        pending.extend(kind.__subclasses__())

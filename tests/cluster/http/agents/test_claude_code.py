@@ -85,25 +85,14 @@ def test_a_note_between_a_call_and_its_result_comes_behind_the_result() -> None:
 
 @pytest.mark.parametrize("template", [TEMPLATE, STRICT])
 def test_a_mark_on_a_note_keeps_the_prompt_up_to_it(template: str) -> None:
-    marked = {
-        "role": "system",
-        "content": [{"type": "text", "text": "Be quick.", "cache_control": {"type": "ephemeral"}}],
-    }
+    text = {"type": "text", "text": "Be quick.", "cache_control": {"type": "ephemeral"}}
+    marked = {"role": "system", "content": [text]}
     engine = FakeEngineClient(tiny_tokenizer(template))
     post("/v1/messages", {**BODY, "messages": [*SESSION[:4], marked, *SESSION[5:]]}, engine=engine)
     ((num_tokens, _),) = engine.requests[0].kept
     kept = engine.tokenizer.decode(engine.requests[0].prompt_token_ids[:num_tokens])
     assert "Be quick." in kept
     assert "Done." not in kept
-
-
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-@pytest.mark.parametrize("template", [TEMPLATE, STRICT])
-def test_all_that_is_sent_is_counted_too(path: str, template: str) -> None:
-    found = {**RESULT, "content": [{"type": "tool_reference", "tool_name": "read"}]}
-    messages = [*SESSION[:3], {"role": "user", "content": [found]}, *SESSION[4:]]
-    answer, _ = asked(template, path, messages=messages, tools=[FIND, READ], thinking={"type": "adaptive"})
-    assert "thinking" in answer.headers["x-mneme-ignored-fields"].split(", ")
 
 
 def test_a_tool_is_defined_where_it_was_found() -> None:
@@ -144,24 +133,14 @@ def test_tools_that_clients_run_are_offered_by_what_they_take(kind: str, name: s
 def test_what_their_servers_ran_is_left_out_and_named() -> None:
     tools = [FIND, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
     results = [{"type": "web_search_result", "url": "https://example.org", "encrypted_content": "x"}]
-    said = [
-        *SESSION[:1],
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "fox"}},
-                {"type": "web_search_tool_result", "tool_use_id": "s1", "content": results},
-                {"type": "compaction", "content": "They spoke of a fox."},
-                {"type": "text", "text": "Done."},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "search_result", "title": "A", "source": "b", "content": [{"type": "text", "text": "c"}]}
-            ],
-        },
+    ran = [
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "fox"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": results},
+        {"type": "compaction", "content": "They spoke of a fox."},
+        {"type": "text", "text": "Done."},
     ]
+    found = {"type": "search_result", "title": "A", "source": "b", "content": [{"type": "text", "text": "c"}]}
+    said = [*SESSION[:1], {"role": "assistant", "content": ran}, {"role": "user", "content": [found]}]
     answer, text = asked(messages=said, tools=tools)
     assert "assistant\nThey spoke of a fox.\nDone.<|im_end|>\n<|im_start|>user\nA\nb\nc<|im_end|>" in text
     assert answer.headers["x-mneme-ignored-fields"] == (
@@ -169,18 +148,17 @@ def test_what_their_servers_ran_is_left_out_and_named() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["enabled", "adaptive", "between_tools", "disabled"])
+@pytest.mark.parametrize("kind", ["adaptive", "between_tools", "disabled"])
 def test_a_model_that_does_not_think_says_so(kind: str) -> None:
-    given = {"thinking": {"type": kind, **({"budget_tokens": 1024} if kind == "enabled" else {})}}
+    given = {"thinking": {"type": kind}}
     ignored = asked(**given)[0].headers.get("x-mneme-ignored-fields", "")
     assert ("thinking" in ignored.split(", ")) == (kind != "disabled")
     assert "thinking" not in asked(THINKS, **given)[0].headers.get("x-mneme-ignored-fields", "").split(", ")
 
 
-@pytest.mark.parametrize("num_asked", [MODEL.max_context, 64_000])
-def test_an_answer_may_be_as_long_as_the_window_leaves(num_asked: int) -> None:
+def test_an_answer_may_be_as_long_as_the_window_leaves() -> None:
     engine = FakeEngineClient(tiny_tokenizer(TEMPLATE), is_endless=True)
-    answer = post("/v1/messages", {**BODY, "max_tokens": num_asked}, engine=engine)
+    answer = post("/v1/messages", {**BODY, "max_tokens": 64_000}, engine=engine)
     left = MODEL.max_context - len(engine.requests[0].prompt_token_ids)
     assert answer.headers["x-mneme-max-tokens"] == str(left)
     assert answer.json()["usage"]["output_tokens"] == left

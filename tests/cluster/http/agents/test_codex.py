@@ -11,7 +11,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from tests.cluster.api_fixtures import MODEL
@@ -47,8 +46,7 @@ def client_of(
 ) -> tuple[TestClient, FakeEngineClient]:
     """An API whose window holds what agents send, and its engine."""
     fake = FakeEngineClient(tiny_tokenizer(template), says, max_context=max_context, **engine)
-    model = replace(MODEL, max_context=max_context)
-    return TestClient(build_api([Backend(fake, model, fake.tokenizer)], HttpConfig()), "http://api"), fake
+    return TestClient(build_api([Backend(fake, replace(MODEL, max_context=max_context), fake.tokenizer)])), fake
 
 
 def call(name: str, arguments: Any) -> str:
@@ -56,11 +54,10 @@ def call(name: str, arguments: Any) -> str:
 
 
 SAYS = "\n".join(
-    (
-        call("mcp__files__read", {"path": "a"}),
-        call("apply_patch", {"input": INPUT}),
-        call("tool_search", {"query": "x"}),
-        call("read", {"path": "b"}),
+    call(name, arguments)
+    for name, arguments in (
+        *(("mcp__files__read", {"path": "a"}), ("apply_patch", {"input": INPUT})),
+        *(("tool_search", {"query": "x"}), ("read", {"path": "b"})),
     )
 )
 
@@ -83,17 +80,12 @@ def test_calls_come_back_as_what_the_tools_are() -> None:
     output = answer.json()["output"]
     assert [item["id"].partition("_")[0] for item in output] == ["fc", "ctc", "tsc", "fc"]
     assert all(item.pop("id") and item.pop("call_id").startswith("call_") for item in output)
+    assert {item.pop("status") for item in output} == {"completed"}
     assert output == [
-        {
-            "type": "function_call",
-            "status": "completed",
-            "name": "read",
-            "namespace": "mcp__files",
-            "arguments": '{"path": "a"}',
-        },
-        {"type": "custom_tool_call", "status": "completed", "name": "apply_patch", "input": INPUT},
-        {"type": "tool_search_call", "status": "completed", "execution": "client", "arguments": {"query": "x"}},
-        {"type": "function_call", "status": "completed", "name": "read", "arguments": '{"path": "b"}'},
+        {"type": "function_call", "name": "read", "namespace": "mcp__files", "arguments": '{"path": "a"}'},
+        {"type": "custom_tool_call", "name": "apply_patch", "input": INPUT},
+        {"type": "tool_search_call", "execution": "client", "arguments": {"query": "x"}},
+        {"type": "function_call", "name": "read", "arguments": '{"path": "b"}'},
     ]
     assert answer.headers["x-mneme-ignored-fields"] == "tools.web_search, tools.image_generation"
     Response.model_validate(answer.json(), strict=False)
@@ -119,13 +111,9 @@ def test_a_stream_says_the_same_in_events_of_the_sdk() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ('{"input": "a\\ud83d\\ude42b"}', "a🙂b"),
         ('{"input": "a\\ud83d"}', "a\ufffd"),
         ('{"patch": "a"}', '{"patch": "a"}'),
-        ('{"why": 1, "input": "a"}', "a"),
-        ('{"input": 5}', '{"input": 5}'),
-        ('{"input": "a\\n", "more": "b"}', "a\n"),
-        ('{"input": "grep \\d+ \\u12"}', "grep \\d+ \\u12"),
+        ('{"why": 1, "input": "a\\n", "more": "b"}', "a\n"),
     ],
 )
 def test_a_custom_tool_gets_the_text_however_the_model_wrote_it(arguments: str, told: str) -> None:
@@ -136,18 +124,11 @@ def test_a_custom_tool_gets_the_text_however_the_model_wrote_it(arguments: str, 
     assert "".join(deltas) == told
 
 
-@pytest.mark.parametrize(
-    ("choice", "name"),
-    [
-        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
-        ({"type": "function", "name": "read", "namespace": "mcp__files"}, "mcp__files__read"),
-        ({"type": "function", "name": "mcp__files__read"}, "mcp__files__read"),
-    ],
-)
-def test_a_tool_can_be_forced_by_its_name(choice: Any, name: str) -> None:
-    grammar = asked(tool_choice=choice)[1].sampling.grammar
+@pytest.mark.parametrize("named", [{"name": "read", "namespace": "mcp__files"}, {"name": "mcp__files__read"}])
+def test_a_tool_can_be_forced_by_its_name(named: dict[str, str]) -> None:
+    grammar = asked(tool_choice={"type": "function", **named})[1].sampling.grammar
     assert grammar is not None
-    assert f'\\"name\\": \\"{name}\\"' in grammar.text
+    assert '\\"name\\": \\"mcp__files__read\\"' in grammar.text
 
 
 def test_a_grammar_is_told_and_held_to() -> None:
@@ -173,53 +154,33 @@ REPLAYED: list[dict[str, Any]] = [
     {
         "type": "function_call_output",
         "call_id": "c1",
-        "output": [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}],
+        "output": [{"type": "input_text", "text": t} for t in ("1", "2")],
     },
     {"type": "custom_tool_call_output", "call_id": "c2", "output": "patched"},
     {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "fox"}},
-    {
-        "type": "local_shell_call",
-        "id": "lsh_1",
-        "call_id": "c3",
-        "status": "completed",
-        "action": {"type": "exec", "command": ["ls"], "env": {}},
-    },
+    {"type": "local_shell_call", "id": "l", "call_id": "c3", "action": {"type": "exec", "command": ["ls"], "env": {}}},
     {"type": "local_shell_call_output", "id": "c3", "output": "listed"},
     {"type": "shell_call", "call_id": "c4", "action": {"commands": ["pwd"]}},
-    {
-        "type": "shell_call_output",
-        "call_id": "c4",
-        "output": [{"stdout": "out", "stderr": "err", "outcome": {"type": "exit", "exit_code": 1}}],
-    },
-    {
-        "type": "apply_patch_call",
-        "call_id": "c5",
-        "status": "completed",
-        "operation": {"type": "delete_file", "path": "p"},
-    },
+    {"type": "shell_call_output", "call_id": "c4", "output": [{"stdout": "out", "stderr": "err"}]},
+    {"type": "apply_patch_call", "call_id": "c5", "operation": {"type": "delete_file", "path": "p"}},
     {"type": "apply_patch_call_output", "call_id": "c5", "status": "completed"},
     {"type": "mcp_call", "id": "mcp_1", "server_label": "s", "name": "look", "arguments": "{}", "output": "seen"},
     {"type": "compaction", "encrypted_content": "x"},
-    {
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": "So."}],
-        "phase": "final_answer",
-    },
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}], "phase": "final"},
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "go on"}]},
 ]
+SHOWS = THINKS.replace("message['content'] }}", "(message['reasoning_content'] or '') + message['content'] }}")
 
 
 def test_all_that_an_agent_replays_is_read() -> None:
-    shows = THINKS.replace("message['content'] }}", "(message['reasoning_content'] or '') + message['content'] }}")
-    answer, request = asked("Hm.", shows, input=REPLAYED)
+    answer, request = asked("Hm.", SHOWS, input=REPLAYED)
     text = request.prompt_text.partition("user\nthe fox")[2]
-    assert text.startswith("<|im_end|>\n<|im_start|>assistant\nHm.<tool_call>") or "assistant\nHm." in text
+    assert "assistant\nHm." in text
     assert '{"name": "mcp__files__read", "arguments": {"path": "a"}}' in text
     written = json.dumps(INPUT, ensure_ascii=False)
     assert f'{{"name": "apply_patch", "arguments": {{"input": {written}}}}}' in text
     results = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
-    assert results == ["onetwo", "patched", "listed", "outerr", "", "seen"]
+    assert results == ["12", "patched", "listed", "outerr", "", "seen"]
     for called in ("local_shell", "shell", "look"):
         assert f'{{"name": "{called}", "arguments": {{' in text
     assert text.endswith("assistant\nSo.<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
@@ -231,22 +192,11 @@ def test_all_that_an_agent_replays_is_read() -> None:
 def test_tools_that_a_search_found_are_defined_there_and_called_from_there_on() -> None:
     late = {**READ, "name": "late", "defer_loading": True}
     space = {**FILES, "name": "mcp__late", "tools": [{**READ, "name": "list"}]}
+    search = {"call_id": "s1", "execution": "client", "status": "completed"}
     found = [
         {"role": "user", "content": "go"},
-        {
-            "type": "tool_search_call",
-            "call_id": "s1",
-            "execution": "client",
-            "status": "completed",
-            "arguments": {"query": "x"},
-        },
-        {
-            "type": "tool_search_output",
-            "call_id": "s1",
-            "execution": "client",
-            "status": "completed",
-            "tools": [late, space],
-        },
+        {"type": "tool_search_call", **search, "arguments": {"query": "x"}},
+        {"type": "tool_search_output", **search, "tools": [late, space]},
     ]
     says = call("mcp__late__list", {"path": "a"}) + "\n" + call("late", {"path": "b"})
     body = {"tools": [SEARCH, {**READ, "defer_loading": True}]}
@@ -275,20 +225,11 @@ def test_deferred_tools_are_there_where_no_client_searches() -> None:
 def test_reasoning_goes_back_and_forth_without_being_stored() -> None:
     first = asked("<think>Hm.</think>So.", THINKS)[0].json()["output"]
     assert first[0]["encrypted_content"]
-    shows = THINKS.replace("message['content'] }}", "(message['reasoning_content'] or '') + message['content'] }}")
-    replayed = [{**first[0], "content": None}, first[1]]
-    text = asked("Hm.", shows, input=[REPLAYED[0], *replayed, REPLAYED[-1]])[1].prompt_text
-    assert "assistant\nHm.So.<|im_end|>" in text
-    foreign = [
-        {
-            "type": "reasoning",
-            "id": "r",
-            "summary": [{"type": "summary_text", "text": "Short."}],
-            "encrypted_content": "gAAA",
-        }
-    ]
-    text = asked("Hm.", shows, input=[REPLAYED[0], *foreign, first[1], REPLAYED[-1]])[1].prompt_text
-    assert "assistant\nShort.So.<|im_end|>" in text
+    summary = [{"type": "summary_text", "text": "Short."}]
+    foreign = {"type": "reasoning", "id": "r", "summary": summary, "encrypted_content": "gAAA"}
+    for thought, shown in (({**first[0], "content": None}, "Hm."), (foreign, "Short.")):
+        text = asked("Hm.", SHOWS, input=[REPLAYED[0], thought, first[1], REPLAYED[-1]])[1].prompt_text
+        assert f"assistant\n{shown}So.<|im_end|>" in text
     assert "encrypted_content" not in asked("<think>Hm.</think>So.", THINKS, include=[])[0].json()["output"][0]
 
 
@@ -329,15 +270,6 @@ def test_an_answer_without_a_limit_leaves_room_for_the_next_turn() -> None:
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
         assert usage["output_tokens"] == (1024 - usage["input_tokens"]) // 2
     assert sizes == sorted(sizes)
-
-
-@pytest.mark.parametrize("num_words", [20_000, 1020])
-def test_what_is_too_long_says_how_it_may_be_shortened(num_words: int) -> None:
-    (client, _), text = client_of("Hm.", max_context=1024), "fox " * num_words
-    refused = client.post("/v1/responses", json={"model": "tiny", "input": text})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "context_length_exceeded"
-    assert 'truncation: "auto"' in refused.json()["error"]["message"]
-    told = client.post("/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": text}]})
-    assert told.status_code == 400
-    assert "auto" not in told.text
+    refused = client.post("/v1/responses", json={"model": "tiny", "input": "fox " * 20_000}).json()["error"]
+    assert refused["code"] == "context_length_exceeded"
+    assert 'truncation: "auto"' in refused["message"]  # how it may be shortened

@@ -19,7 +19,6 @@ from tests.cluster.http.agents.test_tools import TEMPLATE
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
 BODY: dict[str, Any] = {**CHAT, "max_tokens": 100}
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 RESULT = {"type": "tool_result", "tool_use_id": "c1"}
 NUM_PROMPT = len(TOKENIZER.encode_rendered(RENDERED))
 NUM_OUTPUT = len(TOKENIZER.encode(SENTENCE, add_special_tokens=False))
@@ -129,74 +128,16 @@ def test_documents_are_documents() -> None:
     assert request.prompt_text[span.char_start : span.char_end] == "Foxes\na red fox"
 
 
-def test_a_session_goes_on() -> None:
-    engine = FakeEngineClient(TOKENIZER)
-    post("/v1/messages", BODY, engine=engine, headers={"X-Session-ID": "s"})
-    assert engine.requests[0].session_id == "public:s"
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages: needs a message of the user"),
-        ({"messages": [*CHAT["messages"], {"role": "system", "content": [IMAGE]}]}, "messages[1].content[0].type"),
-        (
-            {"messages": [*CHAT["messages"], {"role": "system", "content": [{"type": "tool_use"}]}]},
-            "messages[1].content[0].type: cannot be in a message of role system",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "server_tool_us"}]}]}, "messages[0].content[0].type"),
-        (
-            {"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "tool_reference"}]}]}]},
-            "tool_name",
-        ),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type: images are not supported"),
-        ({"system": [IMAGE]}, "system[0].type: images are not supported"),
-        (
-            {"messages": [{"role": "user", "content": [{**RESULT, "content": [IMAGE]}]}]},
-            "messages[0].content[0].content[0].type: images are not supported",
-        ),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: "),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].source"),
-        ({"messages": [*CHAT["messages"], {"role": "assistant", "content": "so"}]}, "the last one"),
-        ({"thinking": {"type": 1}}, "thinking.type"),
-        ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name"),
-        ({"tools": [{"type": "web_search_20250305", "name": "s"}], "tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"stop_sequences": "x"}, "stop_sequences"),
-    ],
-)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_body_is_refused_in_anthropics_words(changes: Any, names: str, stream: bool) -> None:
-    body = {key: value for key, value in {**BODY, **changes, "stream": stream}.items() if value is not None}
-    response = post("/v1/messages", body)
-    assert response.status_code == 400
-    answer = response.json()
-    assert answer["type"] == "error"
-    assert answer["error"]["type"] == "invalid_request_error"
-    assert names in answer["error"]["message"]
-    assert answer["request_id"] == response.headers["x-request-id"]
-
-
 @pytest.mark.parametrize(
     ("failure", "status", "kind"),
     [(Overloaded("full"), 429, "rate_limit_error"), (ReplicaUnavailable("none"), 503, "overloaded_error")],
 )
-def test_errors_have_anthropics_types(failure: Any, status: int, kind: str) -> None:
-    response = post("/v1/messages", BODY, engine=FakeEngineClient(TOKENIZER, refusal=failure))
-    assert response.status_code == status
-    assert response.json()["error"]["type"] == kind
+def test_errors_have_anthropics_types(failure: Any, status: int, kind: str, stream: bool) -> None:
+    response = post("/v1/messages", {**BODY, "stream": stream}, engine=FakeEngineClient(TOKENIZER, refusal=failure))
+    assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+    assert response.json()["request_id"] == response.headers["x-request-id"]
     assert response.headers["retry-after"]
-    assert post("/v1/messages", {**BODY, "model": "other"}).json()["error"]["type"] == "not_found_error"
-    assert api().get("/v1/messages").json()["error"]["type"] == "invalid_request_error"
 
 
 def test_a_stream_that_breaks_ends_in_an_error() -> None:
@@ -218,12 +159,6 @@ def test_a_key_in_anthropics_header() -> None:
     assert post("/v1/messages", BODY, headers=both, **keys).status_code == 200
 
 
-def test_tokens_are_counted_without_running() -> None:
-    engine = FakeEngineClient(TOKENIZER)
-    assert post("/v1/messages/count_tokens", CHAT, engine=engine).json() == {"input_tokens": NUM_PROMPT}
-    assert not engine.requests
-
-
 TOOLS = [{"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
 ANSWER = f"<think>\nHm.\n</think>\n\nLet me see.\n<tool_call>\n{CALL}\n</tool_call>"
@@ -231,6 +166,14 @@ ANSWER = f"<think>\nHm.\n</think>\n\nLet me see.\n<tool_call>\n{CALL}\n</tool_ca
 
 def thinking(sentence: str = ANSWER) -> FakeEngineClient:
     return FakeEngineClient(tiny_tokenizer("{% set t = '<think>' %}" + TEMPLATE), sentence)
+
+
+def test_tokens_are_counted_without_running() -> None:
+    engine = thinking()
+    counted = post("/v1/messages/count_tokens", {**CHAT, "tools": TOOLS}, engine=engine).json()["input_tokens"]
+    assert not engine.requests
+    post("/v1/messages", {**BODY, "tools": TOOLS}, engine=engine)
+    assert counted == len(engine.requests[0].prompt_token_ids) > NUM_PROMPT
 
 
 def test_thought_text_and_calls_are_blocks() -> None:
@@ -267,16 +210,12 @@ def test_a_stream_tells_the_blocks_one_after_the_other() -> None:
 
 
 def test_what_is_sent_back_is_the_history() -> None:
-    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]}
+    result = {**RESULT, "content": [{"type": "text", "text": "rain"}]}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    use = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Köln"}}
     history = [
         *CHAT["messages"],
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": ""},
-                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Köln"}},
-            ],
-        },
+        {"role": "assistant", "content": [thought, use]},
         {"role": "user", "content": [result, {"type": "text", "text": "and now?"}]},
     ]
     engine = thinking()
@@ -291,10 +230,8 @@ def test_what_is_sent_back_is_the_history() -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("no such city", "Error: no such city"),
         ([{"type": "text", "text": "no such"}, {"type": "text", "text": "city"}], "Error: no such\ncity"),
         ("ERROR: no such city", "ERROR: no such city"),
-        ([], "Error: "),
         (None, "Error: "),
     ],
 )
@@ -302,10 +239,7 @@ def test_a_result_that_is_an_error_is_told_as_one(content: Any, told: str) -> No
     call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
     for is_error in (True, False):
         result = {**RESULT, "content": content, "is_error": is_error}
-        said = [
-            {"role": "assistant", "content": [call]},
-            {"role": "user", "content": [result]},
-        ]
+        said = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
         text = asked(messages=[*BODY["messages"], *said]).prompt_text or ""
         shown = told if is_error or content == told else told.removeprefix("Error: ")
         assert f"<|im_start|>tool\n{shown}<|im_end|>" in text
@@ -328,7 +262,7 @@ def test_a_choice_of_tools_is_kept_to(choice: Any, is_forced: bool, is_one: bool
     assert grammar is None or ("call (" not in grammar.text) == is_one
 
 
-def test_lines_of_the_client_at_the_head_of_a_system_prompt_are_left_out() -> None:
+def test_lines_of_the_client_at_the_head_of_a_system_prompt_are_left_out(engine: FakeEngineClient) -> None:
     line = "x-anthropic-billing-header: cc_version=1; cch=4711"
     plain = asked(system="be brief").prompt_token_ids
     assert asked(system=f"{line}\n{line}\nbe brief").prompt_token_ids == plain
@@ -355,7 +289,6 @@ def _said(text: str, mark: Any = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "ends"),
     [
-        ({"system": [_said("be brief", FIVE)]}, [("be brief<|im_end|>\n<|im_start|>user\n", 300)]),
         ({"system": [_said("be brief"), _said("be kind", HOUR)]}, [("be kind<|im_end|>\n<|im_start|>user\n", 3600)]),
         ({"system": [_said("be brief", HOUR), _said("be kind")]}, [("be brief", 3600)]),
         (
@@ -382,9 +315,10 @@ def test_a_mark_keeps_the_prompt_up_to_it_and_changes_no_token(changes: Any, end
     usage = answer["usage"]
     assert usage["cache_creation_input_tokens"] == max(num_tokens for num_tokens, _ in request.kept)
     assert usage["cache_creation_input_tokens"] == sum(usage["cache_creation"].values())
-    plain = json.loads(json.dumps({**BODY, **changes}).replace(', "cache_control": ' + json.dumps(FIVE), ""))
-    plain = json.loads(json.dumps(plain).replace(', "cache_control": ' + json.dumps(HOUR), ""))
-    post("/v1/messages", plain, engine=engine)
+    plain = json.dumps({**BODY, **changes})
+    for mark in (FIVE, HOUR):
+        plain = plain.replace(f', "cache_control": {json.dumps(mark)}', "")
+    post("/v1/messages", json.loads(plain), engine=engine)
     assert engine.requests[1].prompt_token_ids == request.prompt_token_ids
 
 
@@ -410,33 +344,16 @@ def test_a_mark_within_a_tools_result_keeps_the_prompt_up_to_it(content: Any, en
     assert ("sun" in kept) == (end == "sun")
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "user", "content": [_said("a", FIVE)] * 5}],
-        _result(*[_said("rain", FIVE)] * 4, cache_control=FIVE),
-    ],
-)
-def test_five_marks_are_one_too_many(messages: Any) -> None:
-    response = post("/v1/messages", {**BODY, "messages": messages})
+def test_five_marks_are_one_too_many_wherever_they_are() -> None:
+    response = post("/v1/messages", {**BODY, "messages": _result(*[_said("rain", FIVE)] * 4, cache_control=FIVE)})
     assert response.status_code == 400
     assert "cache_control" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("cut", [{"max_tokens": 12}, {"stop_sequences": ["name"]}])
-def test_a_forced_call_that_was_cut_off_leaves_no_content(cut: dict[str, Any]) -> None:
-    engine = FakeEngineClient(tiny_tokenizer(TEMPLATE), f"<tool_call>\n{CALL}\n</tool_call>")
-    asks = {**BODY, "tools": TOOLS, "tool_choice": {"type": "any"}, **cut}
-    assert post("/v1/messages", asks, engine=engine).json()["content"] == []
-    assert not [each for each in events(engine, **asks) if each["type"].startswith("content_block")]
 
 
 @pytest.mark.parametrize(
     ("cut", "given", "ending"),
     [
-        ({"stop_sequences": [', "b"']}, {"a": "x"}, ("stop_sequence", ', "b"')),
         ({"stop_sequences": ["half"]}, {"a": "x"}, ("stop_sequence", "half")),
-        ({"stop_sequences": [' "x"']}, {}, ("stop_sequence", ' "x"')),
         ({"stop_sequences": ["</tool_call>"]}, {"a": "x", "b": "half a word"}, ("tool_use", None)),
         ({"max_tokens": 64}, {"a": "x"}, ("max_tokens", None)),
     ],
@@ -493,24 +410,3 @@ def test_a_thread_is_not_held_so_that_clients_send_all_of_it() -> None:
     error = response.json()["error"]
     assert error["type"] == "not_found_error"
     assert error["details"] == {"error_code": "thread_not_found"}  # which the SDK looks for
-
-
-def test_an_output_format_is_a_grammar() -> None:
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    grammar = asked(output_config={"format": {"type": "json_schema", "schema": schema}}).sampling.grammar
-    assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
-    assert asked(output_config={"effort": "low"}).sampling.grammar is None
-    refused = post(
-        "/v1/messages", {**BODY, "output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}
-    )
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith("output_config.format.schema")
-
-
-def test_tools_are_counted() -> None:
-    body = {key: value for key, value in BODY.items() if key != "max_tokens"}
-    plain, with_tools = (
-        post("/v1/messages/count_tokens", each, engine=thinking()).json()["input_tokens"]
-        for each in (body, {**body, "tools": TOOLS})
-    )
-    assert with_tools > plain

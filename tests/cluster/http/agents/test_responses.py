@@ -16,21 +16,10 @@ from tests.cluster.real_engines import KEYS, ONE, TWO
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
 BODY: dict[str, Any] = {"model": "tiny", "input": "the fox"}
-BAD_LARK = {"type": "grammar", "syntax": "lark", "definition": "start: ("}
 SYSTEM = "<|im_start|>system\nbe brief<|im_end|>\n"
 TOOLS = {"tools": [{"type": "function", **each["function"]} for each in (TOOL, OTHER)]}
 NUM_PROMPT = len(TOKENIZER.encode_rendered(RENDERED))
 NUM_OUTPUT = len(TOKENIZER.encode(SENTENCE, add_special_tokens=False))
-
-
-@pytest.fixture
-def engine() -> FakeEngineClient:
-    return FakeEngineClient(TOKENIZER)
-
-
-@pytest.fixture
-def client(engine: FakeEngineClient) -> TestClient:
-    return api(engine)
 
 
 def create(client: TestClient, **changes: Any) -> dict[str, Any]:
@@ -74,19 +63,10 @@ def test_a_whole_response(client: TestClient) -> None:
 
 def test_a_stream_says_the_same(client: TestClient) -> None:
     told = streamed(client)
-    assert [each["type"] for each in told[:4]] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert [each["type"] for each in told[-4:]] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    assert {each["type"] for each in told[4:-4]} == {"response.output_text.delta"}
+    kinds = [each["type"].removeprefix("response.") for each in told]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
     assert "".join(each["delta"] for each in told[4:-4]) == told[-4]["text"] == SENTENCE
     last = told[-1]["response"]
     assert text_of(last) == SENTENCE
@@ -113,9 +93,13 @@ def test_what_the_engine_is_asked_for(engine: FakeEngineClient, client: TestClie
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.max_tokens) == (0.5, 0.9, 100)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     create(client, text={"format": {"type": "json_schema", "name": "thing", "schema": schema}})
-    grammar = engine.requests[1].sampling.grammar
-    assert grammar is not None
-    assert grammar.kind == "json_schema"
+    create(client, **TOOLS, tool_choice={"type": "function", "name": "weather"})
+    assert [each.sampling.grammar.kind for each in engine.requests[1:] if each.sampling.grammar] == [
+        *("json_schema", "grammar")
+    ]
+    long = "fox " * 2000  # more than the context has
+    assert client.post("/v1/responses", json={**BODY, "input": long}).status_code == 400
+    assert create(client, input=long, truncation="auto", max_output_tokens=4)["truncation"] == "auto"
 
 
 def test_a_chain_appends_to_the_exact_tokens(engine: FakeEngineClient, client: TestClient) -> None:
@@ -140,10 +124,8 @@ def test_other_instructions_are_not_carried_over(engine: FakeEngineClient, clien
 
 
 def test_calls_and_reasoning_are_items_of_their_own() -> None:
-    sentence = f"<think>I should look.</think>{CALLS}"
-    template = THINKS
     for stream in (False, True):
-        client = api(FakeEngineClient(tiny_tokenizer(template), sentence))
+        client = api(FakeEngineClient(tiny_tokenizer(THINKS), f"<think>I should look.</think>{CALLS}"))
         told = streamed(client, **TOOLS) if stream else []
         found = told[-1]["response"] if stream else create(client, **TOOLS)
         thought, said, *calls = found["output"]
@@ -185,14 +167,6 @@ def test_an_output_is_given_back_by_the_call_s_id() -> None:
     assert len(sent_again.prompt_token_ids) <= second["usage"]["input_tokens"] + 2
 
 
-def test_a_call_can_be_forced(engine: FakeEngineClient, client: TestClient) -> None:
-    create(client, **TOOLS, tool_choice={"type": "function", "name": "weather"})
-    assert engine.requests[0].sampling.grammar is not None
-    refused = client.post("/v1/responses", json={**BODY, "tools": [{"type": "function"}]})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"].startswith("tools[0]")
-
-
 def diagnosed(client: TestClient, compared: str, **changes: Any) -> dict[str, Any]:
     found = create(client, prompt_cache_options={"comparison_response_id": compared}, **changes)
     diagnostics: dict[str, Any] = found["prompt_cache_diagnostics"]
@@ -204,9 +178,8 @@ def test_diagnostics_say_what_changed_and_where(store: bool, engine: FakeEngineC
     first = create(client, instructions="be brief")
     same = {"instructions": "be brief", "store": store}
     assert diagnosed(client, first["id"], **same) == {"type": "cache_hit"}
-    assert diagnosed(client, first["id"], input="and?", previous_response_id=first["id"], **same) == {
-        "type": "cache_hit"
-    }
+    on = {"input": "and?", "previous_response_id": first["id"]}
+    assert diagnosed(client, first["id"], **on, **same) == {"type": "cache_hit"}
     missed = diagnosed(client, first["id"], **{**same, "instructions": "be quick"})
     old, new = (engine.requests[i].prompt_token_ids for i in (0, -1))
     num_same = next(i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
@@ -243,18 +216,9 @@ def test_a_prompt_is_warmed_without_output(engine: FakeEngineClient, client: Tes
     assert (found["status"], found["output"], found["usage"]["output_tokens"]) == ("completed", [], 0)
     assert found["store"] is False
     assert engine.requests[0].sampling.max_tokens == 1
-    assert [each["type"] for each in streamed(client, **options)] == [
-        "response.created",
-        "response.in_progress",
-        "response.completed",
-    ]
+    kinds = [each["type"].removeprefix("response.") for each in streamed(client, **options)]
+    assert kinds == ["created", "in_progress", "completed"]
     assert create(client)["usage"]["input_tokens_details"]["cached_tokens"] == NUM_PROMPT - 1
-
-
-def test_calls_and_their_outputs_become_messages(engine: FakeEngineClient, client: TestClient) -> None:
-    output = {"type": "function_call_output", "call_id": "c", "output": "12 degrees"}
-    create(client, input=[{"role": "user", "content": "how warm?"}, output])
-    assert "12 degrees" in (engine.requests[0].prompt_text or "")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -268,18 +232,12 @@ def test_what_is_not_stored_is_nowhere(engine: FakeEngineClient, client: TestCli
     assert [request.session_ttl_s for request in engine.requests if request.session_id is not None] == [None, 60.0]
 
 
-@pytest.mark.parametrize("true", ["true", "True", "1", "yes"])
-def test_a_response_that_has_ended_is_not_streamed_again(client: TestClient, true: str) -> None:
-    path = f"/v1/responses/{create(client)['id']}"
-    refused = client.get(path, params={"stream": true})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
-    assert client.get(path, params={"stream": "false"}).status_code == 200
-
-
 def test_deleting_one_response_leaves_those_behind_it(client: TestClient) -> None:
     first = create(client)
     second = create(client, input="and then?", previous_response_id=first["id"])
     path = f"/v1/responses/{first['id']}"
+    assert client.post(f"{path}/cancel").status_code == 400  # it has ended, and is not streamed again
+    assert client.get(path, params={"stream": "true"}).json()["error"]["param"] == "stream"
     assert client.delete(path).json() == {"id": first["id"], "object": "response", "deleted": True}
     assert client.get(path).json()["error"]["code"] == "response_not_found"
     assert client.delete(path).status_code == 404
@@ -294,7 +252,6 @@ def test_deleting_one_response_leaves_those_behind_it(client: TestClient) -> Non
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("/v1/chat/completions", {"session_id": "ID"}, "session_id"),
         ("/v1/chat/completions", {"session": {"id": "ID", "append": True}}, "session.id"),
         ("/v1/chat/completions", {}, "X-Session-ID"),
         ("/v1/completions", {"prompt": "x", "session_id": "ID"}, "session_id"),
@@ -346,7 +303,7 @@ def test_input_items_come_in_pages(client: TestClient) -> None:
         after = {"after": page["last_id"]}
     assert found == [f"line {i}" for i in range(7)]
     assert client.get(path).json()["data"][0]["content"][0]["text"] == "line 6"
-    for wrong in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}, {"after": "nothing"}):
+    for wrong in ({"limit": "101"}, {"after": "nothing"}):
         response = client.get(path, params=wrong)
         assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(wrong)))
 
@@ -361,12 +318,6 @@ def test_no_item_has_the_id_of_an_earlier_response_s(client: TestClient) -> None
         create(client, input=repeated)
 
 
-def test_only_background_responses_could_be_cancelled(client: TestClient) -> None:
-    path = f"/v1/responses/{create(client)['id']}/cancel"
-    assert client.post(path).status_code == 400
-    assert client.post("/v1/responses/resp_x/cancel").status_code == 404
-
-
 def test_another_key_knows_nothing_of_it(engine: FakeEngineClient) -> None:
     client = api(engine, **KEYS)
     found = client.post("/v1/responses", json=BODY, headers=ONE).json()
@@ -379,55 +330,6 @@ def test_another_key_knows_nothing_of_it(engine: FakeEngineClient) -> None:
     assert client.post("/v1/responses", json=on, headers=ONE).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": 5}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
-        ({"input": [{"type": "mesage", "role": "user", "content": "x"}]}, "input[0]"),
-        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
-        ({"tools": [{"type": 5, "name": "f"}]}, "tools[0].type"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
-        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
-        ({"tools": [{"type": "custom", "name": "f", "format": BAD_LARK}]}, "tools[0].format.definition"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOLS["tools"][0]] * 2}]}, "tools"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
-        ({"input": "x" * 100_000}, "input"),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"metadata": {"k": 1}}, "metadata.k"),
-        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "foo"}}}}, "text.format.schema"),
-        ({"truncation": "sometimes"}, "truncation"),
-        ({"previous_response_id": ""}, "previous_response_id"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "f"}, "tools": []}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "f"}, **TOOLS}, "tool_choice.name"),
-        ({"input": [{"role": "user", "content": "x", "id": "i" * 257}]}, "input[0].id"),
-        ({"input": [{"role": "user", "content": "x", "id": "i"}] * 2}, "input[1].id"),
-    ],
-)
-def test_a_bad_body_is_refused_by_its_field(client: TestClient, changes: Any, param: str) -> None:
-    body = {key: value for key, value in {**BODY, **changes}.items() if value is not None}
-    response = client.post("/v1/responses", json=body)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
-
-
-def test_too_much_is_truncated_only_if_asked(client: TestClient) -> None:
-    long = "fox " * 2000
-    assert client.post("/v1/responses", json={**BODY, "input": long}).status_code == 400
-    assert create(client, input=long, truncation="auto", max_output_tokens=4)["truncation"] == "auto"
-
-
 def test_a_stream_that_breaks_ends_in_a_failed_response() -> None:
     client = api(FakeEngineClient(TOKENIZER, fail_after=2))
     last = streamed(client)[-1]
@@ -436,17 +338,11 @@ def test_a_stream_that_breaks_ends_in_a_failed_response() -> None:
     assert client.get(f"/v1/responses/{last['response']['id']}").status_code == 404
 
 
-@pytest.mark.parametrize(("failure", "status"), [(Overloaded("full"), 429), (ReplicaUnavailable("none"), 503)])
-def test_a_refusal_has_its_status(failure: Any, status: int) -> None:
-    response = api(FakeEngineClient(TOKENIZER, refusal=failure)).post("/v1/responses", json=BODY)
-    assert (response.status_code, response.json()["error"]["code"]) == (status, failure.code)
-
-
 def test_a_refused_turn_leaves_no_fork(engine: FakeEngineClient, client: TestClient) -> None:
     first = create(client)
     engine.refusal = Overloaded("full")
     refused = client.post("/v1/responses", json={**BODY, "previous_response_id": first["id"]})
-    assert refused.status_code == 429
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
     assert len(engine.sessions) == 1
 
 

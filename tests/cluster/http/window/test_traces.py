@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -13,11 +10,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
-from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from mneme.cluster.metrics.traces import Traces
-from mneme.errors import ConfigError, Overloaded
+from mneme.errors import Overloaded
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER
 from tests.cluster.fake_engine_client import FakeEngineClient
 
@@ -92,49 +88,3 @@ def test_what_goes_wrong_with_spans_harms_no_request() -> None:
 
     app = build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], traces=Traces(Broken()))
     assert TestClient(app).post("/v1/completions", json=COMPLETION).status_code == 200
-
-
-@pytest.fixture
-def collector() -> Iterator[tuple[str, list[bytes]]]:
-    got: list[bytes] = []
-    news = threading.Event()
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-            news.set()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Collector)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", got
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_spans_reach_a_collector(collector: tuple[str, list[bytes]]) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    endpoint, got = collector
-    traces = Traces.to(endpoint, "ingress-1")
-    client = TestClient(build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], traces=traces))
-    client.post("/v1/completions", json=COMPLETION)
-    traces.close()
-    [spans] = [each for body in got for each in ExportTraceServiceRequest.FromString(body).resource_spans]
-    about = {each.key: each.value.string_value for each in spans.resource.attributes}
-    assert (about["service.name"], about["service.instance.id"]) == ("mneme", "ingress-1")
-    assert "text_completion tiny" in {span.name for scope in spans.scope_spans for span in scope.spans}
-
-
-def test_an_endpoint_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"http\.otlp_endpoint: must begin with http"):
-        HttpConfig(otlp_endpoint="localhost:4317")

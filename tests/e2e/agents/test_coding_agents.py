@@ -15,9 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-
-from mneme.cluster.wire.anthropic import MessagesRequest
-from mneme.cluster.wire.responses import ResponsesRequest, chat_messages
 from tests.e2e.agents.coding_agent import (
     NOUNS,
     SCRIPT,
@@ -35,6 +32,9 @@ from tests.e2e.agents.coding_agent import (
     tool,
     write_chat_llama,
 )  # fmt: skip
+
+from mneme.cluster.wire.anthropic import MessagesRequest
+from mneme.cluster.wire.responses import ResponsesRequest, chat_messages
 from tests.e2e.replica_processes import cpu_seconds
 
 pytestmark = pytest.mark.e2e
