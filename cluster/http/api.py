@@ -8,10 +8,11 @@ runs it on the engine client and sends its text.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -29,6 +30,7 @@ from mneme.cluster.http.error_response import MESSAGES, http_exception_response
 from mneme.cluster.http.guard import Guard
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.http.window import overview, page
+from mneme.cluster.http.window.docs import docs_page
 from mneme.cluster.http.window.ended import shown_request, times_of
 from mneme.cluster.http.window.requests import RequestLog
 from mneme.cluster.metrics.families import number_at
@@ -128,6 +130,7 @@ def _add_routes(app: Starlette, service: Service) -> None:
         Route("GET", "/version", _version),
         Route("GET", "/", _root, answers.Service, texts=["text/html"]),
         Route("GET", "/docs", _docs, texts=["text/html"]),
+        Route("GET", "/docs/docs.js", page.docs_script, texts=["text/javascript"]),
         Route("GET", "/ui", page.page, texts=["text/html"]),
         Route("GET", "/ui/app.js", page.script, texts=["text/javascript"]),
         Route("GET", "/ui/app.css", page.style, texts=["text/css"]),
@@ -140,7 +143,9 @@ def _add_routes(app: Starlette, service: Service) -> None:
         for path in {route.path, *with_slash}:
             app.router.add_route(path, answer, methods=[route.method])
     service.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
-    app.state.openapi = docs.openapi(routes, needs_model=len(service.apis) > 1)
+    model, needs_model = service.apis[0].model.id, len(service.apis) > 1
+    app.state.openapi = cache(partial(docs.openapi, routes, model=model, needs_model=needs_model))
+    app.state.docs_page = cache(lambda: docs_page(app.state.openapi(), needs_key=service.needs_key))
 
 
 async def _answer(service: Service, route: Route, of_model: bool, request: Request) -> Any:
@@ -248,13 +253,13 @@ async def _version(service: Service, request: Request) -> answers.Version:
 
 
 async def _docs(service: Service, request: Request) -> Response:
-    """This description as a page for a browser."""
-    return HTMLResponse(docs.docs_page(request.app.state.openapi))
+    """This description as a page for a browser, which sends what is to be tried."""
+    return HTMLResponse(await asyncio.to_thread(request.app.state.docs_page), headers=page.HEADERS)
 
 
 async def _openapi(service: Service, request: Request) -> answers.OpenApi:
     """This description in OpenAPI's form."""
-    document: answers.OpenApi = request.app.state.openapi
+    document: answers.OpenApi = await asyncio.to_thread(request.app.state.openapi)
     return document
 
 

@@ -1,6 +1,7 @@
-"""The API's description of itself: the OpenAPI document, and pages for a browser.
+"""The API's description of itself: the OpenAPI document, and the page `/`. `window/docs.py` shows the document.
 
-The pages are written out here, with no script and nothing from elsewhere, so they work where there is no internet.
+Routes and types say what there is, `fields.txt` what each field means: a line `name: sentence` wherever that name
+stands, `Type.name: sentence` or `Type|Other.name: sentence` where it means something else.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import html
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
@@ -22,7 +24,47 @@ from mneme.cluster.wire.answers import AnthropicError, Error, Service
 from mneme.version import __version__
 
 _JSON = "application/json"
+# In the order in which they are shown: what an operation is for, and how its path begins; the first that fits counts.
+_TAGS = {
+    "Chat and completions": (
+        "OpenAI's completions, with vLLM's fields and our own; embeddings and tokens.",
+        ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"),
+    ),
+    "Responses": ("OpenAI's stateful API: each stored response is a session of its own.", ("/v1/responses",)),
+    "Anthropic": ("Anthropic's Messages API.", (MESSAGES,)),
+    "Sessions": ("Conversations whose KV stays, so that a turn computes only what is new.", ("/v1/sessions",)),
+    "KV": ("What is kept of prompts: look it up, compute it ahead, pin it, delete it, explain it.", ("/v1/kv",)),
+    "What runs": (
+        "Models, replicas, requests, health and figures.",
+        ("/v1/", "/health", "/ready", "/metrics", "/version"),
+    ),
+    "Pages": ("Pages for a browser, and this description.", ("/",)),
+}
+_SAID = "Once upon a time"
+_MESSAGES = [{"role": "user", "content": "Hello"}]
+# Bodies that may be sent as they are, by path; `model` is added.
+_EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"messages": _MESSAGES, "session_id": "demo", "max_tokens": 32},
+    "/v1/completions": {"prompt": _SAID, "max_tokens": 16},
+    "/v1/embeddings": {"input": ["a red house", "a blue house"]},
+    "/tokenize": {"prompt": _SAID},
+    "/detokenize": {"tokens": [10, 11, 12]},
+    "/v1/responses": {"instructions": "Be brief.", "input": "Hello", "max_output_tokens": 32},
+    MESSAGES: {"system": "Be brief.", "messages": _MESSAGES, "max_tokens": 32},
+    f"{MESSAGES}/count_tokens": {"messages": _MESSAGES},
+    "/v1/sessions/{session_id}/fork": {"session_id": "demo-copy"},
+    "/v1/kv/warm": {"messages": [{"role": "system", "content": "Be brief."}], "ttl_s": 600},
+    "/v1/kv/lookup": {"prompt": _SAID},
+    "/v1/kv/pin": {"prompt": _SAID, "ttl_s": 600},
+    "/v1/kv/unpin": {"prompt": _SAID},
+    "/v1/kv": {"prompt": _SAID},
+}
 _PARAMETERS = {
+    "session_id": "the session, as its client named it",
+    "response_id": "the id of a stored response",
+    "request_id": "the id of a request, or of its completion",
+    "pin_id": "the name of a pin",
+    "model_id": "the name of a model",
     "X-Session-ID": "the session that this is a turn of",
     "cache_salt": "the one that the session or request was opened under",
     "model": "the one that it belongs to; unless given, the first that knows it",
@@ -36,6 +78,7 @@ _PARAMETERS = {
     "last": "requests at most, from 1 to 1000; 50 unless given",
     "order": "asc: oldest first; desc, unless given: newest first",
 }
+_NAMES = re.compile(r"{(\w+)}")  # in a path
 _HINT = "a hint: requests with the same value run on one replica"
 
 
@@ -72,8 +115,12 @@ def _types_of(handler: Callable[..., Awaitable[Any]]) -> dict[str, Any]:
     return get_type_hints(handler)
 
 
-def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of these routes; `needs_model`: a body must name its model, as there are several."""
+def openapi(routes: Sequence[Route], *, model: str, needs_model: bool) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of these routes; `needs_model`: a body must name its model, as there are several.
+
+    The first one takes 0.3 s of a core, nearly all of it in pydantic: it is made when it is asked for, beside the event
+    loop. Examples name `model`.
+    """
     kinds = [kind for route in routes for kind in (route.body, *route.answers.values()) if kind is not None]
     references, schemas = _described((*kinds, Error, AnthropicError))
 
@@ -81,6 +128,7 @@ def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
         return {media_type: {"schema": references[kind, "validation"]} for media_type, kind in kind_by_type.items()}
 
     paths: dict[str, Any] = {}
+    shown = {"session_id": "demo", "model_id": model}
     for route in routes:
         path = route.path.replace(":path", "")
         summary, _, rest = (inspect.getdoc(route.handler) or "").partition("\n")
@@ -88,8 +136,9 @@ def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
             "summary": summary,
             "description": rest.strip(),
             "operationId": f"{route.handler.__name__.strip('_')}",
+            "tags": [next(tag for tag, (_, begins) in _TAGS.items() if path.startswith(begins))],
             "parameters": [
-                *(_parameter(name, "path") for name in re.findall(r"{(\w+)}", path)),
+                *(_parameter(name, "path", _PARAMETERS[name], shown.get(name)) for name in _NAMES.findall(path)),
                 *(_parameter(name, "header", _PARAMETERS.get(name, _HINT)) for name in route.headers),
                 *(_parameter(name, "query", _PARAMETERS[name]) for name in route.query),
             ],
@@ -102,15 +151,18 @@ def openapi(routes: Sequence[Route], *, needs_model: bool) -> dict[str, Any]:
             },
         }
         if route.body is not None:
-            operation["requestBody"] = {"required": route.method == "POST", "content": content({_JSON: route.body})}
+            schema = schemas[route.body.__name__]
+            named = {"model": model} if "model" in schema["properties"] else {}
+            taken = {**content({_JSON: route.body})[_JSON], "example": {**named, **_EXAMPLES[path]}}
+            operation["requestBody"] = {"required": route.method == "POST", "content": {_JSON: taken}}
             if not needs_model:
-                schema = schemas[route.body.__name__]
                 required = [name for name in schema.get("required", ()) if name != "model"]
                 schemas = {**schemas, route.body.__name__: {**schema, "required": required}}
         paths.setdefault(path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Mneme", "version": __version__},
+        "tags": [{"name": tag, "description": about} for tag, (about, _) in _TAGS.items()],
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -126,12 +178,27 @@ def _described(kinds: tuple[Any, ...]) -> tuple[Mapping[Any, dict[str, Any]], di
     adapters: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]]
     adapters = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
     references, document = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
+    meanings = field_meanings()
+    for kind, schema in document["$defs"].items():
+        for name, field in schema.get("properties", {}).items():
+            field["description"] = meanings.get(f"{kind}.{name}") or meanings[name]
     return references, document["$defs"]
 
 
-def _parameter(name: str, where: str, description: str = "") -> dict[str, Any]:
+def field_meanings() -> dict[str, str]:
+    """What fields mean, by `name` and by `Type.name`, which goes before it."""
+    meanings = {}
+    for line in Path(__file__).with_name("fields.txt").read_text().splitlines():
+        key, _, meaning = line.partition(": ")
+        kinds, dot, name = key.rpartition(".")
+        meanings.update({f"{kind}{dot}{name}": meaning for kind in kinds.split("|")})
+    return meanings
+
+
+def _parameter(name: str, where: str, description: str, example: str | None = None) -> dict[str, Any]:
     schema = {"type": "string"}
-    return {"name": name, "in": where, "required": where == "path", "description": description, "schema": schema}
+    about = {"name": name, "in": where, "required": where == "path", "description": description, "schema": schema}
+    return about if example is None else {**about, "example": example}
 
 
 def service_page(service: Service, url: str) -> str:
@@ -167,60 +234,6 @@ def curl_line(url: str, service: Mapping[str, Any]) -> str:
 
 def cached_share(tokens: Mapping[str, Any]) -> float:
     return float(tokens["cached_tokens"] / max(1, tokens["prompt_tokens"]))
-
-
-def docs_page(document: Mapping[str, Any]) -> str:
-    """`GET /docs`: the OpenAPI document as a page."""
-    operations = [
-        f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{_text(operation['summary'])}</p>"
-        f"<p>{_text(operation['description'])}</p>{''.join(_bodies(operation))}"
-        for path, methods in document["paths"].items()
-        for method, operation in methods.items()
-    ]
-    schemas = [
-        f'<h3 id="{name}">{name}</h3><p>{_text(schema.get("description", ""))}</p>'
-        f"<table>{''.join(_fields(schema))}</table>"
-        for name, schema in sorted(document["components"]["schemas"].items())
-    ]
-    return _page(
-        f'<h1>Mneme {__version__}: HTTP API</h1><p><a href="/">what runs here</a> &middot; '
-        f'<a href="/openapi.json">/openapi.json</a></p>{"".join(operations)}<h2>Types</h2>{"".join(schemas)}'
-    )
-
-
-def _bodies(operation: Mapping[str, Any]) -> Iterator[str]:
-    for parameter in operation["parameters"]:
-        if parameter["in"] != "path":
-            name, where, description = (_text(parameter[key]) for key in ("name", "in", "description"))
-            yield f"<p>{where} <code>{name}</code>: {description}</p>"
-    for title, content in (("body", operation.get("requestBody")), ("answer", operation["responses"]["200"])):
-        for media_type, described in {} if content is None else content["content"].items():
-            yield f"<p>{title}, {media_type}: {_type(described['schema'])}</p>"
-
-
-def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
-    required = schema.get("required", ())
-    for name, field in schema.get("properties", {}).items():
-        needed = "required" if name in required else ""
-        yield f"<tr><th><code>{name}</code><td>{_type(field)}<td>{needed}"
-
-
-def _type(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words."""
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        return f'<a href="#{name}">{name}</a>'
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type(each) for each in schema["anyOf"]))
-    if "enum" in schema or "const" in schema:
-        return ", ".join(html.escape(json.dumps(value)) for value in schema.get("enum", [schema.get("const")]))
-    if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
-    return str(schema.get("type", "any"))
-
-
-def _text(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _page(content: str) -> str:

@@ -37,8 +37,8 @@ _TEXT = {
     "serve-multiplexed-model-id": "serve_multiplexed_model_id",
 }
 # Without a key: what probes and scrapers call, and what says what runs here, as in vLLM
-PAGE_PATHS = ("/ui", "/ui/app.js", "/ui/app.css")  # nothing of a tenant's is in them
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/", "/docs", "/openapi.json", "/version", *PAGE_PATHS})
+PAGE_PATHS = ("/ui", "/ui/app.js", "/ui/app.css", "/docs", "/docs/docs.js")  # nothing of a tenant's is in them
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/", "/openapi.json", "/version", *PAGE_PATHS})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 

@@ -642,6 +642,7 @@ class OpenApi(TypedDict):
 
     openapi: str
     info: dict[str, str]
+    tags: list[dict[str, str]]
     paths: dict[str, Any]
     components: dict[str, Any]
     security: list[dict[str, list[str]]]

@@ -54,6 +54,7 @@ def test_the_wheel_holds_every_module_and_the_embedded_model(wheel: Path) -> Non
         assert modules <= names
     model = {f"mneme/replicas/mneme_tiny/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
     assert model <= names
+    assert {"mneme/cluster/http/fields.txt", "mneme/cluster/http/window/assets/docs.js"} <= names
     assert "mneme/py.typed" in names
 
 

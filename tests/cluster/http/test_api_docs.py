@@ -11,7 +11,9 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from mneme.cluster.http.api_docs import field_meanings
 from mneme.cluster.http.guard import PAGE_PATHS
+from mneme.cluster.http.window.docs import docs_page
 from tests.cluster.api_fixtures import CHAT, COMPLETION, api, get
 from tests.cluster.http.test_kv import IDS
 from tests.cluster.real_engines import TwoEngines
@@ -72,7 +74,7 @@ def test_every_answer_has_the_fields_that_are_described_and_no_other(client: Tes
 
 
 def ask_the_service(described: Described, client: TestClient) -> None:
-    for path in ("/v1/models", "/health", "/ready", "/metrics", "/version", "/", "/docs", "/openapi.json"):
+    for path in ("/v1/models", "/health", "/ready", "/metrics", "/version", "/", "/openapi.json"):
         described.ask(client, "GET", path)
     for path in ("/v1/sessions", "/v1/requests", "/v1/kv/tree", "/v1/kv/tiers", "/v1/cluster", *PAGE_PATHS):
         described.ask(client, "GET", path)
@@ -158,3 +160,61 @@ def test_every_route_is_described() -> None:
     assert named == {*document["components"]["schemas"]}
     assert {"ChatRequest", "ChatCompletion", "Error"} <= named
     assert not [name for name in named if "__" in name]  # pydantic's, of two types of one name
+
+
+def test_every_field_is_described_and_no_description_is_of_nothing() -> None:
+    schemas = get("/openapi.json").json()["components"]["schemas"]
+    meanings = field_meanings()
+    fields = {
+        f"{kind}.{name}": field for kind, schema in schemas.items() for name, field in schema["properties"].items()
+    }
+    assert {
+        key for key, field in fields.items() if not re.fullmatch(r"[A-Z`].+\.", field["description"], re.DOTALL)
+    } == set()
+    used = {key if key in meanings else key.partition(".")[2] for key in fields}
+    assert set(meanings) - used == set()
+
+
+def test_every_operation_has_a_tag_and_describes_its_parameters() -> None:
+    document = get("/openapi.json").json()
+    operations = [operation for each in document["paths"].values() for operation in each.values()]
+    tags = [tag["name"] for tag in document["tags"]]
+    assert {tag for operation in operations for tag in operation["tags"]} == set(tags)
+    assert all(len(operation["tags"]) == 1 for operation in operations)
+    assert all(each["description"] for operation in operations for each in operation["parameters"])
+
+
+def test_every_body_has_an_example_that_is_answered(client: TestClient, engines: TwoEngines) -> None:
+    """In the order of the document: the chat makes the session that is forked. Nothing is in the tier to be pinned."""
+    statuses = {}
+    for path, operations in client.get("/openapi.json").json()["paths"].items():
+        for method, operation in operations.items():
+            if "requestBody" in operation:
+                example = operation["requestBody"]["content"]["application/json"]["example"]
+                assert example.get("model", "tiny") == "tiny"
+                asked = api(engines) if "/v1/kv" in path else client
+                answer = asked.request(method, path.format(session_id="demo"), json=example)
+                statuses[path] = answer.status_code
+    assert {path: status for path, status in statuses.items() if status != 200} == {
+        "/v1/kv/pin": 404,
+        "/v1/kv/unpin": 404,
+    }
+
+
+def test_what_the_page_shows_of_the_description_is_text() -> None:
+    """A name of a model, a docstring and a path may have what is markup in HTML."""
+    name = "<b>\"x\" & 'y'</b>"
+    document = get("/openapi.json").json()
+    document["info"]["title"] = document["tags"][0]["description"] = name
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    operation["summary"] = operation["description"] = operation["operationId"] = name
+    operation["requestBody"]["content"]["application/json"]["example"]["model"] = name
+    operation["parameters"].append(
+        {"name": name, "in": "query", "required": False, "description": name, "example": name}
+    )
+    document["paths"][f"/{name}"] = {"get": {**document["paths"]["/version"]["get"]}}
+    document["components"]["schemas"]["ChatRequest"]["properties"][name] = {"const": name, "description": name}
+    page = docs_page(document, needs_key=True)
+    assert "<b>" not in page
+    assert '"x"' not in page.replace("\\", "")
+    assert page.count("&lt;b&gt;") >= 12
