@@ -50,7 +50,6 @@ from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
-from mneme.replicas.schedule.queue import MAX_PRIORITY_S
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
@@ -464,7 +463,7 @@ class Engine:
             controller=self._blends,
             num_tokens=len(sequence.context),
             num_exact=self._num_exact(sequence),
-            num_again=0 if self._has_documents(sequence, num_asked) else num_asked,
+            num_again=0 if self._can_wait(sequence, num_asked) else num_asked,
         )
         if isinstance(decided, Declined):
             return Blend(declined=decided, is_history_approximate=is_approximate)
@@ -494,12 +493,23 @@ class Engine:
         request = sequence.request
         return self._asked.note(request.salt, sequence.context, request.documents, root_turn(request))
 
-    def _has_documents(self, sequence: Sequence, end: int) -> bool:
-        """Return whether it has documents that end there or before, with the KV of all of them."""
+    def _can_wait(self, sequence: Sequence, end: int) -> bool:
+        """Return whether its first tokens may be computed when it has ended: if documents among them have KV.
+
+        Not if they are being computed now: it follows that.
+        """
         request, context = sequence.request, sequence.context
+        if self._is_coming(request.salt, context[:end]):
+            return False
         wholes = [span for span in request.documents if span.end <= end and request.blend.is_long(span)]
         prompts = [[*self.sink_ids, *context[span.start : span.end]] for span in wholes]
         return bool(prompts) and all(sum(self.forest.resident(request.salt, ids)) == len(ids) for ids in prompts)
+
+    def _is_coming(self, salt: str, ids: list[int]) -> bool:
+        """Return whether a child computes a prompt that begins so."""
+        requests = (child.request for child in self.scheduler.gathering.parent_by_child)
+        wanted = salt, tuple(ids)
+        return any((request.salt, request.prompt_token_ids[: len(ids)]) == wanted for request in requests)
 
     def _tidy(self) -> None:
         """Do what goes before each step; no placeholder is anywhere."""
@@ -623,10 +633,11 @@ class Engine:
         sequence, blend = end.sequence, end.sequence.blend
         if not blend.num_asked or end.reason not in ("stop", "length") or sequence.request.choice_index:
             return
-        num_tokens = len(sequence.ids) if blend.num_asked >= blend.spans[-1].end else blend.num_asked
-        ids = sequence.ids[: min(num_tokens, self.capacity - 1)]
-        if sum(self.forest.resident(sequence.request.salt, ids)) < len(ids) - 1:
-            self._start_child(sequence, "exact", ids, taken_s=self.clock(), priority=int(MAX_PRIORITY_S))
+        salt, ids = sequence.request.salt, sequence.context[: self.capacity - 1]
+        is_known = sum(self.forest.resident(salt, ids)) >= blend.num_asked
+        if not is_known and not self._is_coming(salt, ids[: blend.num_asked]):
+            is_all = blend.num_asked >= blend.spans[-1].end
+            self._start_child(sequence, "exact", ids if is_all else ids[: blend.num_asked], taken_s=self.clock())
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""

@@ -72,6 +72,17 @@ def test_what_is_asked_again_is_computed_exactly_where_its_documents_are_gone() 
     assert asks(engine, parts)[1].declined == "exact"
 
 
+def test_who_asks_while_the_beginning_is_computed_follows() -> None:
+    engine, parts = make_engine(max_batch_tokens=16), [SYSTEM, A, B, QUESTION]
+    asks(engine, parts)
+    engine.submit(blended("second", parts, AUTO, 1))
+    while not any(event.finish_reason for event in engine.step()):
+        pass
+    assert engine.has_work  # some steps of it
+    usage, told = asks(engine, parts)
+    assert (usage.cached_tokens, told.mode) == (usage.prompt_tokens - 1, "off")
+
+
 def test_usage_says_why() -> None:
     engine = make_engine()
     told = [asks(engine, [SYSTEM, A, B, question])[1] for question in (QUESTION, (4,), (3, 3))]
