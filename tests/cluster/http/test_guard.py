@@ -14,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mneme.cluster.config import HttpConfig
+from mneme.cluster.http import body as body_module
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.cluster.http.body import BodyReader, HeldBody
@@ -236,7 +237,9 @@ def test_new_grammars_wait_for_each_other_and_not_for_ever(monkeypatch: pytest.M
     assert sorted(asyncio.run(run())) == [200] * MAX_COMPILING + [429]
 
 
-def test_bodies_that_are_being_read_share_a_budget() -> None:
+def test_bodies_that_are_being_read_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 1024)
+
     async def run() -> list[int]:
         release = asyncio.Event()
 
@@ -245,7 +248,7 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
             await release.wait()
             yield b"{}"
 
-        async with concurrently(FakeEngineClient(TOKENIZER), max_body_bytes=1024, max_held_body_bytes=1024) as client:
+        async with concurrently(FakeEngineClient(TOKENIZER), max_body_bytes=1024) as client:
             headers = {"content-type": "application/json"}
             first = asyncio.ensure_future(client.post("/tokenize", content=slow(), headers=headers))
             statuses = []
@@ -263,7 +266,7 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
 
 def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
     """The first may have half, and the next half of what is left; each may have one."""
-    reader = BodyReader(HttpConfig(max_body_bytes=1024, max_held_body_bytes=8 * 1024))
+    reader = BodyReader(1024, max_held_bytes=8 * 1024)
 
     def filled(tenant: str) -> list[HeldBody]:
         bodies = []
@@ -285,7 +288,8 @@ def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[BadRequestChecker]:
-    with serving(config=HttpConfig(body_idle_timeout_s=2.0)) as server:
+    with pytest.MonkeyPatch.context() as patched, serving() as server:
+        patched.setattr(body_module, "BODY_IDLE_S", 2.0)
         checker = BadRequestChecker(server.url)
         yield checker
         checker.close()
