@@ -33,7 +33,7 @@ _MAX_ONGOING = 100_000
 _END_S = 20.0
 _SURGE_PERCENT = 25  # of the replicas, at least one, are started beside those that they replace
 
-_LOGGING = {"enable_access_log": False}  # it would note every call on a replica
+_ENCODINGS = {"text": "TEXT", "json": "JSON"}
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -64,7 +64,7 @@ def build_application(
         graceful_shutdown_wait_loop_s=0.1,
         max_surge_percent=0 if config.ingress.cpus else _SURGE_PERCENT,
         ray_actor_options={"num_cpus": config.ingress.cpus},
-        logging_config=_LOGGING,
+        logging_config=_logging(config),
     )(serve.ingress()(Ingress))
     wanted = [placement.replicas if model.autoscale is None else None for model, placement in each]
     return ingress.bind(config.as_mapping(), engines, wanted, build_api or _build_api)
@@ -86,8 +86,13 @@ def _engines(index: int, config: ClusterConfig, placement: EnginePlacement, load
         max_surge_percent=0 if placement.gpus_per_replica or config.cpus_per_replica else _SURGE_PERCENT,
         request_router_config=RequestRouterConfig(request_router_class="mneme.router.serve_router.MnemeRequestRouter"),
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": placement.gpus_per_replica},
-        logging_config=_LOGGING,
+        logging_config=_logging(config),
     )(EngineReplica).bind(_of_engines(config), placement.device, placement.gpus_per_replica, load_engine)
+
+
+def _logging(config: ClusterConfig) -> dict[str, Any]:
+    """Serve's own access log would note every call on a replica."""
+    return {"enable_access_log": False, "encoding": _ENCODINGS[config.log_format]}
 
 
 def _of_engines(config: ClusterConfig) -> dict[str, Any]:

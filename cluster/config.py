@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cluster.keys import Keyring
@@ -113,6 +113,7 @@ class ClusterConfig:
     port: int = 8000  # of HTTP
     cpus_per_replica: float = 0.0  # what Ray reserves; 0 fits everywhere, more keeps replicas off a full node
     gpus_per_replica: float | None = None  # None: 1 where there are GPUs; a fraction: engines share one, and its memory
+    log_format: Literal["text", "json"] = "text"  # of lines in logs; json: an object each
     start_timeout_s: float = 600.0  # until all replicas are ready; a start that takes longer has failed
     drain_grace_s: float = 10.0  # a replica that stops: how long answers go on there before others take them over
     engine: EngineConfig = field(default_factory=EngineConfig)  # of each replica

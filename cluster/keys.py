@@ -170,6 +170,7 @@ class Meter:
 
 class Caller(NamedTuple):
     tenant: str
+    name: str  # of the key
     is_admin: bool
     meter: Meter | None = None  # None: without limits
 
@@ -209,7 +210,7 @@ class Keyring:
     def authenticate(self, authorization: str | None) -> Caller:
         """Find who sends this Authorization header, in the same time for every key; raises `Unauthorized`."""
         if self.is_open:
-            return Caller(PUBLIC, is_admin=True)
+            return Caller(PUBLIC, PUBLIC, is_admin=True)
         self._look_again()
         scheme, _, given = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not given:
@@ -218,7 +219,8 @@ class Keyring:
         found = [key for key in self._keys if hmac.compare_digest(digest, key.sha256)]
         if not found:
             raise Unauthorized("the API key is not known")
-        return Caller(tenant_of_secret(found[0].sha256), found[0].role == "admin", self._meters.get(found[0]))
+        key = found[0]
+        return Caller(tenant_of_secret(key.sha256), key.name, key.role == "admin", self._meters.get(key))
 
     def _look_again(self) -> None:
         now = self._clock()

@@ -53,7 +53,14 @@ def _watch(http: httpx.Client, args: argparse.Namespace, clock: Callable[[], flo
     is_live = not (args.json or args.once)
     with Live(console=console, auto_refresh=False, screen=False) if is_live else _Printed(console) as shown:
         while True:
-            look = _look(http, clock())
+            try:
+                look = _look(http, clock(), with_sessions=args.json)
+            except ChatFailed as error:
+                if not is_live or before is None:
+                    raise
+                shown.update(Text(f"{error}; asking again"), refresh=True)
+                time.sleep(args.every)
+                continue
             if args.json:
                 print(json.dumps(look), flush=True)
             else:
@@ -80,11 +87,11 @@ class _Printed:
         self._console.print(drawn)
 
 
-def _look(http: httpx.Client, at_s: float) -> dict[str, Any]:
+def _look(http: httpx.Client, at_s: float, *, with_sessions: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"at_s": at_s}
     for name, path in (
-        *(("cluster", "/v1/cluster"), ("tiers", "/v1/kv/tiers")),
-        *(("requests", "/v1/requests?last=10"), ("sessions", "/v1/sessions?limit=5")),
+        *(("cluster", "/v1/cluster"), ("tiers", "/v1/kv/tiers"), ("requests", "/v1/requests?last=10")),
+        *((("sessions", "/v1/sessions?limit=5"),) if with_sessions else ()),
     ):
         try:
             response = http.get(path)

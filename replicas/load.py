@@ -217,9 +217,7 @@ class Load:
         with self._condition:
             if self.is_asking:
                 return self.left_s() <= 0
-            if self.state is LoadState.READING and "thread" not in self._owners:  # the part before is in its pages
-                self._owners.add("thread")
-                self._on_part(self)
+            self._read_on()  # the part before is in its pages
             is_waited_for = self.state is LoadState.READING and not is_alone
             if is_waited_for and self.left_s() > 0:
                 return False
@@ -291,6 +289,8 @@ class Load:
             if self._num_read >= end and self.plan is not None:
                 self._left_s = self.plan.may_wait_s
             self._update_state()
+            if end > self._num_read:  # a step that loads all at once waits for parts that nobody was to read yet
+                self._read_on()
         self._budget.wake()
 
     def take(self, index: int, layer: int) -> U8Array | Miss:
@@ -356,6 +356,12 @@ class Load:
                 return part
             self.leave("thread")
         return None
+
+    def _read_on(self) -> None:
+        """Have a thread read its next part, if none is at it."""
+        if self.state is LoadState.READING and "thread" not in self._owners:
+            self._owners.add("thread")
+            self._on_part(self)
 
     def _read_layer(self, index: int, layer: int, part: range) -> None:
         num_bytes = self.sources[index].header.layer_bytes

@@ -27,14 +27,21 @@ R_co = TypeVar("R_co", covariant=True)
 class Query(Generic[R_co]):
     """A question that is answered with an `R_co`."""
 
-    is_slow: ClassVar[bool] = False  # it may take milliseconds, so no other may have to wait for it
+    lane: ClassVar[Literal["kv", "lists"] | None] = None  # where it waits for others alike: it may take long
 
 
 @dataclass(frozen=True, slots=True)
 class KvQuery(Query[R_co]):
     """A question about KV, which the cache tier may have to be asked for."""
 
-    is_slow: ClassVar[bool] = True
+    lane: ClassVar[Literal["kv", "lists"] | None] = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class ListQuery(Query[R_co]):
+    """A question of people who look at what there is, perhaps again and again."""
+
+    lane: ClassVar[Literal["kv", "lists"] | None] = "lists"
 
 
 class SessionKv(TypedDict):
@@ -79,7 +86,7 @@ class ListedSession(KnownSession):
 
 
 @dataclass(frozen=True, slots=True)
-class ListSessions(KvQuery[list[ListedSession]]):
+class ListSessions(ListQuery[list[ListedSession]]):
     """Describe the sessions that a tenant used last, the latest first; `salt`: any of the tenant's."""
 
     salt: str
@@ -348,7 +355,7 @@ class Tree(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class GetTree(KvQuery[Tree]):
+class GetTree(ListQuery[Tree]):
     """Show the prefix forest as runs, parents first, the largest where there are too many.
 
     salt        whose KV: all salts of its tenant; None: everybody's, without token ids

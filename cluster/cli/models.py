@@ -49,12 +49,12 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def _known() -> Iterator[dict[str, Any]]:
-    yield _described(EMBEDDED_MODEL, model_directory(EMBEDDED_MODEL))
+    yield described(EMBEDDED_MODEL, model_directory(EMBEDDED_MODEL))
     for name, packaged in PACKAGED.items():
         made = sorted((cache_folder() / "models").glob(f"{Path(packaged.file).stem}-*/config.json"))
         is_here = bool(made)
         yield (
-            _described(name, made[-1].parent) if is_here else {"name": name, "about": f"{packaged.about}; not here yet"}
+            described(name, made[-1].parent) if is_here else {"name": name, "about": f"{packaged.about}; not here yet"}
         )
 
 
@@ -70,7 +70,7 @@ def _of_hub() -> Iterator[dict[str, Any]]:
     for repo in sorted(repos, key=lambda each: each.repo_id):
         if repo.repo_type == "model" and repo.revisions:
             newest = max(repo.revisions, key=lambda each: each.last_modified)
-            yield _described(repo.repo_id, newest.snapshot_path)
+            yield described(repo.repo_id, newest.snapshot_path)
 
 
 def _of_folder(folder: Path) -> Iterator[dict[str, Any]]:
@@ -82,10 +82,10 @@ def _of_folder(folder: Path) -> Iterator[dict[str, Any]]:
     for path in paths:
         is_file = path.is_file() and path.suffix == ".gguf"
         if is_file or (path / "config.json").exists() or any(path.glob("*.gguf")):
-            yield _described(str(path), path)
+            yield described(str(path), path)
 
 
-def _described(name: str, directory: Path) -> dict[str, Any]:
+def described(name: str, directory: Path) -> dict[str, Any]:
     """Say what a model takes, or why it is not served; its weights are what their files hold, by the engine's dtype."""
     try:
         directory = model_directory(str(directory))  # of a GGUF file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.config import ClusterConfig
+from mneme.cluster.logs import log_to_stderr
 from mneme.cluster.run.environment import bound_socket
 from mneme.cluster.run.lifecycle import Foreground, LocalCluster, Placements
 from mneme.errors import MnemeError, ReplicaUnavailable
@@ -44,7 +44,7 @@ def serve_local(config: ClusterConfig) -> int:
     """Run one engine in this process, without Ray, until a signal; returns the exit status."""
     from mneme.cluster.local import LocalServer
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # warnings; a cluster's are in Serve's log
+    log_to_stderr(config.log_format)  # a cluster's lines are in Serve's log
     server = LocalServer(config)
     return _run(server, server.start)
 

@@ -71,18 +71,14 @@ def build_api(
         traces = Traces.to(config.otlp_endpoint, ingress)
     metrics = MetricsPage({each.model.id: each.client for each in backends}, ingress)
     prompts = Bounded[tuple[str, str], Any](MAX_PROMPT_RECORDS)
-    apis = [
-        ApiState(
-            **each._asdict(), config=config, latencies=metrics.latencies.of(each.model.id), clock=clock, prompts=prompts
-        )
-        for each in backends
-    ]
+    requests = RequestLog(time.time)
+    shared: dict[str, Any] = {"config": config, "clock": clock, "prompts": prompts, "requests": requests}
+    apis = [ApiState(**each._asdict(), **shared, latencies=metrics.latencies.of(each.model.id)) for each in backends]
     app = Starlette(exception_handlers={HTTPException: _refused_by_framework})
     app.router.redirect_slashes = False
-    requests = RequestLog(time.time)
     service = Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open, requests=requests, traces=traces)
     _add_routes(app, service)
-    app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock, keyring=keyring)
+    app.add_middleware(Guard, config=config, on_answer=metrics.count_answer, clock=clock, keyring=keyring)
     return app
 
 
@@ -181,9 +177,11 @@ def _log_request(
     """Remember a request that has run."""
     routes = response.api.client.routes(response.choices[0].request.salt, request.state.request_id)
     shown = shown_request(response, error, request, route.path, routes, service.requests.clock())
-    service.requests.add(request.state.tenant, shown)
     if service.traces is not None:
-        service.traces.add(shown, times_of(response, request, shown["ended_at"]), routes, request.headers)
+        times = times_of(response, request, shown["ended_at"])
+        shown["trace_id"] = service.traces.add(shown, times, routes, request.headers)
+    service.requests.add(request.state.tenant, shown)
+    request.state.shown = shown
 
 
 async def _list_models(service: Service, request: Request) -> answers.ModelList:
@@ -239,8 +237,9 @@ def _worst(conditions: Mapping[str, Condition]) -> answers.Worst:
 
 
 async def _metrics(service: Service, request: Request) -> Response:
-    """Figures for Prometheus."""
-    return Response(await service.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    """Figures for Prometheus; those of API keys, to an admin's."""
+    with_tenants = request.state.is_admin or not service.needs_key
+    return Response(await service.metrics.render(with_tenants=with_tenants), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 async def _version(service: Service, request: Request) -> answers.Version:

@@ -106,6 +106,7 @@ class ApiState:
     dialect: Dialect = field(init=False)
     # Of messages whose clients ask what became of their prefix, by tenant and id: `messages.PromptRecord`.
     prompts: Bounded[tuple[str, str], Any] = field(default_factory=lambda: Bounded(MAX_PROMPT_RECORDS))
+    requests: RequestLog = field(default_factory=lambda: RequestLog(time.time))
 
     def __post_init__(self) -> None:
         self._grammars = GrammarChecker(self.tokenizer)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.http.error_response import error_response
 from mneme.cluster.keys import Keyring, Meter
+from mneme.cluster.logs import log_request
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.serve.http_protocol import MAX_HEADER_BYTES, REPLACED
 from mneme.cluster.tenancy import PUBLIC
@@ -44,25 +45,26 @@ _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 class Guard:
     """Wraps the application; adds what it knows of a request to `scope["state"]`.
 
-    request_id, tenant     texts
+    request_id, tenant     texts; `tenant_name` is what its key is called
     is_admin, meter        what the API key may do; the meter is None where it has no limits
     arrived_s, received_s  by the clock: when its headers were there, and when its body was
     body                   a `HeldBody`
     answer_headers         a list: what routes put there is among the answer's headers
+    shown                  a `ShownRequest`, put there by what has generated: its line in the log has it too
     """
 
     def __init__(
         self,
         app: App,
         config: HttpConfig,
-        on_response: Callable[[str, int], None],
+        on_answer: Callable[[Mapping[str, Any]], None],
         *,
         clock: Clock,
         keyring: Keyring | None = None,
     ) -> None:
         self._app = app
         self._keyring = keyring or config.keyring(clock)
-        self._on_response = on_response  # told the path and status of every answer
+        self._on_answer = on_answer  # told what `log_request` logs, of every request
         self._clock = clock
         self._bodies = BodyReader(config.max_body_bytes)
 
@@ -70,12 +72,13 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        began_s = self._clock()
         response = _Response(send, secrets.token_hex(16), _given_id(scope))
         body = HeldBody(self._bodies)
         try:
             await self._serve(scope, receive, response, body)
         except (ClientGone, OSError):
-            logger.info("client gone request=%s given_id=%s", response.request_id, response.given_id)
+            response.outcome = "client_gone"
         except MnemeError as error:
             if response.status is None:
                 await self._bodies.skip(body, receive, waits=_waits_to_send(scope))
@@ -85,8 +88,7 @@ class Guard:
             await self._fail(MnemeError("internal error"), scope, receive, response)
         finally:
             body.take()
-        if response.status is not None:
-            self._on_response(scope["path"], response.status)
+        self._end(scope, response, self._clock() - began_s)
 
     async def _serve(self, scope: Scope, receive: Receive, response: _Response, body: HeldBody) -> None:
         arrived_s = self._clock()
@@ -96,11 +98,13 @@ class Guard:
         state = scope.setdefault("state", {})
         is_open = (scope["path"].rstrip("/") or "/") in OPEN_PATHS
         if is_open:
-            state.update(known, tenant=PUBLIC, is_admin=False, meter=None)
+            is_admin = scope["path"].rstrip("/") == "/metrics" and self._is_admin(headers)
+            state.update(known, tenant=PUBLIC, tenant_name=PUBLIC, is_admin=is_admin, meter=None)
         else:
             caller = self._keyring.authenticate(_credentials(headers))
             body.tenant = caller.tenant
-            state.update(known, tenant=caller.tenant, is_admin=caller.is_admin, meter=caller.meter)
+            state.update(known, tenant=caller.tenant, tenant_name=caller.name)
+            state.update(is_admin=caller.is_admin, meter=caller.meter)
             response.meter = caller.meter
         with self._taken_in(scope, response):
             has_body = scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers))
@@ -108,6 +112,12 @@ class Guard:
                 await self._bodies.read(body, headers, receive)
             state["received_s"] = self._clock()
             await self._app(scope, receive, response.send)
+
+    def _is_admin(self, headers: Mapping[str, str]) -> bool:
+        """Say whether who needs no key has given an admin's; another one is no reason to refuse."""
+        with suppress(MnemeError):
+            return self._keyring.authenticate(_credentials(headers)).is_admin
+        return False
 
     @contextmanager
     def _taken_in(self, scope: Scope, response: _Response) -> Iterator[None]:
@@ -122,16 +132,28 @@ class Guard:
             response.meter.end()
 
     async def _fail(self, error: MnemeError, scope: Scope, receive: Receive, response: _Response) -> None:
-        logger.info(
-            "refused request=%s given_id=%s status=%d code=%s",
-            response.request_id,
-            response.given_id,
-            error.http_status,
-            error.code,
-        )
+        response.outcome = error.code
         if response.status is None:
             answer = error_response(error, scope["path"], response.request_id)
             await answer(scope, receive, response.send)
+
+    def _end(self, scope: Scope, response: _Response, seconds: float) -> None:
+        state = scope.get("state", {})
+        line: dict[str, Any] = {
+            "id": response.request_id,
+            "given_id": response.given_id,
+            "tenant": state.get("tenant_name"),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": response.status,
+            "outcome": response.outcome,
+            **state.get("shown", {}),
+            "total_ms": round(seconds * 1e3, 3),
+        }
+        self._on_answer(line)
+        is_probe = (scope["path"].rstrip("/") or "/") in OPEN_PATHS and response.status == 200
+        if not is_probe:
+            log_request(line)
 
     def _headers(self, scope: Scope) -> dict[str, str]:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
@@ -163,6 +185,7 @@ class _Response:
         self.request_id = request_id
         self.given_id = given_id
         self.status: int | None = None
+        self.outcome = "ok"  # or the code of what went wrong
         self.meter: Meter | None = None
         self.headers: list[tuple[bytes, bytes]] = []  # added to the answer's
 

@@ -389,3 +389,19 @@ CACHE_ENGINES = (
     ),
     family("mneme_cache_read_buffer_bytes", "Bytes read ahead.", "read_buffer_bytes"),
 )
+# What is worth telling as it happens: chunks that could not be read as their bytes are wrong, nodes that are gone.
+FAULTS = tuple(
+    Family(
+        each.name,
+        each.description,
+        [case for case in each.samples if dict(case[0]).get("reason") not in ("absent", "busy")],
+    )
+    for each in (*ENGINES, *CACHE_ENGINES)
+    if each.name
+    in (
+        "mneme_cache_unread_chunks_total",
+        "mneme_cache_failed_calls_total",
+        "mneme_cache_node_faults_total",
+        "mneme_cuda_graph_failures_total",
+    )
+)

@@ -37,6 +37,7 @@ from mneme.version import __version__, revision
 
 logger = logging.getLogger(__name__)
 
+SOURCES = ("device", "host", "disk", "peer", "recomputed", "dropped")  # of a prompt's KV
 _WANTED_TIMEOUT_S = 1.0
 _NODES_TIMEOUT_S = 2.0  # more than the tier's administrator gives a node
 
@@ -51,15 +52,28 @@ class MetricsPage:
         self._labels: Labels = (("ingress", ingress),)
         self.latencies = Latencies(ingress)
         self._responses: Counter[Labels] = Counter()
+        self._tenant_requests: Counter[Labels] = Counter()
+        self._tenant_prompts: Counter[Labels] = Counter()
+        self._tenant_generated: Counter[Labels] = Counter()
         self.known_paths: frozenset[str] = frozenset()  # labels of answers; the rest is "other"
 
-    def count_response(self, path: str, status: int) -> None:
-        path = path.rstrip("/") or "/"
-        label = path if path in self.known_paths else "other"
-        self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
+    def count_answer(self, line: Mapping[str, Any]) -> None:
+        """Count a request by what `cluster.logs.log_request` says of it."""
+        if line["status"] is not None:
+            path = line["path"].rstrip("/") or "/"
+            label = path if path in self.known_paths else "other"
+            self._responses[(*self._labels, ("path", label), ("status", str(line["status"])))] += 1
+        if line["tenant"] is None:  # nobody was let in
+            return
+        labels = (*self._labels, ("tenant", line["tenant"]))
+        if "kv_details" in line:
+            self._tenant_requests[(*labels, ("outcome", line["outcome"]))] += 1
+            self._tenant_generated[labels] += line["completion_tokens"]
+            for source in SOURCES:
+                self._tenant_prompts[(*labels, ("source", source))] += line["kv_details"][source]
 
-    async def render(self) -> bytes:
-        """Write the page in Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
+    async def render(self, *, with_tenants: bool = False) -> bytes:
+        """Write the page in Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`; tenants' figures are admins' alone."""
         answers = await asyncio.gather(*(client.stats() for client in self._clients.values()))
         stats = dict(zip(self._clients, answers, strict=True))
         engines = [
@@ -77,7 +91,9 @@ class MetricsPage:
             for state in STATES
         }
         state = metric("mneme_state", "1 for the state that a model is in.", states)
-        return generate_latest(_Found([state, *self._metrics(stats, wanted), *cache_metrics(nodes, engines)]))
+        of_tenants = self._of_tenants() if with_tenants else ()
+        metrics = [state, *self._metrics(stats, wanted), *of_tenants, *cache_metrics(nodes, engines)]
+        return generate_latest(_Found(metrics))
 
     async def _num_wanted(self) -> int | None:
         """Ask in threads how many replicas there should be; None if that takes long, or is not known of a model."""
@@ -135,6 +151,15 @@ class MetricsPage:
         }
         yield metric("vllm:kv_cache_usage_perc", "Share of pages in use; 1 is all.", usage)
         yield from self.latencies.collect()
+
+    def _of_tenants(self) -> Iterator[Metric]:
+        text = "Requests of API keys that were let in, by how they ended (a finish reason, or an error's code)."
+        yield metric("mneme_tenant_requests_total", text, self._tenant_requests)
+        text = "Tokens of prompts of an API key's requests, by where their KV came from."
+        yield metric("mneme_tenant_prompt_tokens_total", text, self._tenant_prompts)
+        yield metric(
+            "mneme_tenant_generated_tokens_total", "Tokens of answers to an API key's requests.", self._tenant_generated
+        )
 
 
 def _kv_usage(engine: Mapping[str, Any]) -> float:

@@ -13,6 +13,7 @@ runs. The exporter is `mneme[otel]`'s; without an endpoint nothing of OpenTeleme
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from mneme.version import __version__
 
 logger = logging.getLogger(__name__)
 
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 _OPERATIONS = {"/v1/embeddings": "embeddings", "/v1/completions": "text_completion"}  # others: chat
 
 
@@ -70,16 +72,20 @@ class Traces:
         times: Times,
         routes: Sequence[Mapping[str, Any]],
         headers: Mapping[str, str],
-    ) -> None:
-        """Make the spans of a request that has ended (`ShownRequest`); nothing that goes wrong here reaches it."""
+    ) -> str | None:
+        """Make the spans of a request that has ended (`ShownRequest`); nothing that goes wrong here reaches it.
+
+        Returns the id of its trace; None: something went wrong.
+        """
         try:
-            self._add(request, times, routes, headers)
+            return self._add(request, times, routes, headers)
         except Exception:  # a request has been answered; the edge of another library
             logger.exception("no spans request=%s", request["id"])
+            return None
 
     def _add(
         self, request: Mapping[str, Any], times: Times, routes: Sequence[Mapping[str, Any]], headers: Mapping[str, str]
-    ) -> None:
+    ) -> str:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         operation = _OPERATIONS.get(request["path"], "chat")
@@ -124,6 +130,13 @@ class Traces:
         if times.first_token is not None and times.last_token is not None:
             child("decode", times.first_token, times.last_token, {"mneme.tokens": request["completion_tokens"]})
         root.end(_ns(times.ended))
+        return f"{root.get_span_context().trace_id:032x}"
+
+
+def trace_id_of(headers: Mapping[str, str]) -> str | None:
+    """Return the id in a W3C `traceparent`, if there is a sound one."""
+    found = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+    return None if found is None else found[1]
 
 
 def _of_route(route: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -44,7 +45,7 @@ LoadEngine = Callable[..., "EngineLoop"]  # called like `mneme.replicas.engine.l
 
 logger = logging.getLogger(__name__)
 
-_NUM_KV_THREADS, _MAX_KV_QUERIES = 2, 64
+_LANES = {"kv": (2, 64), "lists": (1, 8)}  # threads for questions that may take long, and those that may be there
 _DRAIN_POLL_S = 0.05
 
 
@@ -98,8 +99,8 @@ class ReplicaServer:
         self._draining: asyncio.Task[None] | None = None
         self._gpu, self._gpu_figures = gpu, {} if gpu is None else gpu.read()
         self._drain_grace_s = drain_grace_s
-        self._kv_threads = ThreadPoolExecutor(_NUM_KV_THREADS, "kv-query")
-        self._num_kv_queries = 0
+        self._threads = {lane: ThreadPoolExecutor(num, f"{lane}-query") for lane, (num, _) in _LANES.items()}
+        self._num_queries = Counter[str]()
 
     async def events(self, *, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         """The token stream of one subscriber; when it ends, in whatever way, its requests are aborted.
@@ -166,15 +167,16 @@ class ReplicaServer:
         Questions to the cache tier have threads of their own: it may be slow, and requests must not wait behind it.
         """
         self._check(replica_id)
-        if not query.is_slow:
+        lane = query.lane
+        if lane is None:
             return await asyncio.to_thread(self._engine.query, query)
-        if self._num_kv_queries >= _MAX_KV_QUERIES:
+        if self._num_queries[lane] >= _LANES[lane][1]:
             return Overloaded("too many questions about KV at once")
-        self._num_kv_queries += 1
+        self._num_queries[lane] += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._kv_threads, self._engine.query, query)
+            return await asyncio.get_running_loop().run_in_executor(self._threads[lane], self._engine.query, query)
         finally:
-            self._num_kv_queries -= 1
+            self._num_queries[lane] -= 1
 
     async def drain(self, grace_s: float) -> None:
         """Take no more work; what has not ended within `grace_s` is saved, and ends as "abort": others go on with it.

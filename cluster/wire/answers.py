@@ -546,6 +546,7 @@ class ExplainedRoute(ShownRoute):
 class Explanation(TypedDict):
     id: str
     object: Literal["kv.explanation"]
+    trace_id: str | None  # None: it has none, or another ingress answered it
     choices: list[ExplainedChoice]
     routes: list[ExplainedRoute]
 

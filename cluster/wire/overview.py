@@ -21,7 +21,8 @@ class SessionList(TypedDict):
 class ShownRequest(TypedDict):
     """A request that ended, or was refused behind its admission.
 
-    outcome  a finish reason, the code of an error, or "client_gone"
+    outcome   a finish reason, the code of an error, or "client_gone"
+    trace_id  of its `traceparent`, or of the spans that were made for it
     """
 
     id: str
@@ -31,6 +32,7 @@ class ShownRequest(TypedDict):
     ended_at: float  # seconds since 1970
     outcome: str
     replica: str | None
+    trace_id: str | None
     session: bool
     choices: int
     prompt_tokens: int
@@ -121,10 +123,13 @@ class Event(TypedDict):
 
     request.ended  a `ShownRequest`
     replica.state  `model`, `state`, `reason`, `ready`: when any of them changed
+    replica.came   `model`, `replica`: Serve has started it; `replica.state` says when more are ready
+    replica.left   likewise: it was drained, replaced or lost
     kv.moved       tokens or pages since the event before, by counter; for admins, and where there are no keys
+    fault          likewise what went wrong with KV, nodes of the cache tier and graphs, by the labels of its metric
     lost           `events` that this listener was too slow for
     """
 
-    type: Literal["request.ended", "replica.state", "kv.moved", "lost"]
+    type: Literal["request.ended", "replica.state", "replica.came", "replica.left", "kv.moved", "fault", "lost"]
     at: float
     data: dict[str, Any]

@@ -157,7 +157,7 @@ def plots(answers: Sequence[Answer], figures: Mapping[str, Any], profile: Profil
         share = hit_rate([a for a in answers if start_s <= a.sent_s < start_s + _AVERAGED_S], history)
         rates += [] if share is None else [((index + 0.5) * _AVERAGED_S, 100 * share)]
     return [
-        chart("Replicas: ready (green), wanted (orange)", "s", "replicas", lines),
+        chart("Replicas", "s", "replicas", lines),
         chart("Load", "s", "requests/s", {"offered": profile}),
         chart("Cached of what turns had before them", "s", "% of tokens", {"hit rate": rates}),
     ]

@@ -7,7 +7,9 @@ import asyncio
 import json
 import random
 import re
+import shlex
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
@@ -24,7 +26,7 @@ from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.bench import autoscale
 from mneme.lab.bench.client import ChatClient, connect
 from mneme.lab.bench.load import Load
-from mneme.lab.bench.measure import PERCENTS, SLO_NAMES, parse_slo, spread_ms, summarize
+from mneme.lab.bench.measure import PERCENTS, SLO_NAMES, Answer, parse_slo, spread_ms, summarize
 from mneme.lab.bench.report import html_report
 from mneme.lab.bench.workloads import SHAPES, Session, Shape, arrive, content, make_sessions, sessions_of_trace, think
 from mneme.lab.cache.traces import BLOCK_OPTION, MAX_TOKENS, has_times, read_paced_trace
@@ -61,6 +63,7 @@ _RUN = (
     Option("--timeout", "S", "of one answer (default 600)", float, 600.0, (1e-3, 1e6)),
     Option("--out", "FILE.json", "all figures, and each request's", Path),
     Option("--report", "FILE.html", "figures and plots in one file", Path),
+    Option("--against", "FILE.json", "an earlier run's --out: figures and plots beside its", Path),
 )
 _OF_TRACES = (
     BLOCK_OPTION,
@@ -162,6 +165,7 @@ def _run(
     profile: autoscale.Profile | None = None,
 ) -> int:
     slo_s = parse_slo(args.slo) if args.slo is not None else {}
+    before = None if args.against is None else _read_run(args.against)
     url, model, http = _server(args)
     options = {"model": model, "temperature": 0, **({"ignore_eos": True} if args.ignore_eos else {})}
     asker = ChatClient(http, options, session_header=args.session_header, timeout_s=args.timeout)
@@ -173,19 +177,49 @@ def _run(
         is_interrupted = True
     figures = {"url": url, "model": model, **about, "interrupted": is_interrupted}
     figures |= summarize(load.answers, slo_s, load.num_unsent)
-    rows, plots = rows_of(figures), list[str]()
+    rows: list[tuple[str, ...]] = [*rows_of(figures)]
+    plots = list[str]()
     if profile is not None:
         figures |= autoscale.follow(load.answers, seen, args.window)
         rows += _rows_of_events(figures)
         plots = autoscale.plots(load.answers, figures, profile)
-    table = "\n".join(f"{name:24}{value}" for name, value in rows)
+    if before is not None:
+        rows = _beside(rows, rows_of(before[0]))
+    table = "\n".join(f"{name:24}{'  was  '.join(values)}" for name, *values in rows)
     print(json.dumps(figures) if args.json else table, flush=True)
     if args.out is not None:
         _write("out", args.out, json.dumps({**figures, "requests": _requests(load)}) + "\n")
     if args.report is not None:
         title = f"{model}: {args.load if profile else args.workload}"
-        _write("report", args.report, html_report(title, rows, load.answers, plots))
+        made = f"{time.strftime('%Y-%m-%d %H:%M %Z')}, {shlex.join(['mneme', *_without_key(sys.argv[1:])])}"
+        runs = {"this run": load.answers} | ({} if before is None else {args.against.name: before[1]})
+        _write("report", args.report, html_report(title, rows, runs, plots, about=made))
     return 130 if is_interrupted else int(not figures["num_ok"])
+
+
+def _without_key(argv: Sequence[str]) -> list[str]:
+    """The command line without the secret in it."""
+    kept = [each.partition("=")[0] if each.startswith("--api-key=") else each for each in argv]
+    return [each for index, each in enumerate(kept) if not index or kept[index - 1] != "--api-key"]
+
+
+def _read_run(path: Path) -> tuple[dict[str, Any], list[Answer]]:
+    """Read what `--out` wrote: its figures and answers. Raises `ConfigError`."""
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        answers = [Answer(**row) for row in figures["requests"]]
+        rows_of(figures)
+    except OSError as error:
+        raise ConfigError(f"against: {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"against: {path} is not what --out of `mneme bench` writes") from error
+    return figures, answers
+
+
+def _beside(rows: Sequence[Sequence[str]], before: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Put an earlier run's texts behind those of the same name."""
+    was = {name: value for name, value, *_ in before}
+    return [(name, value, was.get(name, "-")) for name, value, *_ in rows]
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,28 +22,58 @@ Points = Sequence[tuple[float, float]]
 
 
 def html_report(
-    title: str, rows: Sequence[tuple[str, str]], answers: Sequence[Answer], plots: Sequence[str] = ()
+    title: str,
+    rows: Sequence[Sequence[str]],
+    answers_by_run: Mapping[str, Sequence[Answer]],
+    plots: Sequence[str] = (),
+    *,
+    about: str = "",
 ) -> str:
-    """Return the page: `rows` of figures by name, `plots`, and those of what was answered."""
-    good = [answer for answer in answers if answer.error is None]
-    began_s = min((answer.sent_s for answer in answers), default=0.0)
-    firsts = [(answer.sent_s - began_s, 1e3 * (answer.latencies_s()["ttft"] or 0.0)) for answer in good]
-    gaps = [1e3 * gap for answer in good for gap in answer.itl_s]
-    ends = [1e3 * (answer.latencies_s()["e2e"] or 0.0) for answer in good]
+    """Return the page.
+
+    rows            figures: a name, and a text of each run
+    answers_by_run  this run's, and perhaps those of one that it is held against
+    plots           more of them, before those of the answers
+    about           when and how it was made
+    """
+    runs = {name: _Run.of(answers) for name, answers in answers_by_run.items()}
+
+    def of_each(points: Callable[[_Run], Points]) -> dict[str, Points]:
+        return {name: points(run) for name, run in runs.items()}
+
     plots = (
         *plots,
-        chart("Time to first token as the run went on", "s", "ms", {"TTFT": firsts}, dots=True),
-        chart("In flight", "s", "requests", {"requests": _in_flight(answers, began_s)}),
-        chart("Time to first token", "ms", "% of requests", {"TTFT": _shares([ms for _, ms in firsts])}),
-        chart("Between tokens", "ms", "% of gaps", {"ITL": _shares(gaps)}),
-        chart("Whole answer", "ms", "% of requests", {"E2E": _shares(ends)}),
-        chart("Output", "s", "tokens/s", {"tokens/s": _tokens_per_s(good, began_s)}),
+        chart("Time to first token as the run went on", "s", "ms", of_each(lambda run: run.firsts), dots=True),
+        chart("In flight", "s", "requests", of_each(lambda run: _in_flight(run.answers, run.began_s))),
+        chart("Time to first token", "ms", "% of requests", of_each(lambda run: _shares([y for _, y in run.firsts]))),
+        chart("Between tokens", "ms", "% of gaps", of_each(lambda run: _shares(run.gaps))),
+        chart("Whole answer", "ms", "% of requests", of_each(lambda run: _shares(run.ends))),
+        chart("Output", "s", "tokens/s", of_each(lambda run: _tokens_per_s(run.good, run.began_s))),
     )
-    table = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
+    if len(runs) > 1:
+        rows = [["", *runs], *rows]
+    table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f"<h1>{escape(title)}</h1><table>{table}</table>{''.join(plots)}</html>\n"
+        f"<h1>{escape(title)}</h1><p>{escape(about)}</p><table>{table}</table>{''.join(plots)}</html>\n"
     )
+
+
+class _Run(NamedTuple):
+    answers: Sequence[Answer]
+    good: Sequence[Answer]
+    began_s: float
+    firsts: Points  # when it was sent, s, and its time to the first token, ms
+    gaps: Sequence[float]  # ms
+    ends: Sequence[float]  # ms
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> _Run:
+        good = [answer for answer in answers if answer.error is None]
+        began_s = min((answer.sent_s for answer in answers), default=0.0)
+        firsts = [(answer.sent_s - began_s, 1e3 * (answer.latencies_s()["ttft"] or 0.0)) for answer in good]
+        gaps = [1e3 * gap for answer in good for gap in answer.itl_s]
+        return cls(answers, good, began_s, firsts, gaps, [1e3 * (each.latencies_s()["e2e"] or 0.0) for each in good])
 
 
 def chart(title: str, x_unit: str, y_unit: str, points_by_name: Mapping[str, Points], *, dots: bool = False) -> str:
@@ -65,8 +96,11 @@ def chart(title: str, x_unit: str, y_unit: str, points_by_name: Mapping[str, Poi
         ]
     axes = f"{y_unit} over {x_unit}" if any(drawn.values()) else "nothing was measured"
     parts.append(f'<text x="{_LEFT + width}" y="{_HEIGHT - 6}" text-anchor="end">{escape(axes)}</text>')
-    for colour, points in zip(_COLOURS, drawn.values(), strict=False):
+    for index, (colour, (name, points)) in enumerate(zip(_COLOURS, drawn.items(), strict=False)):
         places = [at(x, y) for x, y in points]
+        if len(drawn) > 1:
+            said = f'<text x="{_LEFT + index * 150}" y="{_HEIGHT - 6}" fill="{colour}">{escape(name[:22])}</text>'
+            parts.append(said)
         if dots:
             parts += [f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}" fill-opacity=".5"/>' for x, y in places]
         elif places:

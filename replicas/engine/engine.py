@@ -399,8 +399,10 @@ class Engine:
         self._flight = None
         if self.connector is not None:
             self.connector.abandon()
-        for sequence in [each for each in self._sequence_by_id.values() if each.parent is None]:
-            self._finish(sequence, "error", message)  # and what is computed for it
+        # What is computed for others first: a parent would end it as "abort", whose KV is saved, or not at all.
+        for sequence in sorted(self._sequence_by_id.values(), key=lambda each: each.parent is None):
+            if self._is_alive(sequence):
+                self._finish(sequence, "error", message)
         self.forest.clear(is_trusted=False)
         self.pins.renew()
         return self.take_events()
@@ -545,7 +547,8 @@ class Engine:
         if self.connector is not None:
             self.connector.abandon()
         for sequence in self.scheduler.retract_all():
-            self._finish(sequence, "error", _FAILED)
+            if self._is_alive(sequence):  # else it ended with whom it was computed for
+                self._finish(sequence, "error", _FAILED)
         self.pins.renew()
 
     def _append(self, sequence: Sequence, outcome: Sampled) -> None:

@@ -330,6 +330,15 @@ def _free_bytes(device: torch.device, device_share: float, step_bytes: int | Non
     return min(available_bytes() * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
 
 
+def expected_pool(device: str, weights_bytes: int) -> tuple[float, float]:
+    """Bytes that are free on "cuda" or "cpu", and those that KV would have of them once weights are loaded."""
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return free, max(0.0, (free - weights_bytes) * _GPU_POOL_SHARE)
+    free = available_bytes()
+    return free, max(0.0, min((free - weights_bytes) * _CPU_POOL_SHARE, _CPU_POOL_BYTES))
+
+
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
     """Count bytes that the machine, or a container under its limit, can still give, those of the page cache too.
 

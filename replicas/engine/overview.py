@@ -9,7 +9,7 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
 from mneme.replicas.queries import GetTree, Run, Tree
 
-_MAX_PAGES = 20_000  # that are walked for one question, between two steps of the engine: 22 ms
+_MAX_PAGES, _RUN_COST = 20_000, 12  # that are walked for one question, between two steps of the engine: 22 ms
 _MAX_FIRST_IDS = 24
 
 
@@ -18,20 +18,27 @@ def shown_tree(forest: PrefixForest, now_s: float, query: GetTree) -> Tree:
     tenant = None if query.salt is None else tenant_of(query.salt)
     runs: list[Run] = []
     depths: list[int] = []
-    stack: list[tuple[Page, int, int, Root]] = [
-        (child, -1, 0, root)
-        for root in (*forest.roots.values(), *forest.kept_roots)
-        if _is_shown(root, tenant)
-        for child in root.children.values()
-        if _is_shown(child, tenant)
-    ]
-    num_pages = 0
-    while stack and num_pages < _MAX_PAGES:
+    roots = iter((*forest.roots.values(), *forest.kept_roots))
+    stack: list[tuple[Page, int, int, Root]] = []
+    cost = 0  # in pages of a run
+    while cost < _MAX_PAGES:
+        if not stack:
+            if (root := next(roots, None)) is None:
+                break
+            cost += 1
+            if _is_shown(root, tenant):
+                cost += len(root.children) // 16
+                stack += [(child, -1, 0, root) for child in root.children.values() if _is_shown(child, tenant)]
+            continue
         page, parent, depth, root = stack.pop()
         pages = [page]
-        while len(page.children) == 1 and (only := next(iter(page.children.values()))).start == page.end:
+        while len(page.children) == 1:
+            only = next(iter(page.children.values()))
+            if only.start != page.end or only.salt != page.salt:  # behind a public page it is one tenant's
+                break
             pages.append(page := only)
-        index, num_pages = len(runs), num_pages + len(pages)
+        index = len(runs)
+        cost += len(pages) + len(page.children) // 16 + _RUN_COST
         runs.append(_run_of(pages, parent, root, now_s, with_ids=tenant is not None))
         depths.append(depth)
         stack += [(child, index, depth + 1, root) for child in page.children.values() if _is_shown(child, tenant)]
@@ -71,12 +78,10 @@ def _run_of(pages: list[Page], parent: int, root: Root, now_s: float, *, with_id
 
 
 def _largest(runs: list[Run], depths: list[int], query: GetTree) -> list[Run]:
-    """List those that the question asks for: what follows a run is never larger than it, so parents are listed too."""
-    sizes = sorted((run["below"] for run in runs), reverse=True)
-    least = max(query.min_tokens, sizes[query.max_runs] + 1 if len(sizes) > query.max_runs else 0)
+    """List those that the question asks for: what follows a run is smaller than it, so parents are listed too."""
+    asked = [i for i, run in enumerate(runs) if depths[i] < query.depth and run["below"] >= query.min_tokens]
     place, listed = {-1: -1}, list[Run]()
-    for index, run in enumerate(runs):
-        if depths[index] < query.depth and run["below"] >= least:
-            place[index] = len(listed)
-            listed.append({**run, "parent": place[run["parent"]]})
+    for index in sorted(sorted(asked, key=lambda i: -runs[i]["below"])[: query.max_runs]):
+        place[index] = len(listed)
+        listed.append({**runs[index], "parent": place[runs[index]["parent"]]})
     return listed

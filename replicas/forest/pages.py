@@ -222,7 +222,9 @@ def resident(root: Root, ids: Sequence[int], salt: str | None = None) -> Residen
 def common_prefix(tokens: array[int], offset: int, ids: Sequence[int], position: int, limit: int) -> int:
     """Length of the common prefix of `tokens[offset:]` and `ids[position:limit]`."""
     ours = (tokens[offset:] if offset else tokens).tolist()
-    theirs = ids[position : min(limit, position + len(ours))]  # equal to ours as a whole if both are lists
+    theirs: Sequence[int] = ids[position : min(limit, position + len(ours))]
+    if isinstance(theirs, array):
+        theirs = theirs.tolist()  # two lists are compared as a whole
     if ours == theirs:
         return len(ours)
     for count, (a, b) in enumerate(zip(ours, theirs, strict=False)):

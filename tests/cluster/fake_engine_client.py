@@ -151,7 +151,7 @@ class FakeEngineClient:
         """The second replica has all sessions; the first knows nothing."""
         if self.query_failure is not None:
             raise self.query_failure
-        if query.is_slow:
+        if query.lane is not None:
             return self._answer_kv(query, replica_id)
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
         nothing: Any = None if isinstance(query, GetSession) else False

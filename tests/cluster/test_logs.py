@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 from collections.abc import Iterator
 
 import pytest
 
-from mneme.cluster.logs import log_to_serve
+from mneme.cluster.logs import log_request, log_to_serve, log_to_stderr
 
 
 @pytest.fixture
@@ -52,3 +53,25 @@ def test_handlers_that_serve_replaces_are_followed(log: io.StringIO) -> None:
     logging.getLogger("ray.serve").handlers = [logging.StreamHandler(later)]
     logging.getLogger("mneme").info("here")
     assert (log.getvalue(), later.getvalue()) == ("", "here\n")
+
+
+def test_json_lines_are_objects_and_text_says_warnings_alone(
+    log: io.StringIO, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    line = {"id": "r", "given_id": None, "tenant": "a", "method": "GET", "path": "/\n", "status": 200}
+    line |= {"outcome": "ok", "total_ms": 1.0}
+    log_to_stderr("text")
+    log_request(line)
+    logging.getLogger("mneme").warning("here")
+    assert capsys.readouterr().err == "WARNING mneme: here\n"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    log_to_stderr("json")
+    log_request(line)
+    try:
+        raise ValueError("on purpose")
+    except ValueError:
+        logging.getLogger("mneme.x").exception("failed")
+    request, failed = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (request["name"], request["request"]) == ("mneme.requests", line)
+    assert "ValueError: on purpose" in failed["exc_text"]

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from mneme.cluster.http.body import ClientGone
 from mneme.cluster.http.completion_answers import usage_object
 from mneme.cluster.http.stream import RunResponse
-from mneme.cluster.metrics.traces import Times
+from mneme.cluster.metrics.traces import Times, trace_id_of
 from mneme.cluster.wire.answers import ExplainedRoute
 from mneme.cluster.wire.overview import ShownRequest
 from mneme.errors import MnemeError
@@ -29,6 +29,7 @@ def shown_request(
     """Describe a request that ended, with an error or without."""
     choices, state = response.choices, request.state
     usage = usage_object(choices)
+    has_run = any(choice.num_tokens or choice.finish_reason for choice in choices)  # else nothing is known of its KV
     first_s = min((choice.first_s for choice in choices if choice.first_s is not None), default=None)
     return {
         "id": state.request_id,
@@ -38,11 +39,12 @@ def shown_request(
         "ended_at": ended_at,
         "outcome": outcome_of(choices, error),
         "replica": routes[-1]["replica"] if routes else None,
+        "trace_id": trace_id_of(request.headers),
         "session": choices[0].request.session_id is not None,
         "choices": len(choices),
         "prompt_tokens": usage["prompt_tokens"],
         "completion_tokens": usage["completion_tokens"],
-        "kv_details": usage["kv_details"],
+        "kv_details": usage["kv_details"] if has_run else choices[0].usage._replace(prompt_tokens=0).kv_details(),
         "queue_ms": choices[0].usage.queue_s * 1e3,
         "first_token_ms": None if first_s is None else (first_s - state.received_s) * 1e3,
         "total_ms": (response.api.clock() - state.received_s) * 1e3,

@@ -5,17 +5,22 @@ A caller sees what its own API key has, and sums of the rest; admins may ask for
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mneme.cluster.http.api_state import ApiState, Service
 from mneme.cluster.http.sessions import session_name, session_object
+from mneme.cluster.http.window.requests import Listener
+from mneme.cluster.metrics.families import FAULTS, summed
+from mneme.cluster.metrics.page import SOURCES
 from mneme.cluster.serve.engine_client import ask_tier, newest
 from mneme.cluster.tenancy import kv_salt
 from mneme.cluster.wire.overview import (
@@ -30,12 +35,15 @@ from mneme.cluster.wire.overview import (
     ShownReplica,
     TierOccupancy,
 )
-from mneme.errors import InvalidRequest, MnemeError, PermissionDenied
+from mneme.errors import InvalidRequest, MnemeError, PermissionDenied, ReplicaUnavailable
 from mneme.replicas import queries
 from mneme.replicas.request import SessionKey
 
+R = TypeVar("R")
+
 _PAUSE_S, _IDLE_PAUSES = 1.0, 15  # between two looks at the figures, while somebody listens
-_SOURCES = ("device", "host", "disk", "peer", "recomputed", "dropped")
+# How long a stream of events goes on: an ingress that is replaced waits for what it has open, for `ingress.drain_s`.
+_MAX_EVENTS_S = 300.0
 
 
 async def list_sessions(service: Service, request: Request) -> SessionList:
@@ -43,10 +51,9 @@ async def list_sessions(service: Service, request: Request) -> SessionList:
     limit = number_of(request, "limit", 20, 1, 100)
     question = queries.ListSessions(kv_salt(request.state.tenant, None), limit)
     known: dict[tuple[str, SessionKey], dict[str, queries.KnownSession | None]] = {}
-    for api in service.apis:
-        for replica_id, sessions in (await api.client.query(question)).items():
-            for each in sessions:
-                known.setdefault((api.model.id, each["key"]), {})[replica_id] = each
+    for api, replica_id, sessions in await _asked(service, question):
+        for each in sessions:
+            known.setdefault((api.model.id, each["key"]), {})[replica_id] = each
     found = [(key, where) for (_, key), answers in known.items() if (where := newest(answers)) is not None]
     found.sort(key=lambda each: each[1][1]["idle_s"])
     return {"object": "list", "data": [session_object(session_name(key), *where) for key, where in found[:limit]]}
@@ -72,12 +79,21 @@ async def kv_tree(service: Service, request: Request) -> KvTree:
         raise PermissionDenied
     salt = None if is_of_all else kv_salt(request.state.tenant, None)
     question = queries.GetTree(salt, depth, min_tokens, max_runs)
-    replicas = [
-        await _with_texts(api, replica_id, tree)
-        for api in service.apis
-        for replica_id, tree in sorted((await api.client.query(question)).items())
-    ]
+    replicas = [await _with_texts(*each) for each in await _asked(service, question)]
     return {"object": "kv.tree", "replicas": replicas}
+
+
+async def _asked(service: Service, question: queries.Query[R]) -> list[tuple[ApiState, str, R]]:
+    """Ask all replicas that there are: those that start or are late are left out, unless none answers."""
+    asked = [(api, replica_id) for api in service.apis for replica_id in sorted(api.client.replica_ids())]
+    queried = (api.client.query(question, replica_id=replica_id) for api, replica_id in asked)
+    found = await asyncio.gather(*queried, return_exceptions=True)
+    failures = [each for each in found if isinstance(each, BaseException)]
+    others = [each for each in failures if not isinstance(each, ReplicaUnavailable)]
+    if others or (failures and len(failures) == len(found)):
+        raise (others or failures)[0]
+    pairs = zip(asked, found, strict=True)
+    return [(*place, each[place[1]]) for place, each in pairs if not isinstance(each, BaseException)]
 
 
 async def _with_texts(api: ApiState, replica_id: str, tree: queries.Tree) -> ReplicaTree:
@@ -100,7 +116,7 @@ async def kv_tiers(service: Service, request: Request) -> KvTiers:
             held = figures.get(key, {})
             if held.get("total"):
                 tiers.append(_of_replica(replica_id, tier, held, page_tokens))
-        sources.update({name: figures.get("tokens", {}).get(name, 0) for name in _SOURCES})
+        sources.update({name: figures.get("tokens", {}).get(name, 0) for name in SOURCES})
     for node in await _nodes(service):
         for tier, key in (("node memory", "host"), ("node disk", "disk")):
             if (held := node.get(key)) is not None:
@@ -136,7 +152,8 @@ async def cluster(service: Service, request: Request) -> Cluster:
         for api in service.apis
         for replica_id, figures in sorted((await api.client.stats()).items())
     ]
-    nodes = [{key: value for key, value in node.items() if key != "owners"} for node in await _nodes(service)]
+    of_tier = await _nodes(service) if request.state.is_admin else []  # their folders' problems, their processes
+    nodes = [{key: value for key, value in node.items() if key != "owners"} for node in of_tier]
     return {
         "object": "cluster",
         "ingress": service.metrics.ingress,
@@ -175,22 +192,34 @@ async def _nodes(service: Service) -> list[dict[str, Any]]:
 
 async def events(service: Service, request: Request) -> Response:
     """Tell, as server-sent events, of the caller's requests that end, of replicas' states, and of KV that moves."""
-    service.requests.check_room()
-    tenant: str = request.state.tenant
-    poll = _Figures(service, request.state.is_admin).changes
+    return _EventStream(service, request.state.tenant, _Figures(service, request.state.is_admin).changes)
 
-    async def lines() -> AsyncIterator[str]:
-        for event in await poll():
+
+class _EventStream(StreamingResponse):
+    """Takes its place among the listeners before its status line, and leaves it with its client."""
+
+    def __init__(self, service: Service, tenant: str, poll: Callable[[], Awaitable[list[Event]]]) -> None:
+        super().__init__(iter(()), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._service, self._tenant, self._poll = service, tenant, poll
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.requests.listening(self._tenant) as listener:
+            self.body_iterator = self._lines(listener)
+            await super().__call__(scope, receive, send)
+
+    async def _lines(self, listener: Listener) -> AsyncIterator[str]:
+        clock = asyncio.get_running_loop().time
+        end_s, num_idle = clock() + _MAX_EVENTS_S, 0
+        for event in await self._poll():
             yield _line(event)
-        num_idle = 0
-        async for news in service.requests.events(tenant, poll, _PAUSE_S):
+        async for news in self._service.requests.events(listener, self._poll, _PAUSE_S):
             num_idle = num_idle + 1 if news is None else 0
             if news is not None:
                 yield _line(news)
             elif num_idle % _IDLE_PAUSES == 0:
                 yield ": nothing happened\n\n"  # proxies end what is silent
-
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+            if clock() >= end_s:
+                return
 
 
 def _line(event: Event) -> str:
@@ -203,7 +232,8 @@ class _Figures:
     def __init__(self, service: Service, has_sums: bool) -> None:
         self._service, self._has_sums = service, has_sums
         self._states: dict[str, dict[str, Any]] = {}
-        self._sums = Counter[str]()
+        self._replicas: dict[str, set[str]] = {}
+        self._counts: dict[str, tuple[Counter[str], Counter[str]]] = {}  # by replica: what moved, and faults
 
     async def changes(self) -> list[Event]:
         at, found = self._service.requests.clock(), list[Event]()
@@ -213,16 +243,44 @@ class _Figures:
             if self._states.get(api.model.id) != state:
                 self._states[api.model.id] = state
                 found.append({"type": "replica.state", "at": at, "data": {"model": api.model.id, **state}})
+            found += self._moves(api, at)
         if self._has_sums:
-            sums = Counter[str]()
-            for figures in (await self._service.stats()).values():
-                sums.update({f"pages_{name}": count for name, count in figures.get("moved_pages", {}).items()})
-                sums.update({f"tokens_{name}": figures.get("tokens", {}).get(name, 0) for name in _SOURCES})
-            moved = sums - self._sums  # a replica that is gone takes its counts along: nothing negative is told
-            if moved and self._sums:
+            moved, failed = Counter[str](), Counter[str]()
+            for replica_id, figures in (await self._service.stats()).items():
+                counts = _moved(figures), _faults(figures)
+                # A new one has nothing to compare with; one that was silent goes on where it was.
+                before = self._counts.get(replica_id, counts)
+                moved += counts[0] - before[0]
+                failed += counts[1] - before[1]
+                self._counts[replica_id] = counts
+            if moved:
                 found.append({"type": "kv.moved", "at": at, "data": dict(moved)})
-            self._sums = sums
+            if failed:
+                found.append({"type": "fault", "at": at, "data": dict(failed)})
         return found
+
+    def _moves(self, api: ApiState, at: float) -> Iterator[Event]:
+        """Tell which replicas came and went."""
+        now, before = set(api.client.replica_ids()), self._replicas.get(api.model.id)
+        self._replicas[api.model.id] = now
+        for name in sorted(now ^ before) if before is not None else ():
+            about = {"model": api.model.id, "replica": name}
+            yield {"type": "replica.came" if name in now else "replica.left", "at": at, "data": about}
+
+
+def _moved(figures: Mapping[str, Any]) -> Counter[str]:
+    found = Counter({f"pages_{name}": count for name, count in figures.get("moved_pages", {}).items()})
+    found.update({f"tokens_{name}": figures.get("tokens", {}).get(name, 0) for name in SOURCES})
+    return found
+
+
+def _faults(figures: Mapping[str, Any]) -> Counter[str]:
+    """Count what went wrong, by the labels of its metric."""
+    found = Counter[str]()
+    for metric in summed(FAULTS, [{**figures, **(figures.get("cache") or {})}]):
+        for sample in metric.samples:
+            found[" ".join(sample.labels.values()) or "graph capture"] += int(sample.value)
+    return found
 
 
 def number_of(request: Request, name: str, default: int, least: int, most: int) -> int:

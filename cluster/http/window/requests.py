@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from mneme.cluster.wire.overview import Event, ShownRequest
 from mneme.errors import Overloaded
 
 MAX_REQUESTS = 1_000
-MAX_LISTENERS = 64
+MAX_LISTENERS, MAX_LISTENERS_PER_TENANT = 64, 16
 MAX_WAITING_EVENTS = 256  # of one listener; older ones are dropped, and counted in its next event
 
 
-class _Listener:
+class Listener:
+    """Holds what one listener has not read yet."""
+
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.events: deque[Event] = deque()
@@ -36,7 +39,7 @@ class RequestLog:
 
     clock: Callable[[], float]  # seconds since 1970
     _requests: deque[tuple[str, ShownRequest]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
-    _listeners: set[_Listener] = field(default_factory=set)
+    _listeners: set[Listener] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -46,37 +49,47 @@ class RequestLog:
         own = [each for of_tenant, each in reversed(self._requests) if of_tenant == tenant]
         return own[:count]
 
+    def find(self, tenant: str, request_id: str) -> ShownRequest | None:
+        return next((each for each in self.last(tenant, MAX_REQUESTS) if each["id"] == request_id), None)
+
     def add(self, tenant: str, request: ShownRequest) -> None:
         self._requests.append((tenant, request))
         for listener in self._listeners:
             if listener.tenant == tenant:
                 listener.put({"type": "request.ended", "at": request["ended_at"], "data": dict(request)})
 
-    def check_room(self) -> None:
-        """Raise `Overloaded` where as many listen as may."""
+    @contextmanager
+    def listening(self, tenant: str) -> Iterator[Listener]:
+        """Collect a tenant's events within the block; raises `Overloaded` where as many listen as may."""
         if len(self._listeners) >= MAX_LISTENERS:
             raise Overloaded(f"{MAX_LISTENERS} listen to events already")
-
-    async def events(
-        self, tenant: str, poll: Callable[[], Awaitable[list[Event]]], pause_s: float
-    ) -> AsyncIterator[Event | None]:
-        """Yield a tenant's requests as they end, what `poll` finds after each pause, and None behind each pause."""
-        listener = _Listener(tenant)
+        if sum(each.tenant == tenant for each in self._listeners) >= MAX_LISTENERS_PER_TENANT:
+            raise Overloaded(f"{MAX_LISTENERS_PER_TENANT} listen to events with this API key already")
+        listener = Listener(tenant)
         self._listeners.add(listener)
         try:
-            while True:
-                try:
-                    async with asyncio.timeout(pause_s):
-                        await listener.news.wait()
-                except TimeoutError:
-                    for event in await poll():
-                        yield event
-                    yield None
-                listener.news.clear()
-                if listener.num_lost:
-                    yield {"type": "lost", "at": self.clock(), "data": {"events": listener.num_lost}}
-                    listener.num_lost = 0
-                while listener.events:
-                    yield listener.events.popleft()
+            yield listener
         finally:
             self._listeners.discard(listener)
+
+    async def events(
+        self, listener: Listener, poll: Callable[[], Awaitable[list[Event]]], pause_s: float
+    ) -> AsyncIterator[Event | None]:
+        """Yield a tenant's requests as they end, what `poll` finds every `pause_s`, and None behind that."""
+        clock = asyncio.get_running_loop().time
+        due_s = clock() + pause_s
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s):
+                    await listener.news.wait()
+            if clock() >= due_s:  # though requests end all the time
+                for event in await poll():
+                    yield event
+                yield None
+                due_s = clock() + pause_s
+            listener.news.clear()
+            if listener.num_lost:
+                num_lost, listener.num_lost = listener.num_lost, 0  # more may be lost while this is being read
+                yield {"type": "lost", "at": self.clock(), "data": {"events": num_lost}}
+            for _ in range(len(listener.events)):  # those that come meanwhile wait for the next look at the clock
+                yield listener.events.popleft()

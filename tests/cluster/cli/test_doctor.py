@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pynvml
 import pytest
@@ -72,6 +73,30 @@ def test_what_is_found_is_said_at_once_and_summed_up(
     monkeypatch.setattr(doctor_command, "_examinations", lambda port: [lambda: [fine]])
     assert doctor(port=1, as_json=False) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all fine"
+
+
+@pytest.mark.parametrize("room", [2**36, 10])
+def test_a_model_fits_or_not(room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("mneme.replicas.engine.load.available_bytes", lambda: room)
+    monkeypatch.setattr(doctor_command, "count_gpus", lambda: 0)
+    monkeypatch.setattr(doctor_command, "_examinations", lambda port: [])
+    assert doctor(port=1, as_json=True, model="mneme-tiny") == (0 if room > 10 else 1)
+    findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    kv_bytes = 2 * 6 * 2 * 64 * 2  # keys and values, layers, heads, dimensions, bfloat16
+    tokens = 2**30 // kv_bytes if room > 10 else 0
+    assert findings["kv"]["value"].startswith(f"{tokens:,} tokens in a replica's pool")
+    assert findings["weights"]["is_ok"] == (room > 10)
+    assert findings["cache tier"]["value"].startswith(f"{2**30 // kv_bytes:,} tokens")
+
+
+def test_a_model_that_is_not_served_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    monkeypatch.setattr(doctor_command, "_examinations", lambda port: [])
+    for model, said in ((str(tmp_path), "model_type: must be one of"), ("no such", "no such model directory")):
+        assert doctor(port=1, as_json=False, model=model) == 1
+        assert said in capsys.readouterr().out
 
 
 def test_a_missing_driver_has_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import body as body_module
@@ -17,10 +19,11 @@ from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.cluster.http.body import BodyReader, HeldBody
 from mneme.cluster.http.guard import OPEN_PATHS
+from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.grammar import GrammarChecker
-from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, chat, get, post, serving
+from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, chat, get, keys_file, post, serving
 from tests.cluster.bad_request_checks import BadRequestChecker
 from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, RawRequest
 from tests.cluster.fake_engine_client import FakeEngineClient
@@ -165,6 +168,40 @@ def test_prompts_are_text_or_ids() -> None:
 def test_long_headers_are_refused_before_the_body_is_read() -> None:
     response = post("/v1/chat/completions", CHAT, headers={"X-Padding": "x" * 40_000})
     assert (response.status_code, response.json()["error"]["param"]) == (413, "headers")
+
+
+def test_each_request_has_one_line(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("INFO", "mneme.requests")
+    key = {"keys_file": keys_file(tmp_path, ApiKey(name="team-a", sha256=sha256_of("secret")))}
+    headers = {"Authorization": "Bearer secret", "X-Request-ID": "mine", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    answered = post("/v1/chat/completions", CHAT, headers=headers, **key)
+    post("/v1/chat/completions", {**CHAT, "n": 0}, headers=headers, **key)
+    post("/v1/chat/completions", CHAT, **key)
+    get("/health", **key)
+    first, refused, unknown = (record.request for record in caplog.records)
+    usage = answered.json()["usage"]
+    assert (first["tenant"], first["given_id"], first["status"], first["outcome"]) == ("team-a", "mine", 200, "stop")
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert first["trace_id"] == "ab" * 16
+    assert first["kv_details"]["recomputed"] > 0
+    assert first["first_token_ms"] <= first["total_ms"]
+    assert (refused["tenant"], refused["status"], refused["outcome"]) == ("team-a", 400, "invalid_value")
+    assert (unknown["tenant"], unknown["status"], unknown["outcome"]) == (None, 401, "invalid_api_key")
+
+
+def test_figures_of_a_key(tmp_path: Path) -> None:
+    keys = [ApiKey(name=f"team-{name}", sha256=sha256_of(name)) for name in "ab"]
+    config = HttpConfig(api_keys=("admin",), keys_file=keys_file(tmp_path, *keys))
+    with TestClient(build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], config)) as client:
+        for name in "aab":
+            client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {name}"})
+        for nobody in ({}, {"Authorization": "Bearer a"}, {"Authorization": "Bearer wrong"}):
+            assert "team-" not in client.get("/metrics", headers=nobody).raise_for_status().text
+        text = client.get("/metrics", headers={"Authorization": "Bearer admin"}).text
+    assert 'mneme_tenant_requests_total{ingress="local",outcome="stop",tenant="team-a"} 2.0' in text
+    computed = 'mneme_tenant_prompt_tokens_total{ingress="local",source="recomputed",tenant="team-%s"} '
+    of_a, of_b = (float(text.partition(computed % name)[2].split()[0]) for name in "ab")
+    assert of_a > of_b > 0
 
 
 def test_prompts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

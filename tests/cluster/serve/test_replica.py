@@ -72,7 +72,7 @@ class SlowTier:
         self.may_answer = threading.Event()
 
     def query(self, query: Query[Any]) -> Any:
-        if query.is_slow:
+        if query.lane is not None:
             assert self.may_answer.wait(30)
             return "figures"
         return "pin"
@@ -83,7 +83,7 @@ def test_a_slow_tier_holds_up_nobody_else() -> None:
 
     async def scenario() -> None:
         server = ReplicaServer("r", engine)  # type: ignore[arg-type]
-        asked = [server.query(replica_id="r", query=GetKvStats("")) for _ in range(replica._MAX_KV_QUERIES)]
+        asked = [server.query(replica_id="r", query=GetKvStats("")) for _ in range(replica._LANES["kv"][1])]
         waiting = [asyncio.create_task(one) for one in asked]
         await asyncio.sleep(0)  # they have begun
         assert isinstance(await server.query(replica_id="r", query=GetKvStats("")), Overloaded)

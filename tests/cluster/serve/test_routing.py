@@ -19,7 +19,7 @@ from mneme.replicas.engine import loop as loop_module
 from mneme.replicas.engine import reporter
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
-from mneme.replicas.queries import DeleteSequencePages
+from mneme.replicas.queries import DeleteSequencePages, GetSession
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.router.chooser import SILENT_S
 from mneme.router.prefix_index import SENT_S
@@ -114,6 +114,36 @@ def test_prefixes_and_sessions_are_found_again_by_every_ingress() -> None:
         await cluster.until_known(turn, 192, home)
         where, matched, _ = await cluster.ask([*turn, 5, 6], ingress=1, session_id="s")
         assert (where, matched) == (home, 192)
+
+    run(scenario)
+
+
+def test_turns_of_a_session_that_come_through_two_ingresses_at_once_are_one_after_the_other() -> None:
+    """The replica that has the session is the owner of its turns: whichever ingress takes one in asks who that is."""
+
+    async def scenario(cluster: Cluster) -> None:
+        def turn(number: int, *, append: bool = True) -> GenerationRequest:
+            return GenerationRequest(
+                request_id=f"turn-{number}",
+                prompt_token_ids=(1000 + number,) * 40,
+                sampling=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0),
+                session_id="s",
+                append=append,
+            )
+
+        async def ask(number: int, *, append: bool = True) -> int:
+            client = cluster.ingresses[number % 2]
+            usages = [event.usage async for event in client.generate([turn(number, append=append)])]
+            return usages[0].prompt_tokens  # type: ignore[union-attr]
+
+        await ask(0, append=False)
+        for others in (list(range(2000, 2400)), list(range(3000, 3400))):  # the home is the busier one
+            await cluster.ask(others, ingress=1)
+        seen = await asyncio.gather(*(ask(number) for number in range(1, 9)))
+        assert sorted(seen) == [48 * number + 40 for number in range(1, 9)]  # each one saw all that came before it
+        known = await cluster.ingresses[1].query(GetSession(("", "s")))
+        (session,) = (each for each in known.values() if each is not None)
+        assert (session["turns"], session["tokens"]) == (9, 9 * 48)
 
     run(scenario)
 

@@ -57,6 +57,24 @@ def test_each_workload_is_answered_and_counted(
     assert "http" not in report.read_text().replace(server.url, "")
 
 
+def test_a_run_is_held_against_an_earlier_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, report = tmp_path / "before.json", tmp_path / "report.html"
+    load = ["bench", "serve", "--num-requests", "4", "--words", "4", "--turns", "2", "--api-key", "a secret"]
+    with serving(max_context=8192) as server:
+        assert main([*load, "--url", server.url, "--out", str(before)]) == 0
+        capsys.readouterr()
+        assert main([*load, "--url", server.url, "--against", str(before), "--report", str(report)]) == 0
+        page, printed = report.read_text(), capsys.readouterr().out
+        before.write_text('{"num_ok": 1}')
+        assert main([*load, "--url", server.url, "--against", str(before)]) == 2
+        assert "is not what --out" in capsys.readouterr().err
+    assert "requests                4 answered" in printed
+    assert printed.count("  was  ") > 10
+    assert page.count("before.json</text>") == 6  # a line of each plot
+    assert "a secret" not in page
+    assert "<td></td><td>this run</td><td>before.json</td>" in page
+
+
 def test_only_json_is_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         assert main(["bench", "serve", "--url", server.url, "--num-requests", "1", "--json"]) == 0

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
+from mneme.cachetier.names import PUBLIC_SALT
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.overview import shown_tree
 from mneme.replicas.queries import GetTree, Tree
+from mneme.replicas.request import SamplingParams
 from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
 
@@ -73,3 +75,28 @@ def test_who_uses_a_run_is_counted() -> None:
     assert sum(each["sessions"] for each in shown) == 1
     assert shown[0]["first_ids"][:5] == [1, 2, 3, 4, 5]
     assert shown[0]["idle_s"] > 0
+
+
+def test_what_another_tenant_has_behind_public_pages_is_not_shown() -> None:
+    engine = engine_of(64)
+    public, secret = list(range(1, 9)), [50, 51, 52, 53, 54, 55]
+    one_token = SamplingParams(temperature=0, max_tokens=1, seed=0)
+    engine.submit(make_request("public", public, one_token, salt=PUBLIC_SALT))
+    run(engine)
+    engine.submit(make_request("b", [*public, *secret], one_token, salt="b", session_id="s"))
+    run(engine)
+    shown = tree_of(engine, "a")
+    assert (shown["num_tokens"], sum(each["sessions"] for each in shown["runs"])) == (len(public), 0)
+    assert [each["first_ids"] for each in shown["runs"]] == [public]
+    own = tree_of(engine, "b")["runs"]
+    assert [each["first_ids"] for each in own] == [public, secret]
+    assert [each["parent"] for each in own] == [-1, 0]
+
+
+def test_of_runs_of_one_size_as_many_are_listed_as_were_asked_for() -> None:
+    engine = engine_of(64)
+    for number in range(8):
+        engine.submit(make_request(str(number), [10 + number] * 4))
+    run(engine)
+    assert [tree_of(engine, max_runs=count)["num_runs"] for count in (1, 5)] == [8, 8]
+    assert [len(tree_of(engine, max_runs=count)["runs"]) for count in (1, 5)] == [1, 5]

@@ -299,13 +299,17 @@ function say(event) {
   const text = {
     "request.ended": () => `request ${data.id.slice(0, 12)}: ${data.outcome}, ${count(data.completion_tokens)} tokens in ${ms(data.total_ms)}`,
     "replica.state": () => `${data.model}: ${data.state}${data.reason ? ` (${data.reason})` : ""}, ${data.ready} replicas ready`,
+    "replica.came": () => `${data.model}: replica ${data.replica} has been started`,
+    "replica.left": () => `${data.model}: replica ${data.replica} was drained, replaced or lost`,
+    fault: () => `fault: ${Object.entries(data).map(([name, value]) => `${name.replaceAll("_", " ")} ${count(value)}`).join(", ")}`,
     "kv.moved": () => Object.entries(data).map(([name, value]) => `${name.replace("_", " ")}: ${count(value)}`).join(", "),
     lost: () => `${data.events} events were lost: this page was too slow`,
   }[event.type];
   if (event.type === "request.ended") addRequest(data);
   const list = $("events");
-  list.prepend(element("li", {}, element("time", {}, new Date(event.at * 1000).toLocaleTimeString()), text ? text() : event.type));
-  while (list.children.length > 100) list.lastChild.remove();
+  const isFault = event.type === "fault" || event.type === "replica.left" || data.state === "failed" || data.state === "stalled";
+  list.prepend(element("li", { class: isFault ? "fault" : "" }, element("time", {}, new Date(event.at * 1000).toLocaleTimeString()), text ? text() : event.type));
+  while (list.children.length > 200) (list.querySelector("li:not(.fault):last-of-type") ?? list.lastChild).remove();
 }
 
 // Yields the data of server-sent events.
@@ -326,12 +330,18 @@ async function* eventsOf(answer) {
 
 async function listen() {
   for (;;) {
+    const hidden = new AbortController(), hide = () => { if (document.hidden) hidden.abort(); };
+    document.addEventListener("visibilitychange", hide);
     try {
+      if (document.hidden) throw new Error("the tab is hidden");
       const known = await json("/v1/requests?last=100");
       known.data.reverse().forEach(addRequest);
-      for await (const data of eventsOf(await ask("/v1/events"))) say(JSON.parse(data));
+      for await (const data of eventsOf(await ask("/v1/events", { signal: hidden.signal }))) say(JSON.parse(data));
     } catch (error) {
-      $("about").textContent = `not connected: ${error.message}`;
+      if (!document.hidden) $("about").textContent = `not connected: ${error.message}`;
+    } finally {
+      hidden.abort();
+      document.removeEventListener("visibilitychange", hide);
     }
     await new Promise((resolve) => setTimeout(resolve, 2000));
   }
@@ -339,24 +349,49 @@ async function listen() {
 
 // ---- chat
 
-let session = crypto.randomUUID(), hasTurns = false;
+// `crypto.randomUUID` is there only on pages that came over TLS or from this machine.
+const newSession = () => Array.from(crypto.getRandomValues(new Uint8Array(16)), (each) => each.toString(16).padStart(2, "0")).join("");
+
+let session = newSession(), hasTurns = false;
 
 function showSession() {
   $("chat-session").textContent = `session ${session.slice(0, 8)}`;
+}
+
+// What is said beside a question: texts between lines of dashes.
+function documents() {
+  return $("chat-documents").value.split(/^---+$/m).map((each) => each.trim()).filter(Boolean);
 }
 
 async function chat(event) {
   event.preventDefault();
   const content = $("chat-text").value.trim();
   if (!content) return;
+  const given = documents(), beside = given.length > 0 && $("chat-beside").checked;
   $("chat-text").value = "";
-  const answer = element("p", { class: "said" }, element("b", {}, `${model}: `)), text = document.createTextNode("");
+  $("chat").append(element("p", { class: "said" }, element("b", {}, "you: "), content));
+  const body = { model, messages: [{ role: "user", content }], stream: true, stream_options: { include_usage: true } };
+  if (given.length) body.documents = given;
+  if (!beside) {
+    const answer = element("div", {});
+    $("chat").append(answer);
+    if (await sayInto(answer, model, { ...body, session: { id: session, append: hasTurns } })) hasTurns = true;
+    return;
+  }
+  const columns = element("div", { class: "columns" }, element("div", {}), element("div", {}));
+  $("chat").append(columns);
+  const modes = [[columns.children[0], "blend: selective", "selective"], [columns.children[1], "blend: off", "off"]];
+  for (const [answer, title, mode] of modes) await sayInto(answer, title, { ...body, temperature: 0, blend: { mode } });
+}
+
+// Streams an answer, and says below it where its prompt's KV came from; returns whether it ended well.
+async function sayInto(target, title, body) {
+  const answer = element("p", { class: "said" }, element("b", {}, `${title}: `)), text = document.createTextNode("");
   answer.append(text);
-  $("chat").append(element("p", { class: "said" }, element("b", {}, "you: "), content), answer);
+  target.append(answer);
   const began = performance.now();
   let first = null, id = "", usage = null;
   try {
-    const body = { model, messages: [{ role: "user", content }], stream: true, stream_options: { include_usage: true }, session: { id: session, append: hasTurns } };
     for await (const data of eventsOf(await ask("/v1/chat/completions", { method: "POST", body: JSON.stringify(body) }))) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
@@ -369,15 +404,19 @@ async function chat(event) {
         text.data += piece;
       }
     }
-    hasTurns = true;
   } catch (error) {
     answer.append(element("small", {}, error.message));
-    return;
+    return false;
   }
   const known = usage?.kv_details;
   answer.append(element("small", {}, `first token after ${ms(first)}; ${usage ? `${count(usage.prompt_tokens)} prompt tokens, ${count(usage.prompt_tokens_details.cached_tokens)} found` : ""} `,
     element("button", { class: "plain", type: "button", onclick: () => explain({ id: id.replace(/^chatcmpl-/, ""), first_token_ms: first }) }, "explain")));
-  if (known) answer.append(sourceBar(known));
+  if (known) target.append(sourceBar(known));
+  for (const each of known?.blend?.documents ?? []) {
+    const places = [["exact", each.exact, css("device")], ["reused", each.reused, css("peer")], ["computed", each.tokens - each.exact - each.reused, css("recomputed")]];
+    target.append(element("div", { class: "hint" }, `${each.id}: ${each.outcome}${each.why ? ` (${each.why})` : ""}`), bar(places, each.tokens), legend(places.filter(([, value]) => value > 0).map(([name, value, colour]) => [`${name}: ${count(value)}`, colour])));
+  }
+  return true;
 }
 
 // ---- begin
@@ -397,11 +436,12 @@ $("key-form").addEventListener("submit", (event) => {
 $("chat-form").addEventListener("submit", chat);
 $("chat-text").addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey) chat(event); });
 $("chat-new").addEventListener("click", () => {
-  session = crypto.randomUUID();
+  session = newSession();
   hasTurns = false;
   $("chat").replaceChildren();
   showSession();
 });
+$("faults-alone").addEventListener("change", (event) => $("events").classList.toggle("faults", event.target.checked));
 $("tree").addEventListener("mousemove", (event) => {
   const box = boxAt(event);
   $("tree-tip").textContent = box ? describeRun(box.index) : "\u00A0";

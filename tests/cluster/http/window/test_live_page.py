@@ -18,6 +18,7 @@ from tests.cluster.api_fixtures import CHAT, Server, serving
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 KEY = "secret-a"
+ARGS = ["--no-sandbox", "--host-resolver-rules=MAP mneme.test 127.0.0.1"]
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on PATH")
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium o
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as api:
-        browser = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = api.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         yield browser
         browser.close()
 
@@ -95,6 +96,23 @@ def test_a_chat_is_a_session_whose_answers_say_what_was_found(browser: Any, serv
     page.close()
 
 
+def test_documents_are_asked_about_twice_side_by_side(browser: Any, server: Server) -> None:
+    said: list[str] = []
+    page = opened(browser, server.url, said)
+    page.wait_for_selector("text=tiny: ready")
+    page.locator("#chat-form summary").click()
+    page.fill("#chat-documents", "the fox\n---\nthe dog\nand more\n-----\n")
+    page.check("#chat-beside")
+    page.fill("#chat-text", "who?")
+    page.click("#chat-form button:text('Send')")
+    page.locator("#chat .columns small button").nth(1).wait_for()
+    assert [request.blend.mode for request in server.engine.requests] == ["selective", "off"]
+    assert [len(request.documents) for request in server.engine.requests] == [2, 2]
+    assert [request.session_id for request in server.engine.requests] == [None, None]
+    assert said == []
+    page.close()
+
+
 def test_a_key_is_asked_for_and_used(browser: Any) -> None:
     with watched(HttpConfig(api_keys=(KEY,))) as server:
         page = opened(browser, server.url, [])
@@ -115,5 +133,17 @@ def test_it_fits_any_window(browser: Any, server: Server, scheme: str, width: in
     httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
     page.wait_for_selector("#requests tbody tr")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert said == []
+    page.close()
+
+
+def test_it_needs_no_tls_to_be_opened_from_another_machine(browser: Any, server: Server) -> None:
+    """Browsers take only TLS and this machine's own names for secure, and keep some of their calls from others."""
+    said: list[str] = []
+    page = browser.new_page()
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(f"http://mneme.test:{server.port}/ui")
+    assert not page.evaluate("isSecureContext")
+    page.wait_for_selector("text=tiny: ready", timeout=5_000)
     assert said == []
     page.close()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from mneme.cluster.config import HttpConfig
+from mneme.cluster.http.window import overview
 from mneme.cluster.http.window import requests as window
 from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.cluster.tenancy import kv_salt, tenant_of_secret
-from mneme.errors import MnemeError, Overloaded
+from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
 from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, keys_file, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.real_engines import over
@@ -74,7 +79,10 @@ def test_a_request_that_fails_is_listed_with_its_error(options: dict[str, Any], 
     client = api(FakeEngineClient(TOKENIZER, **options))
     for body in (CHAT, {**CHAT, "stream": True}):
         client.post("/v1/chat/completions", json=body)
-    assert [each["outcome"] for each in ask(client, "/v1/requests")["data"]] == [outcome] * 2
+    listed = ask(client, "/v1/requests")["data"]
+    assert [each["outcome"] for each in listed] == [outcome] * 2
+    if "refusal" in options:  # nothing was computed
+        assert [sum(each["kv_details"].values()) for each in listed] == [0, 0]
 
 
 def test_a_request_whose_client_goes_is_listed() -> None:
@@ -168,35 +176,119 @@ def test_events_tell_of_requests_and_of_replicas_that_go(monkeypatch: pytest.Mon
         assert (gone["type"], gone["data"]["state"], gone["data"]["ready"]) == ("replica.state", "loading", 0)
 
 
-def test_a_listener_that_is_slow_is_told_what_it_lost_and_too_many_are_refused() -> None:
-    import asyncio
+def test_events_tell_of_replicas_that_come_and_go_and_admins_of_faults() -> None:
+    ids, store = ["a", "b"], {"actors_lost": 0, "disk_miss_bad_checksum": 0, "disk_miss_absent": 1}
 
+    async def stats() -> dict[str, dict[str, Any]]:
+        return {"a": {"tokens": {"device": store["disk_miss_absent"]}, "cache": {"store": store}}}
+
+    with ExitStack() as stack:
+        server = stack.enter_context(serving())
+        server.engine.replica_ids = lambda: ids  # type: ignore[method-assign]
+        server.engine.stats = stats  # type: ignore[method-assign]
+        lines = stack.enter_context(httpx.stream("GET", f"{server.url}/v1/events", timeout=30)).iter_lines()
+        events_of(lines, 1)
+        ids[:] = ["b", "c"]
+        left, came = events_of(lines, 2)
+        assert (left["type"], left["data"]["replica"]) == ("replica.left", "a")
+        assert (came["type"], came["data"]["replica"]) == ("replica.came", "c")
+        store |= {"actors_lost": 1, "disk_miss_bad_checksum": 2, "disk_miss_absent": 5}
+        moved, fault = events_of(lines, 2)
+        assert moved["type"] == "kv.moved"
+        assert (fault["type"], fault["data"]) == ("fault", {"actors_lost": 1, "disk bad_checksum": 2})
+
+
+def test_a_listener_that_is_slow_is_told_what_it_lost_and_too_many_are_refused() -> None:
     async def run() -> None:
         log = window.RequestLog(lambda: 0.0)
 
         async def poll() -> list[Any]:
             return []
 
-        events = log.events("t", poll, 0.01)
-        assert await anext(events) is None
-        for number in range(window.MAX_WAITING_EVENTS + 3):
-            log.add("t", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
-        lost = await anext(events)
-        assert lost is not None
-        assert (lost["type"], lost["data"]) == ("lost", {"events": 3})
-        first = await anext(events)
-        assert first is not None
-        assert first["data"]["id"] == "3"
-        others = [log.events("t", poll, 10.0) for _ in range(window.MAX_LISTENERS - 1)]
-        waiting = [asyncio.ensure_future(anext(each)) for each in others]
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            log.check_room()
-        await events.aclose()
-        log.check_room()
-        for each in waiting:
-            each.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        def end(count: int) -> None:
+            for number in range(count):
+                log.add("t", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+
+        with log.listening("t") as listener:
+            events = log.events(listener, poll, 0.01)
+            assert await anext(events) is None
+            end(window.MAX_WAITING_EVENTS + 3)
+            lost = await anext(events)
+            assert lost is not None
+            assert (lost["type"], lost["data"]) == ("lost", {"events": 3})
+            end(2)  # while the client has not read that yet
+            first = await anext(events)
+            assert first is not None
+            assert first["data"]["id"] == "5"
+            assert listener.num_lost == 2  # told with the next
+            with ExitStack() as others:
+                for tenant in (f"t{number // 16}" for number in range(window.MAX_LISTENERS - 1)):
+                    others.enter_context(log.listening(tenant))
+                with pytest.raises(Overloaded), log.listening("another"):
+                    pass
+        with log.listening("another"):
+            pass
+
+    asyncio.run(run())
+
+
+def test_figures_are_looked_at_while_requests_end_all_the_time() -> None:
+    async def run() -> None:
+        log, looks = window.RequestLog(lambda: 0.0), list[int]()
+
+        async def poll() -> list[Any]:
+            looks.append(len(looks))
+            return []
+
+        with log.listening("t") as listener:
+            events = log.events(listener, poll, 0.02)
+            for number in range(30):
+                log.add("t", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+                await anext(events)
+                await asyncio.sleep(0.005)
+        assert len(looks) >= 3
+
+    asyncio.run(run())
+
+
+def test_one_key_leaves_room_for_listeners_of_others() -> None:
+    with (
+        serving(config=HttpConfig(api_keys=KEYS["api_keys"])) as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+        ExitStack() as open_streams,
+    ):
+        listen = partial(client.stream, "GET", "/v1/events")
+        for _ in range(window.MAX_LISTENERS_PER_TENANT):
+            assert open_streams.enter_context(listen(headers=A)).status_code == 200
+        with listen(headers=A) as refused:
+            assert refused.status_code == 429
+        with listen(headers=B) as other:
+            assert other.status_code == 200
+
+
+def test_what_a_replica_counted_while_it_was_silent_is_told_once() -> None:
+    class Flaky(FakeEngineClient):
+        silent = False
+
+        async def stats(self) -> Any:
+            return {name: each for name, each in (await super().stats()).items() if name != "a" or not self.silent}
+
+    async def run() -> None:
+        client = Flaky(TOKENIZER, tokens={"recomputed": 1000})
+        service = SimpleNamespace(
+            apis=[SimpleNamespace(client=client, model=SimpleNamespace(id="tiny"))],
+            requests=window.RequestLog(lambda: 0.0),
+            stats=client.stats,
+        )
+        figures = overview._Figures(service, has_sums=True)  # type: ignore[arg-type]
+        await figures.changes()
+        client.silent = True  # its stream broke
+        client.tokens = {"recomputed": 1010}
+        (moved,) = await figures.changes()
+        assert moved["data"] == {"tokens_recomputed": 10}  # of the other
+        client.silent = False
+        (moved,) = await figures.changes()
+        assert moved["data"] == {"tokens_recomputed": 10}
 
     asyncio.run(run())
 
@@ -221,3 +313,18 @@ def test_the_page_needs_no_key_loads_nothing_from_elsewhere_and_names_what_there
     assert asked <= known
     assert sum(len(each.content) for each in found.values()) < 200_000
     assert Path(window.__file__).parent.joinpath("assets").is_dir()
+
+
+def test_a_replica_that_is_late_takes_nothing_from_the_lists_of_others() -> None:
+    class Late(FakeEngineClient):
+        async def query(self, query: Any, *, replica_id: str | None = None) -> dict[str, Any]:
+            if replica_id != "b":
+                raise ReplicaUnavailable("a replica did not answer within 15 s")
+            return await super().query(query, replica_id=replica_id)
+
+    client = api(Late(TOKENIZER))
+    client.post("/v1/chat/completions", json={**CHAT, "session": {"id": "s"}})
+    assert [each["id"] for each in ask(client, "/v1/sessions")["data"]] == ["s"]
+    assert [each["replica"] for each in ask(client, "/v1/kv/tree")["replicas"]] == ["b"]
+    none = api(FakeEngineClient(TOKENIZER, query_failure=ReplicaUnavailable("no replica is ready")))
+    assert none.get("/v1/sessions").status_code == 503
