@@ -37,7 +37,7 @@ def key(name: str = "a", **limits: Any) -> ApiKey:
 
 
 def test_without_keys_everyone_is_one_tenant_and_admin() -> None:
-    assert Keyring(clock=Clock()).authenticate(None) == (PUBLIC, True, None)
+    assert Keyring(clock=Clock()).authenticate(None) == (PUBLIC, PUBLIC, True, None)
 
 
 def test_each_key_is_a_tenant_with_its_role(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_what_engines_do_not_read_may_change_without_a_restart_of_theirs() -> No
     changes = {
         "replicas": 5,
         "autoscale": {"min": 0, "max": 3},
-        "http": {"keys": [{"name": "one", "sha256": "0" * 64}]},
+        "http": {"keys_file": "/keys.yaml"},
         "router": {"policy": "random"},
         "ingress": {"replicas": 2},
     }
