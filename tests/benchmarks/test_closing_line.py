@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from mneme.errors import CheckpointError
-from mneme.replicas.model.config import model_directory
-
 jsonschema = pytest.importorskip("jsonschema")
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -68,19 +65,10 @@ def test_bench_attention(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "attention.json").read_text()) == found
 
 
-def test_bench_attention_without_time_says_so() -> None:
-    found = closing_line(["benchmarks/bench_attention.py", "--quick", "--only", "regret", "--budget-s", "0.001"])
-    rows = found["results"]["regret"]["rows"]
-    assert {row["status"] for row in rows} == {"not run: out of time"}
-    assert found["checks"] == []
-    assert found["not_measured"] == ["cpu_auto_regret_geometric_mean", "cpu_auto_regret_worst"]
-
-
 def test_bench_system_prompt_counts_running_sequences(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_system_prompt.py", "--quick", "--only", "capacity", "--out", str(tmp_path)])
-    assert {check["name"]: check["ok"] for check in found["checks"]} == {
-        f"running_growth_r_{r}": True for r in (0.5, 0.75, 0.9)
-    }
+    assert {check["name"]: check["ok"] for check in found["checks"]} == {"running_growth_r_0.5": True}
+    assert found["not_measured"] == ["running_growth_r_0.75", "running_growth_r_0.9"]
     assert all(0 < row["apart"] < row["running"] for row in found["results"]["capacity"])
     assert json.loads((tmp_path / "system_prompt.json").read_text()) == found
 
@@ -126,24 +114,16 @@ def test_a_committed_result_says_what_was_met_what_missed_and_what_not_measured(
 
 
 def test_bench_blend(tmp_path: Path) -> None:
-    parts = ["--only", "ttft", "--only", "decode"]
-    found = closing_line(["benchmarks/bench_blend.py", "--quick", *parts, "--out", str(tmp_path)])
+    found = closing_line(["benchmarks/bench_blend.py", "--quick", "--only", "decode", "--out", str(tmp_path)])
     assert [check["name"] for check in found["checks"]] == ["kv_of_full_reuse_of_private_copies"]
     assert all(check["ok"] for check in found["checks"])
     assert "decode_of_full reuse_over_private_copies" in found["not_measured"]
-    assert {row["arm"] for row in found["results"]["ttft"]} > {"full", "prefix", "full reuse", "hkvd 0.15"}
     assert (tmp_path / "blend.json").exists()
 
 
-@pytest.mark.slow
 def test_bench_restart(tmp_path: Path) -> None:
-    """The claim of README's picture, over HTTP: of a real model, where its package can be had."""
-    model = "smollm2"
-    try:
-        model_directory(model)
-    except CheckpointError:
-        model = "mneme-tiny"
-    found = closing_line(["benchmarks/bench_restart.py", "--quick", "--model", model, "--out", str(tmp_path)])
+    """The claim of README's picture, over HTTP."""
+    found = closing_line(["benchmarks/bench_restart.py", "--quick", "--model", "mneme-tiny", "--out", str(tmp_path)])
     rows = {row["prompt is"]: row for row in found["results"]["restart"]}
     assert [row["tokens"] > 800 for row in rows.values()] == [True] * 3
     assert rows["computed"]["recomputed"] > 0.9 * rows["computed"]["tokens"]

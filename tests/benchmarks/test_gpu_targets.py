@@ -10,14 +10,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-import bench_gpu
 import pytest
-import torch
-from attention import relay
-from attention.bench import Bench
-from attention.machine import Ceilings
 from gpu import check, preflight, steps
-from gpu.predictions import PREDICTED
 from gpu.steps import Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,29 +25,10 @@ sys.argv = ["benchmarks/bench_gpu.py", *sys.argv[1:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 FIGURES = {
-    "check": {
-        "smoke shared",
-        "smoke pages at the end of a large pool",
-        "tests",
-        "copy",
-        "linears of a step, M 1",
-        "engine, 2 requests twice",
-    },
+    "check": {"smoke shared", "smoke pages at the end of a large pool", "tests", "copy", "engine, 2 requests twice"},
     "attention": {"intercept shared", "rotation documents", "share cost, median error"},
-    "engine": {
-        "SDPA layers private b2",
-        "SDPA layers shared 64 b2",
-        "decode private b1, step",
-        "decode churn b2, step",
-        "decode top-p 0.95 b2, step",
-        "ttft 64",
-    },
-    "served": {
-        "served ready",
-        "served Poisson, over step",
-        "kill -9 under 16 streams, identical",
-        "served ready again",
-    },
+    "engine": {"SDPA layers private b2", "decode churn b2, step", "decode top-p 0.95 b2, step", "ttft 64"},
+    "served": {"served ready", "served Poisson, over step", "kill -9 under 16 streams, identical"},
     "beside": {"ours private b128", "ours ttft 64 on a cached 3840", "vllm private b1"},
     "tiers": {"host tier load, runs of 64", "cache tier load of 4k", "decode b2, cache tier on"},
 }
@@ -129,63 +104,6 @@ sys.exit(10 + run_steps("t", steps, Path(sys.argv[1]), is_dry=False, budget_s=6.
     assert rows["last"]["note"] == "not run: stop failed"
 
 
-def test_a_run_in_which_nothing_was_measured_or_tested_has_failed(tmp_path: Path) -> None:
-    skipped = '<testcase name="a"><skipped/></testcase>'
-    suites = {"": (5, "no test"), skipped: (0, "no test ran"), f'{skipped}<testcase name="b"/>': (0, None)}
-    for cases, (code, reason) in suites.items():
-        (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-        found = check.verdict_of(tmp_path / "tests.xml", code)[1]
-        assert (found is None) == (reason is None)
-    assert check.verdict_of(tmp_path / "missing.xml", 4)[1] is not None
-    assert steps.run_steps("t", [], tmp_path, is_dry=False, budget_s=1.0) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--out", "FILE"], "nothing can be written to FILE/tiers: "),
-        (["--out", "/proc/none"], "nothing can be written to /proc/none/tiers: "),
-        (["--budget-s", "0"], "argument --budget-s: must be a number of seconds above 0, not '0'"),
-        (["--budget-s", "-1"], "argument --budget-s: must be a number of seconds above 0, not '-1'"),
-        (["--budget-s", "nan"], "argument --budget-s: must be a number of seconds above 0, not 'nan'"),
-        (["--budget-s", "long"], "argument --budget-s: must be a number of seconds above 0, not 'long'"),
-    ],
-)
-def test_bad_options_end_in_one_line_before_any_work(
-    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "FILE").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "tiers", "--dry", *options])
-    monkeypatch.setattr(os, "environ", {**os.environ, "OUT": ""})
-    try:
-        code = bench_gpu.main()
-    except SystemExit as refused:
-        code = refused.code  # type: ignore[assignment]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert code == 2
-    assert said in line
-
-
-def test_a_table_has_predictions_and_at_most_forty_lines() -> None:
-    rows = [Row("copy", 4.1, "TB/s", 0.95), Row("tests", None, note="not run: out of time")]
-    lines = steps.table_of("check", rows, is_dry=False).splitlines()
-    assert lines[2].split() == ["copy", "4.1", "TB/s", f"{PREDICTED['copy']:g}", "0.95"]
-    assert lines[3].split(maxsplit=3) == ["tests", "-", f"{PREDICTED['tests']:g}", "not run: out of time"]
-    many = steps.table_of("check", [Row(f"row {i}", 1.0) for i in range(90)], is_dry=False).splitlines()
-    assert len(many) == steps.TABLE_LINES
-    assert many[-1] == "... 53 more in check.json"
-
-
-def test_each_chosen_point_of_eq_10_has_a_prediction_near_what_the_review_of_the_kernels_said() -> None:
-    bench = Bench(device=torch.device("cuda"), quick=False, num_threads=1, ceilings=Ceilings(1.0, {}, 0), point_s=0.0)
-    names = [f"eq10 {heads} b{batch} s{shared} c{private}" for heads, batch, shared, private in relay.points(bench)]
-    assert len(names) == 15
-    assert all(0.4 < PREDICTED[name] <= 1.0 for name in names)
-    assert PREDICTED["eq10 32/8x128 b32 s2048 c128"] == pytest.approx(0.59, abs=0.04)
-    assert PREDICTED["eq10 32/32x128 b32 s8192 c128"] == pytest.approx(0.91, abs=0.04)
-
-
 @pytest.mark.parametrize(
     ("name", "capability", "gigabytes", "reason"),
     [
@@ -198,27 +116,3 @@ def test_a_device_that_does_not_do(name: str, capability: tuple[int, int], gigab
     found = preflight.reason_against_properties(name, capability, gigabytes << 30)
     assert (found or "").startswith(reason or "")
     assert (found is None) == (reason is None)
-
-
-def test_an_old_driver_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", init)
-    found = preflight.reason_against_device()
-    assert found is not None
-    assert "too old (found version 11040)" in found
-    assert found.endswith("update the driver, or use a torch for an older CUDA than 13.0")
-    assert len(found.splitlines()) == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_target_without_a_device_says_so_in_one_line(tmp_path: Path) -> None:
-    command = ["make", "gpu-check", f"PYTHON={sys.executable}", f"GPU_OUT={tmp_path / 'out'}"]
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 2
-    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("make: ***")]
-    assert line.startswith(f"make gpu-check: not run: {sys.executable} finds no CUDA device: ")
-    assert not (tmp_path / "out").exists()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from bench_truncation import (
     NUM_BEFORE,
     DenseDecoder,
-    compared,
     engine_nats,
     held_out_ids,
     load_decoder,
     load_tokenizer,
-    mean_nats,
     streams,
 )
 
@@ -64,11 +60,3 @@ def test_recompute_reads_the_text_that_is_left(decoder: Decoder, dense: DenseDec
     left = texts[:, WINDOW // 2 : WINDOW + 2]  # the first token behind the overflow is drawn from these
     theirs = torch.tensor(dense.read(left, left.shape[1] - 1))
     assert (ours[:, NUM_BEFORE + 1] - theirs[:, 0]).abs().max() <= 1e-3
-
-
-def test_ratios_are_of_the_same_texts() -> None:
-    found = compared([2.0, 4.0], [1.0, 3.0])
-    assert found["perplexity"] == pytest.approx(math.exp(3.0))
-    assert found["over TT"] == pytest.approx(math.e)
-    assert found["se"] == 0.0
-    assert mean_nats([100.0] * (NUM_BEFORE + 1) + [1.0, 3.0]) == 2.0

@@ -95,6 +95,8 @@ def test_the_version_is_the_one_that_is_tested(manifests: list[Manifest]) -> Non
 
 
 def test_every_pod_is_confined(manifests: list[Manifest]) -> None:
+    autoscaler = ray_service(manifests)["spec"]["rayClusterConfig"].get("autoscalerOptions")
+    assert autoscaler is None or autoscaler["securityContext"]["allowPrivilegeEscalation"] is False
     for pod in pods(manifests).values():
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
         for each in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])):

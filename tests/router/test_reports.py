@@ -81,6 +81,7 @@ def test_requests_go_where_the_kv_is_and_not_where_it_was() -> None:
     assert played.choose().matched_tokens == 512
     played.now_s += 3 * SENT_S
     played.take("b", report(3, gone=BLOCKS[:8]))
+    assert not played.take("b", report(5, device=BLOCKS))  # behind one that is lost, or late
     assert played.choose().matched_tokens == 0
 
 

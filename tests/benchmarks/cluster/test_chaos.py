@@ -7,19 +7,16 @@ from typing import Any
 
 import httpx
 import pytest
-from bench_chaos import BadStream, checks_of, fullest, growth, is_cut
+from bench_chaos import BadStream, checks_of, is_cut
 
 
 @pytest.mark.parametrize(
     ("error", "is_broken"),
     [
         (httpx.ReadError(""), True),
-        (httpx.ConnectError(""), True),
         (httpx.RemoteProtocolError(""), True),
         (httpx.ReadTimeout(""), False),
         (BadStream("HTTP 500"), False),
-        (BadStream("the replica is gone"), False),
-        (BadStream("ended early"), False),
     ],
 )
 def test_only_connections_that_broke_are_cut(error: Exception, is_broken: bool) -> None:
@@ -29,25 +26,6 @@ def test_only_connections_that_broke_are_cut(error: Exception, is_broken: bool) 
 
 def sample(mib_by_process: dict[str, float], **totals: float) -> dict[str, Any]:
     return {"processes": {name: {"mib": mib, "fds": 60} for name, mib in mib_by_process.items()}, **totals}
-
-
-def test_growth_is_of_the_longest_life_of_its_kind() -> None:
-    first = [sample({"engine 1": mib}) for mib in [100.0] * 4 + [300.0] * 3]  # that is how it begins
-    second = [sample({"engine 2": mib}) for mib in [100.0] * 4 + [110.0] * 2 + [121.0] * 2]
-    assert growth(first + second) == {"engine fds": 0.0, "engine mib": pytest.approx(0.1)}
-    assert growth(second[:7]) == {}  # too short a life to tell
-
-
-def test_growth_of_totals_begins_when_stores_are_full() -> None:
-    filling = [0.0, 100.0, 200.0, 300.0, 400.0, 400.0, 400.0, 400.0]
-    assert growth([sample({}, disk_bytes=each) for each in filling]) == {"disk_bytes": 0.0}
-    assert growth([sample({}, in_use_pages=float(each)) for each in range(8)])["in_use_pages"] == pytest.approx(2 / 4.5)
-
-
-def test_the_fullest_a_tier_was() -> None:
-    samples = [sample({}, host_bytes=each, host_capacity=10.0) for each in (1.0, 12.0, 3.0)]
-    assert fullest(samples, "host") == 1.2
-    assert fullest(samples, "disk") is None
 
 
 def results(**changes: Any) -> dict[str, Any]:
@@ -79,18 +57,14 @@ def test_a_run_in_which_all_went_well_misses_nothing() -> None:
     ("change", "name"),
     [
         ({"kills__kills": 7}, "replicas killed that were answering"),
-        ({"kills__failed": 1}, "requests that failed"),
         ({"others__num_failed": 1}, "requests that failed"),
         ({"random__num_wrong": 1}, "answers with a wrong token"),
         ({"kills__pauses_s": [1.5] * 8}, "pause p95 of killed streams"),
         ({"all__refused_after_s": 1.1}, "all killed: refused after"),
-        ({"all__refusal": None, "all__refused_after_s": None}, "all killed: refused after"),
         ({"all__refusal": [500, None]}, "all killed: refused after"),
-        ({"all__recovered_after_s": None}, "all killed: answered again"),
         ({"all__recovered_after_s": 31.0}, "all killed: answered again"),
         ({"all__stream_is_whole": False}, "all killed: streams that are not whole"),
         ({"random__growth": {"proxy mib": 0.06}}, "growth of proxy mib"),
-        ({"random__growth": {"in_use_pages": 3.0}}, "growth of in_use_pages"),
         ({"random__growth": {"disk_bytes": 0.2}}, "growth of disk_bytes"),
         ({"random__samples": [sample({}, host_bytes=2.0, host_capacity=1.0)]}, "fullest host"),
     ],
