@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import httpx
 
 START_LIMIT_S = 300.0
 _STOP_LIMIT_S = 180.0  # on a machine that is busy with other things
@@ -157,6 +160,19 @@ def running(*command: str, **settings: str) -> Iterator[ServerProcess]:
         yield process
     finally:
         process.discard()
+
+
+@contextmanager
+def tiered(folder: Path, model: str = "mneme-tiny", *more: str) -> Iterator[tuple[ServerProcess, httpx.Client]]:
+    """Start two replicas in float32 over a cache tier with a disk, which loads whatever that takes this machine."""
+    disk = {"folder": str(folder), "capacity_bytes": 256 * 2**20}
+    settings = ("engine.dtype=float32", "cache.load=always", f"cache.disk={json.dumps(disk)}")
+    given = [*more, *(part for each in settings for part in ("--set", each))]
+    with (
+        running(*SERVE, model, "--replicas", "2", "--port", str(free_port()), *given) as process,
+        httpx.Client(base_url=process.await_ready(), timeout=240) as http,
+    ):
+        yield process, http
 
 
 @contextmanager

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
-from tests.e2e.replica_processes import cpu_seconds
-from tests.e2e.server_process import SERVE, ServerProcess, free_port
+from tests.e2e.replica_processes import cpu_seconds, kill_busiest
+from tests.e2e.server_process import tiered
 
 pytestmark = pytest.mark.e2e
 
@@ -22,22 +19,7 @@ MODEL = "mneme-tiny"
 STORY = "Once upon a time there was a small library in which every book could remember its reader. " * 30
 NUM_OUTPUT = 16
 SAVE_LIMIT_S = 180.0  # on a machine that is busy with other things
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[tuple[ServerProcess, httpx.Client]]:
-    settings = (
-        *("--set", "engine.dtype=float32"),
-        *("--set", "cache.load=always"),  # whatever this machine takes for it: so tiny a model is computed sooner
-        *("--set", f"cache.disk.folder={folder}"),
-        *("--set", f"cache.disk.capacity_bytes={64 * 2**20}"),
-    )
-    process = ServerProcess([*SERVE, MODEL, "--replicas", "2", "--port", str(free_port()), *settings])
-    try:
-        with httpx.Client(base_url=process.await_ready(), timeout=120) as http:
-            yield process, http
-    finally:
-        process.discard()
+NUM_TRIES = 20  # with pauses of seconds: until Ray has seen that a replica is gone, its responses are a 503
 
 
 def say(http: httpx.Client, text: str, session: str, **options: Any) -> dict[str, Any]:
@@ -75,32 +57,47 @@ def check_goes_on(found: dict[str, Any], num_history: int, *sources: str) -> Non
     assert sum(details[source] for source in sources) >= 0.99 * (num_history - 1), details
 
 
+def respond(http: httpx.Client, text: str, before: Any = None) -> Any:
+    with OpenAI(
+        base_url=f"{http.base_url}v1", api_key="none", max_retries=NUM_TRIES, _strict_response_validation=True
+    ) as client:
+        previous = {} if before is None else {"previous_response_id": before.id}
+        return client.responses.create(model=MODEL, input=text, max_output_tokens=24, temperature=0, **previous)
+
+
 @pytest.mark.slow
-def test_sessions_outlive_their_replica_and_their_cluster(tmp_path: Path) -> None:
+def test_sessions_and_responses_outlive_their_replica_and_their_cluster(tmp_path: Path) -> None:
     """The answers are those of a session that stayed where it was (float32)."""
-    with served(tmp_path) as (process, http):
+    with tiered(tmp_path) as (process, http):
         first = say(http, STORY, "stays")
         stayed = [answer(first), answer(say(http, "And then?", "stays", append=True))]
         busy_before = cpu_seconds(process)
         told = say(http, STORY, "moves", cache_salt="other")
-        busy = cpu_seconds(process)
         assert answer(told) == stayed[0]
         num_history = told["usage"]["total_tokens"]
         await_saved(http, num_history, session_id="moves", cache_salt="other")
-        os.kill(max(busy, key=lambda pid: busy[pid] - busy_before[pid]), signal.SIGKILL)
+        responded = respond(http, "And who read it?", respond(http, STORY))
+        kill_busiest(process, busy_before)
         moved = say(http, "And then?", "moves", append=True, cache_salt="other")
         assert answer(moved) == stayed[1]
         check_goes_on(moved, num_history, "host", "disk")
+        again = respond(http, "Why?", responded)
+        assert again.usage.input_tokens > responded.usage.total_tokens
         say(http, STORY, "waits", cache_salt="third")
         process.stop()
         assert process.process.returncode == 0, process.lines
         assert process.left_behind() == []
-    with served(tmp_path) as (process, http):
+    with tiered(tmp_path) as (process, http):
         waited = say(http, "And then?", "waits", append=True, cache_salt="third")
         assert answer(waited) == stayed[1]
         check_goes_on(waited, num_history, "disk")
         gone_on = say(http, "And then?", "moves", append=True, cache_salt="other")
         check_goes_on(gone_on, moved["usage"]["total_tokens"], "disk")
+        path = f"/v1/responses/{again.id}"
+        assert http.get(path).json()["output"][0]["content"][0]["text"] == again.output_text
+        assert len(http.get(f"{path}/input_items").json()["data"]) == 5
+        after = respond(http, "And then?", again)
+        assert after.usage.input_tokens_details.cached_tokens >= 0.95 * again.usage.input_tokens
         process.process.kill()  # nobody can clean up after that but who was left for it
         process.process.wait(10)
         process.await_nothing_left()

@@ -52,14 +52,10 @@ def answers(address: tuple[str, int], source: str) -> bool:
     ("request_line", "headers", "status"),
     [
         (CHAT, JSON + "Content-Length: 100\r\n", 401),
-        (CHAT, JSON + "Content-Length: 100\r\nConnection: close\r\n", 401),
         (CHAT, JSON + "Transfer-Encoding: chunked\r\n", 401),
         (CHAT, AUTHORIZED + JSON + "Content-Length: 99999999\r\n", 413),
         (CHAT, AUTHORIZED + JSON + "Content-Length: 100\r\n", 408),
-        ("POST /nowhere", "Content-Length: 100\r\n", 401),
         ("GET /v1/models", AUTHORIZED + "Content-Length: 100\r\n", 200),
-        ("GET /nowhere", AUTHORIZED + "Content-Length: 100\r\n", 404),
-        ("HEAD /health", "Content-Length: 10\r\n", 400),
         ("HEAD /health", f"Content-Length: {2**32}\r\n", 400),
         ("HEAD /health", "Transfer-Encoding: chunked\r\n", 400),
     ],
@@ -121,10 +117,8 @@ def test_nothing_listens_beyond_this_machine(small_process: ServerProcess, addre
     inodes = set()
     for pid in small_process.processes():
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            try:
+            with suppress(OSError):
                 inodes.add(str(descriptor.readlink()))
-            except OSError:
-                continue
     listening = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -52,17 +52,3 @@ def test_a_session_comes_back_from_the_host(http: httpx.Client) -> None:
     assert after["tokens"] == second["usage"]["total_tokens"]
     assert after["kv"]["device"] == after["tokens"] - 1
     assert after["kv"] == {"device": after["tokens"] - 1, "host": 0, "absent": 1}
-
-
-def test_what_came_from_the_host_answers_alike(http: httpx.Client) -> None:
-    """float32: the same answer as a prompt of nobody's, which is computed."""
-    history = user(f"Alike. {STORY}")
-    answer = say(http, history, session={"id": "alike"})["choices"][0]["message"]["content"]
-    for index in range(12):
-        say(http, user(f"Again {index}. {STORY}"))
-    history += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
-    from_host = say(http, history, session={"id": "alike"})
-    computed = say(http, history, cache_salt="nobody")
-    assert from_host["usage"]["kv_details"]["host"] > 0
-    assert computed["usage"]["kv_details"]["recomputed"] == computed["usage"]["prompt_tokens"]
-    assert from_host["choices"][0]["message"]["content"] == computed["choices"][0]["message"]["content"]

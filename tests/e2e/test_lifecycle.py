@@ -27,66 +27,31 @@ def fake_server() -> tuple[str, ...]:
     return (*SERVE_FAKE, f"port={free_port()}")
 
 
-def refusal(*arguments: str) -> str:
-    """What `mneme serve` says on stderr when it ends with status 2."""
-    result = subprocess.run([*SERVE, *arguments], capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 2, result
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    return result.stderr
-
-
 def check_start_lines(lines: list[str]) -> None:
     """A line for each stage, and one for the end: no traceback, no warning."""
     assert lines[0] == "mneme serve: starting Ray"
     assert all(line.startswith("mneme serve: ") for line in lines), lines
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A copy of the embedded model, to be damaged."""
-    return Path(shutil.copytree(model_directory(EMBEDDED_MODEL), tmp_path / "model"))
-
-
-def generate(url: str, num: int = 8) -> list[int]:
-    with httpx.stream("POST", f"{url}/generate", json={"prompt": [1, 2, 3], "max_tokens": num}) as response:
-        return [token for line in response.iter_lines() for token in json.loads(line)["tokens"]]
-
-
-def test_a_port_that_is_taken() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port}" in refusal("--port", str(port))
-
-
-def test_a_configuration_that_breaks_a_rule(tmp_path: Path) -> None:
-    assert "engine.page_size" in refusal("--set", "engine.page_size=17")
-    assert "unknown key" in refusal("--set", "engine.page_sise=16")
-    assert "replicas: must be from 1" in refusal("--replicas", "0")
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("model: [")
-    assert "broken.yaml:1:9: is not valid YAML" in refusal("--config", str(broken))
-    assert "missing.yaml: " in refusal("--config", str(tmp_path / "missing.yaml"))
-    disk = {"folder": str(broken), "capacity_bytes": 1_000_000}
-    assert f"disk tier: {broken} cannot be used" in refusal("--set", f"cache.disk={json.dumps(disk)}")
-
-
-def test_a_checkpoint_that_is_missing_or_damaged(checkpoint: Path, tmp_path: Path) -> None:
-    assert "no such model directory" in refusal(str(tmp_path / "nowhere"))
-    weights = checkpoint / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    assert "model.safetensors" in refusal(str(checkpoint))
-    weights.unlink()
-    assert "has neither model.safetensors nor" in refusal(str(checkpoint))
-    (checkpoint / "config.json").write_text("{")
-    assert "config.json" in refusal(str(checkpoint))
+def test_what_is_wrong_is_one_line_before_anything_starts(tmp_path: Path) -> None:
+    disk = {"folder": str(tmp_path / "file"), "capacity_bytes": 1_000_000}
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        for arguments, reason in (
+            (["--port", port], f"cannot listen on 127.0.0.1:{port}"),
+            (["--set", "engine.page_size=17"], "engine.page_size"),
+            (["--set", f"cache.disk={json.dumps(disk)}"], f"disk tier: {tmp_path / 'file'} cannot be used"),
+            ([str(tmp_path / "nowhere")], "no such model directory"),
+        ):
+            result = subprocess.run([*SERVE, *arguments], capture_output=True, text=True, timeout=240, check=False)
+            assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (2, "", 1), result
+            assert reason in result.stderr
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
+def test_a_checkpoint_that_only_a_replica_finds_wrong(tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(model_directory(EMBEDDED_MODEL), tmp_path / "model"))
     config = json.loads((checkpoint / "config.json").read_text())
     config["intermediate_size"] *= 2
     (checkpoint / "config.json").write_text(json.dumps(config))
@@ -97,20 +62,22 @@ def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
         assert "CheckpointError" in process.lines[-1]
 
 
+def generate(url: str, num: int = 8) -> list[int]:
+    with httpx.stream("POST", f"{url}/generate", json={"prompt": [1, 2, 3], "max_tokens": num}) as response:
+        return [token for line in response.iter_lines() for token in json.loads(line)["tokens"]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"), [("killed", "its log does not say why"), ("crashed", "Fatal Python error: Aborted")]
 )
 def test_a_replica_that_dies_while_it_starts_says_what_it_can(fault: str, words: str) -> None:
-    process = ServerProcess(fake_server(), MNEME_FAKE_FAULT=fault)
-    try:
+    with running(*fake_server(), MNEME_FAKE_FAULT=fault) as process:
         assert process.process.wait(120) == 2
         process.await_nothing_left()
         begin = "mneme serve: a replica died while it started, behind weights (40%): "
         (line,) = [line for line in process.lines if line.startswith(begin)]  # Ray says that it died, too
         assert words in line
-    finally:
-        process.discard()
 
 
 def test_ctrl_c_ends_streams_with_an_error_and_leaves_nothing_behind(small_process: ServerProcess) -> None:

@@ -74,32 +74,6 @@ def test_appended_turns_of_many_sessions_find_theirs_on_every_replica(
     assert len(replicas) == http.get("/ready").json()["replicas"]
 
 
-def test_an_appended_turn_answers_like_the_whole_history(client: OpenAI, name: str) -> None:
-    first = say(client, STORY, {"id": name})
-    history = [
-        {"role": "user", "content": STORY},
-        {"role": "assistant", "content": first.choices[0].message.content},
-        {"role": "user", "content": "And then?"},
-    ]
-    appended = say(client, "And then?", {"id": name, "append": True})
-    whole = client.chat.completions.create(model=MODEL, messages=history, max_tokens=24, temperature=0)  # type: ignore[arg-type]
-    if first.choices[0].finish_reason == "stop":  # else nothing closed the answer, as the template does
-        assert appended.usage.prompt_tokens == whole.usage.prompt_tokens  # type: ignore[union-attr]
-    assert appended.choices[0].message.content == whole.choices[0].message.content
-
-
-def test_a_fork_shares_to_the_token_and_goes_its_own_way(client: OpenAI, http: httpx.Client, name: str) -> None:
-    first = say(client, STORY, {"id": name})
-    forked = http.post(f"/v1/sessions/{name}/fork", json={}).raise_for_status().json()
-    assert forked["tokens"] == first.usage.total_tokens
-    left = say(client, "And the reader?", {"id": name, "append": True})
-    right = say(client, "And the book?", {"id": forked["id"], "append": True})
-    for answer in (left, right):
-        assert details(answer)["device"] >= first.usage.total_tokens - 1
-    for session, answer in ((name, left), (forked["id"], right)):
-        assert http.get(f"/v1/sessions/{session}").json()["tokens"] == answer.usage.total_tokens
-
-
 def test_a_session_deleted_and_forked_while_it_streams(
     client: OpenAI, http: httpx.Client, each_server: str, name: str
 ) -> None:
@@ -130,64 +104,3 @@ def test_a_session_deleted_and_forked_while_it_streams(
     assert details(after)["device"] >= forked["tokens"] - 1
     assert http.delete(f"/v1/sessions/{forked['id']}").status_code == 200
     await_idle(each_server)
-
-
-def test_a_prompt_is_explained_range_by_range(client: OpenAI, http: httpx.Client, name: str) -> None:
-    say(client, STORY, {"id": name})
-    answer = say(client, "And then?", {"id": name, "append": True})
-    (choice,) = http.get(f"/v1/kv/explain/{answer.id}").raise_for_status().json()["choices"]
-    cached, total = details(answer)["device"], answer.usage.prompt_tokens
-    assert choice["kv_details"] == details(answer)
-    assert choice["ranges"] == [
-        {"start": 0, "end": cached, "source": "device"},
-        {"start": cached, "end": total, "source": "recomputed"},
-    ]
-
-
-def test_an_edited_history_is_no_error_and_keeps_what_it_can(client: OpenAI, name: str) -> None:
-    first = say(client, STORY, {"id": name})
-    history = [
-        {"role": "user", "content": STORY},
-        {"role": "assistant", "content": "  something else entirely"},
-        {"role": "user", "content": "And then?"},
-    ]
-    edited = client.chat.completions.create(
-        model=MODEL,
-        messages=history,
-        max_tokens=8,
-        temperature=0,
-        extra_body={"session_id": name},  # type: ignore[arg-type]
-    )
-    stateless = client.chat.completions.create(model=MODEL, messages=history, max_tokens=8, temperature=0)  # type: ignore[arg-type]
-    assert details(edited)["device"] >= first.usage.prompt_tokens - 1
-    assert edited.choices[0].message.content == stateless.choices[0].message.content
-    assert edited.usage is not None
-    assert stateless.usage is not None
-    assert edited.usage.prompt_tokens == stateless.usage.prompt_tokens
-
-
-@pytest.mark.parametrize("each_server", ["server_process"], ids=["cluster"], indirect=True)
-def test_routes_follow_prefixes_and_what_was_deleted(client: OpenAI, http: httpx.Client, name: str) -> None:
-    prompt = f"{name}: {STORY}{STORY}"
-
-    def routed(suffix: str) -> tuple[str, dict[str, Any]]:
-        """Return the replica of a prompt, and what that was thought to have of it."""
-        answer = client.completions.create(model=MODEL, prompt=prompt + suffix, max_tokens=1)
-        (route,) = http.get(f"/v1/kv/explain/{answer.id}").raise_for_status().json()["routes"]
-        (chosen,) = [each for each in route["candidates"] if each["replica"] == route["replica"]]
-        assert {each["replica"] for each in route["candidates"]} >= {route["replica"]}
-        assert chosen["ms"]["total"] >= chosen["ms"]["ttft"] - chosen["ms"]["overhead"] > 0
-        return route["replica"], chosen["tokens"]
-
-    first, tokens = routed("")
-    assert tokens["matched"] == 0
-    again, tokens = routed(" And then?")
-    assert again == first
-    assert tokens["matched"] > 0
-    deadline_s = time.monotonic() + 60
-    while tokens["matched"]:  # from 50 ms after it, an ingress knows of a deletion on devices
-        assert time.monotonic() < deadline_s
-        time.sleep(0.2)  # what comes and goes between two reports is in neither
-        assert http.request("DELETE", "/v1/kv", json={"prompt": prompt}).is_success
-        time.sleep(0.2)
-        _, tokens = routed(" And then?")

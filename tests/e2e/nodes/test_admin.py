@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +11,13 @@ import pytest
 from mneme.cachetier.admin import leading, num_leading_tokens
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.keys import prefix_lineage
-from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.ray_admin import RayCacheAdmin
-from mneme.cachetier.names import Appended, tenant_id
+from mneme.cachetier.names import tenant_id
 from mneme.cachetier.pins import PinName
-from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.cachetier.store import ChainQuery
-from mneme.cluster.metrics.page import cache_metrics
 from mneme.errors import CachePinRefused, ReplicaUnavailable
-from tests.cachetier.session_records import ids_of, key_number
-from tests.cluster.metric_samples import samples
 from tests.e2e.nodes.cache_cluster import CHUNK_TOKENS, LARGE, MARKS, SMALL, CacheCluster, call, eventually, kill
 
 pytestmark = MARKS
@@ -42,12 +37,8 @@ def admin(cluster: CacheCluster, engines: dict[str, Any]) -> RayCacheAdmin:
     """As a replica on node a would have it."""
     for engine in engines.values():
         call(engine.stats)  # it is up, and so is its node's actor
-    return admin_at_a(cluster, "managed")
-
-
-def admin_at_a(cluster: CacheCluster, application: str) -> RayCacheAdmin:
-    own, namespace = cluster.node_id("a"), f"mneme-cache-{application}"
-    return RayCacheAdmin(Nodes(own, namespace, lambda: cluster.node_actor("a", application)))
+    own = cluster.node_id("a")
+    return RayCacheAdmin(Nodes(own, "mneme-cache-managed", lambda: cluster.node_actor("a", "managed")))
 
 
 def tokens(first: int, num_chunks: int) -> list[int]:
@@ -111,21 +102,6 @@ def test_what_one_node_refuses_is_pinned_on_none(engines: dict[str, Any], admin:
     assert kept.expires_in_s is not None
     assert kept.expires_in_s < 60
     assert admin.delete_tenant(OWNER).num_chunks == 5
-
-
-def test_figures_are_of_session_logs_and_the_directory_too(cluster: CacheCluster, tmp_path: Path) -> None:
-    disk = DiskTierConfig(folder=str(tmp_path / "kv"), capacity_bytes=50 << 20)
-    engine = cluster.engine("a", CacheConfig(chunk_tokens=CHUNK_TOKENS, disk=disk), "counted")
-    assert all(call(engine.put, tokens(1, 1)))  # the directory hears of it
-    rows = rows_of(SessionState(version=1, ids=ids_of(1, 1)))
-    assert call(cluster.node_actor("a", "counted").logs, "append", key_number(1), rows) is Appended.WRITTEN
-    admin = admin_at_a(cluster, "counted")
-    eventually(lambda: admin.stats()[0]["directory"].get("told_all"))
-    found = samples(cache_metrics(admin.stats(), []))
-    assert found['mneme_session_logs{node="a"}'] == 1
-    assert 0 < found['mneme_session_log_bytes{node="a"}'] < 1 << 16
-    assert found['mneme_cache_directory_faults_total{fault="told_all",node="a"}'] > 0
-    assert {"counters", "copies", "copies_waiting"} <= admin.stats()[0]["session_logs"].keys()
 
 
 def test_a_node_that_hangs_is_left_out_of_the_figures(cluster: CacheCluster, admin: RayCacheAdmin) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,14 +30,6 @@ def joined(cluster: CacheCluster, port: int, *more: str) -> Iterator[tuple[Serve
             yield process, http
     finally:
         process.discard()
-
-
-def test_an_address_where_no_ray_is() -> None:
-    result = subprocess.run(
-        [*SERVE, "--address", f"127.0.0.1:{free_port()}"], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 2
-    assert "ray.address: no Ray cluster can be joined at 127.0.0.1:" in result.stderr.splitlines()[-1]
 
 
 def test_sessions_on_three_nodes_move_when_one_goes(cluster: CacheCluster, tmp_path: Path) -> None:

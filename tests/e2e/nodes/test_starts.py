@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray.util import list_named_actors
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.distributed.lifecycle import of_this_node, shutdown_cache_tier, start_session_logs
+from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_session_logs
 from mneme.cachetier.names import Appended
 from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.errors import ConfigError
@@ -19,7 +18,6 @@ from tests.e2e.nodes.cache_cluster import (
     CALL_LIMIT_S,
     CHUNK_TOKENS,
     MARKS,
-    START_LIMIT_S,
     CacheCluster,
     EngineProcess,
     call,
@@ -78,24 +76,6 @@ def test_a_start_with_another_configuration_has_the_nodes_actor_made_again(
 
 
 @pytest.mark.slow
-def test_starts_at_once_with_one_new_configuration_end_at_one_actor(cluster: CacheCluster, tmp_path: Path) -> None:
-    EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "at-once").close()
-    old = cluster.node_actor("head", "at-once")
-    config = disk_config(tmp_path)
-    made = [cluster.begin("head", EngineProcess, config, "at-once") for _ in range(3)]
-    ray.get([each.stats.remote() for each in made], timeout=START_LIMIT_S)
-    actor = cluster.node_actor("head", "at-once")
-    assert call(actor.ready).settings[0] == config
-    ray.kill(old, no_restart=True)  # as one would that was late
-    assert all(call(made[0].put, IDS))
-    for each in made:
-        eventually(lambda each=each: sum(num for _, num in call(each.locate, IDS)) == len(IDS))
-        assert "node_restarted" not in call(each.stats)
-        ray.kill(each)
-    assert shutdown_cache_tier("at-once") == 2
-
-
-@pytest.mark.slow
 def test_a_start_on_a_disk_that_cannot_be_used_is_refused_until_it_can(cluster: CacheCluster, tmp_path: Path) -> None:
     folder = tmp_path / "file"
     folder.touch()
@@ -125,10 +105,3 @@ def test_a_disk_that_fails_later_is_gone_without_and_said(cluster: CacheCluster,
         eventually(lambda each=each: is_whole(each))
         each.close()
     shutdown_cache_tier("later")
-
-
-@pytest.mark.slow
-def test_the_name_of_a_node_is_in_its_folders(cluster: CacheCluster, tmp_path: Path) -> None:
-    config = disk_config(tmp_path / "kv-%n" / "%n")
-    assert of_this_node(config) == disk_config(tmp_path / "kv-head" / "head")
-    assert of_this_node(CacheConfig()) == CacheConfig()
