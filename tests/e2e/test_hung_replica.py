@@ -16,6 +16,7 @@ from tests.fakes.serve_faulty import fault_file
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+STALLED_S = 40.0  # it is 8 s where steps are as short as predicted, and in proportion longer on a busy machine
 RESTART_S = 240.0  # until it counts as hung, its health checks, and a start, on a machine that is busy
 
 
@@ -26,7 +27,7 @@ def within(limit_s: float, condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_a_replica_that_hangs_is_not_ready_within_10_s_and_is_replaced(tmp_path: Path) -> None:
+def test_a_replica_that_hangs_is_not_ready_and_is_replaced(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "tests.fakes.serve_faulty", "replicas=2", f"port={free_port()}")
     with (
         running(*command, MNEME_FAULTS=str(tmp_path)) as process,
@@ -46,7 +47,8 @@ def test_a_replica_that_hangs_is_not_ready_within_10_s_and_is_replaced(tmp_path:
         answers = say()
         hung, other = replica_pids(process)
         fault_file(tmp_path, hung).write_text("hang")
-        within(10.0, lambda: num_ready() == 1)
+        within(STALLED_S, lambda: num_ready() == 1)
+        assert hung in replica_pids(process)  # nobody asks it before it is ended
         assert say() == answers
         within(RESTART_S, lambda: num_ready() == 2)
         assert other in replica_pids(process)
