@@ -162,7 +162,7 @@ def answers(
     first_s, last_s = dict[str, float](), dict[str, float]()
     usage, token_ids = dict[str, PromptUsage](), defaultdict[str, list[int]](list)
     if engine.connector is not None:
-        engine.connector.tell(answered.set)
+        engine.connector.set_on_answer(answered.set)
     names = [f"{name} {index}" for index in range(len(prompts))]
     for name, ids in zip(names, prompts, strict=True):
         engine.submit(request(name, ids, num_out, **more))
@@ -309,7 +309,7 @@ class Draw:
         return [self._first, *self.ids(NUM_NEW - 1)]
 
 
-def tell(model: CachedModel, store: RestartableStore, ids: list[int]) -> list[int]:
+def set_on_answer(model: CachedModel, store: RestartableStore, ids: list[int]) -> list[int]:
     """An engine answers a prompt, saves what it computed, and ends; returns the session so far."""
     engine = make_engine(model, store, cache_config(store.folder), pages_for(len(ids) + NUM_ANSWER))
     with closing(engine):

@@ -20,7 +20,7 @@ from mneme.router.autoscaler import AutoscaleConfig
 from mneme.router.score import RouterConfig
 
 MIB = 2**20
-SETTLE_S = 2.0  # when the server stops: for what is being saved to reach the cache tier
+FLUSH_S = 2.0  # when the server stops: for what is being saved to reach the cache tier
 
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")

@@ -124,7 +124,7 @@ class Bucket:
         self._updated_s = now
         return self._level
 
-    def take(self, amount: float) -> None:
+    def spend(self, amount: float) -> None:
         self._level = self.level() - amount
 
     def wait_s(self, level: float) -> float:
@@ -154,7 +154,7 @@ class Meter:
             what = f"this key may use {tokens.per_min} tokens a minute"
             raise RateLimited(what, retry_after_s=tokens.wait_s(1))
         if requests is not None:
-            requests.take(1)
+            requests.spend(1)
         self._num_running += 1
 
     def end(self) -> None:
@@ -163,7 +163,7 @@ class Meter:
     def use(self, num_tokens: int) -> None:
         """Count tokens of a request that was taken in."""
         if self._tokens is not None:
-            self._tokens.take(num_tokens)
+            self._tokens.spend(num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What OpenAI's API says of limits."""
@@ -208,7 +208,7 @@ class Keyring:
         self._looked_s = clock()
         if file is not None:
             self._stamp = _stamp(file)
-        self._take(() if file is None else read_key_file(file))
+        self._replace_keys(() if file is None else read_key_file(file))
 
     @property
     def is_open(self) -> bool:
@@ -243,12 +243,12 @@ class Keyring:
             return
         self._stamp = stamp
         try:
-            self._take(read_key_file(self._file))
+            self._replace_keys(read_key_file(self._file))
             logger.info("keys=%d read again from %s", len(self._keys), self._file)
         except ConfigError as error:
             logger.error("the keys that were read before stay: %s", error)
 
-    def _take(self, of_file: Sequence[ApiKey]) -> None:
+    def _replace_keys(self, of_file: Sequence[ApiKey]) -> None:
         keys = [*self._given, *of_file]
         limited = [key for key in keys if key.requests_per_min or key.tokens_per_min or key.concurrency]
         self._meters = {key: self._meters.get(key) or Meter(key, self._clock) for key in limited}

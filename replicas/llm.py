@@ -165,7 +165,7 @@ class LLM:
         self.engine = load_engine(model, self._config, tokenizer=self.tokenizer, cache=cache)
         self._tier_answered = threading.Event()
         if self.engine.connector is not None:
-            self.engine.connector.tell(self._tier_answered.set)
+            self.engine.connector.set_on_answer(self._tier_answered.set)
         self._default_truncation = default_for(base.truncation, self.engine.runner.immovable)
         self._default_blend = base.blend
         self._ids = itertools.count()
@@ -436,7 +436,7 @@ class LLM:
         durable = self.engine.durable
         if durable is not None:
             sessions = self.engine.sessions
-            sessions.take_over(durable.recall(map(session_key, unsent), sessions.version_of))
+            sessions.restore_all(durable.recall(map(session_key, unsent), sessions.version_of))
         try:
             with _progress_of(len(choice_by_id), show_progress) as show:
                 while unsent or self.engine.has_work:
@@ -452,7 +452,7 @@ class LLM:
         finally:  # an error, or Ctrl-C: nothing of this call may run on
             for request_id in choice_by_id:
                 self.engine.abort(request_id)
-            self.engine.take_events()
+            self.engine.pop_events()
             if durable is not None:
                 durable.writer.flush(_WRITE_S)
         return [job.output() for job in jobs]
@@ -564,7 +564,7 @@ class _Job(NamedTuple):
     started_s: float
 
     def output(self) -> RequestOutput:
-        said = [joined(list(choice.take())) for choice in self.choices]
+        said = [joined(list(choice.pop_deltas())) for choice in self.choices]
         first, usage = self.choices[0].request, self.choices[0].usage
         if usage.blend is not None:
             first = first.in_order(usage.blend.order)

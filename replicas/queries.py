@@ -376,7 +376,7 @@ class DroppedChunks(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class DeleteSequencePages(KvQuery[DroppedPages]):
-    """Delete a prompt's pages with all that begins with it, or what is a session's own; what is being saved settles."""
+    """Delete a prompt's pages with all that begins with it, or what is a session's own; saves are flushed before."""
 
     salt: str
     token_ids: tuple[int, ...]
@@ -391,7 +391,7 @@ class DeleteTenantPages(KvQuery[DroppedPages]):
 
 
 @dataclass(frozen=True, slots=True)
-class SettleSaves(KvQuery[None]):
+class FlushSaves(KvQuery[None]):
     """Wait until what is being saved is in the tier."""
 
 

@@ -43,7 +43,7 @@ class RayCacheAdmin:
         pinned = {node: answer for node, answer in answers.items() if isinstance(answer, PinnedPrefix)}
         for answer in answers.values():
             if isinstance(answer, MnemeError):
-                self._ask("take_back_pin", name, among=pinned.keys())
+                self._ask("revert_pin", name, among=pinned.keys())
                 raise answer
         merged = merged_pins(pinned.values())
         if not merged:

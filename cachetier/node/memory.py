@@ -29,7 +29,7 @@ _MAX_BEYOND = 2  # chunks on their way to the disk that the tier is too small fo
 class ChunkMemory(Protocol):
     """Keeps the bytes of a host tier. Calls may come from several threads, and take a bounded time."""
 
-    def take(self, payload: object) -> Held:
+    def accept(self, payload: object) -> Held:
         """Take over what an engine gave. Raises MemoryError if it cannot be read or there is no room."""
 
     def keep(self, layers: Sequence[U8Array]) -> Held:
@@ -45,7 +45,7 @@ class ChunkMemory(Protocol):
 class ProcessMemory:
     """Arrays of this process, as they are."""
 
-    def take(self, payload: object) -> Held:
+    def accept(self, payload: object) -> Held:
         if not isinstance(payload, tuple) or not all(isinstance(layer, np.ndarray) for layer in payload):
             raise TypeError(f"payload: must be a tuple of arrays (got {type(payload).__name__})")
         return payload

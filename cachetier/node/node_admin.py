@@ -73,7 +73,7 @@ class NodeAdmin:
                 raise CachePinRefused("pin", len(keys), "so many chunks cannot be pinned in the cache tier")
             return self._described(name, self._pins[name])
 
-    def take_back_pin(self, name: PinName) -> bool:
+    def revert_pin(self, name: PinName) -> bool:
         """Undo the last `pin` of that name: the pin that it replaced is back. False if there is none."""
         with self._lock:
             pin = self._pins.pop(name, None)

@@ -36,7 +36,7 @@ class ChangeLog:
         self._changes: deque[Change] = deque()
         self._announcing = threading.Lock()
 
-    def note(self, change: Change) -> None:
+    def add(self, change: Change) -> None:
         """Cheap; under the lock of the index, so that changes of a key are in order."""
         self._changes.append(change)
 
@@ -67,7 +67,7 @@ class NodeTiers:
         self.waiting = WaitingRequests(clock)
         self._changes = ChangeLog(on_change)
         if on_change is not None:
-            self.index.on_change = self._changes.note
+            self.index.on_change = self._changes.add
         policy = make_policy(config.eviction, clock, host_bytes // BLOCK_BYTES)
         # The window of what is kept: (C_mem + C_disk) / S_kv (AttentionStore 3.3.2).
         num_blocks = host_bytes // BLOCK_BYTES + (0 if disk is None else disk.max_blocks)
@@ -89,7 +89,7 @@ class NodeTiers:
         self.host.keep_share_free(self.waiting.exempt())
         return superseded
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Outside of the lock: drop the bytes of what is gone, tell of what has changed."""
         with self.lock:
             gone = self.host.claim_gone()

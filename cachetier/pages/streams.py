@@ -146,7 +146,7 @@ class CudaStreams:
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
         """Registered as it is: torch's own pinned memory takes the next power of two of bytes."""
-        take_from(memory, near_node(torch.cuda.get_device_properties(self._device)))
+        allocate(memory, near_node(torch.cuda.get_device_properties(self._device)))
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
             status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
@@ -165,7 +165,7 @@ class CudaStreams:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-def take_from(memory: Tensor, node: int | None) -> None:
+def allocate(memory: Tensor, node: int | None) -> None:
     """Take memory from the system, of a NUMA node if it has some, before it is pinned, which may hold up other calls.
 
     Where the system does not do that, pinning takes it, from wherever it is.

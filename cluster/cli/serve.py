@@ -53,7 +53,7 @@ def _run(server: LocalCluster | LocalServer, start: Start) -> int:
     started_at = time.monotonic()
     try:
         num_replicas = _with_progress(start)
-        _say_ready(server, num_replicas, time.monotonic() - started_at)
+        _print_ready(server, num_replicas, time.monotonic() - started_at)
         server.wait()
         print("mneme serve: stopping; once more to stop at once", file=sys.stderr, flush=True)
     except MnemeError as error:
@@ -79,13 +79,13 @@ def serve_engine(take_engine: Callable[[], EngineLoop], config: ClusterConfig) -
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 server.serve(take_engine(), bound)
-                _say_ready(server, 1, time.monotonic() - started_at)
+                _print_ready(server, 1, time.monotonic() - started_at)
                 server.wait()
         finally:
             server.close()
 
 
-def _say_ready(server: Foreground, num_replicas: int, seconds: float) -> None:
+def _print_ready(server: Foreground, num_replicas: int, seconds: float) -> None:
     names = ",".join(each.model_name for each in server.config.each_model())
     print(f"ready: {server.url} model={names} replicas={num_replicas} seconds={seconds:.1f}", flush=True)
     service = _service(server.url)

@@ -143,7 +143,7 @@ class ApiState:
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The request's body, a JSON object; it can be taken once."""
         check_json_type(request.headers)
-        body: bytes = request.state.body.take()
+        body: bytes = request.state.body.pop()
         return await self.off_loop(len(body), lambda: parse_json_object(body))
 
     async def render(
@@ -264,7 +264,7 @@ class ApiState:
             raise InvalidRequest(field, text, "must have at least one token")
         return prompt
 
-    def take_ids(self, field: str, ids: list[int], *, is_cut: bool = False) -> EncodedPrompt:
+    def encoded_ids(self, field: str, ids: list[int], *, is_cut: bool = False) -> EncodedPrompt:
         """A prompt of token ids; `is_cut` as `encode` has it."""
         self.check_ids(field, ids)
         if len(ids) >= self._max_given(is_cut):

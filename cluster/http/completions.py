@@ -81,7 +81,7 @@ async def run_chat(
         is_cut=last is not None,
         continues=body.continue_final_message,
     )
-    _tell_effort(api, request, body, "reasoning.effort" if is_response else "reasoning_effort")
+    _ignore_effort(api, request, body, "reasoning.effort" if is_response else "reasoning_effort")
     if limit_of is not None and turn.truncation is None:
         left = api.model.max_context - len(prompt.token_ids)
         params = replace(params, max_tokens=limit_of(left, params.max_tokens))
@@ -147,7 +147,7 @@ async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: Encod
     return KeptPrefix(num_common(begun.token_ids, prompt.token_ids), mark.ttl_s)
 
 
-def _tell_effort(api: ApiState, request: Request, body: ChatRequest, name: str) -> None:
+def _ignore_effort(api: ApiState, request: Request, body: ChatRequest, name: str) -> None:
     """Name an effort as ignored where the chat template knows neither it nor a switch."""
     source = api.tokenizer.tool_template_source if body.tools else api.tokenizer.chat_template_source
     if body.reasoning_effort is not None and not re.search(r"\b(reasoning_effort|enable_thinking)\b", source):
@@ -225,7 +225,7 @@ async def completions(
         if not isinstance(prompt, list):
             special = body.add_special_tokens and not body.appends
             return api.encode(name, prompt, add_special_tokens=special, is_cut=is_cut).last(last)
-        return api.take_ids(name, prompt, is_cut=is_cut).last(last)
+        return api.encoded_ids(name, prompt, is_cut=is_cut).last(last)
 
     size = sum(len(prompt) if isinstance(prompt, str | list) else sum(len(p.text) for p in prompt) for prompt in given)
     prompts = await api.off_loop(size, lambda: list(map(take, range(len(given)))))
@@ -247,7 +247,7 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
     def take(index: int) -> EncodedPrompt:
         name, is_cut = names[index], last is not None
         if isinstance(given[index], list):
-            return api.take_ids(name, given[index], is_cut=is_cut).last(last)
+            return api.encoded_ids(name, given[index], is_cut=is_cut).last(last)
         special = body.add_special_tokens
         return api.encode(name, given[index], add_special_tokens=special, is_cut=is_cut).last(last)
 

@@ -85,7 +85,7 @@ class Guard:
             logger.exception("failed request=%s path=%r", response.request_id, scope["path"])
             await self._fail(MnemeError("internal error"), scope, receive, response)
         finally:
-            body.take()
+            body.pop()
         if response.status is not None:
             self._on_response(scope["path"], response.status)
 

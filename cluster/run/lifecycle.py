@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mneme.cachetier.node.folder import check_usable
-from mneme.cluster.config import SETTLE_S, ClusterConfig
+from mneme.cluster.config import FLUSH_S, ClusterConfig
 from mneme.cluster.run import environment
 from mneme.cluster.run.janitor import Janitor
 from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_models
@@ -132,7 +132,7 @@ class Foreground:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        _take_signals()
+        _handle_signals()
 
         def watch() -> None:
             while True:
@@ -196,7 +196,7 @@ class LocalCluster(Foreground):
             self.watch_signals()
             on_progress("joining Ray", 0.0)
             placements = self._join(self.config.ray.address)
-        _take_signals()  # again: `ray.init` sets its own handlers
+        _handle_signals()  # again: `ray.init` sets its own handlers
         on_progress("starting replicas", 0.0)
         with _reading_progress(on_progress):
             self._run(lambda: application(placements))
@@ -328,7 +328,7 @@ class LocalCluster(Foreground):
 
     def _end_answers(self) -> None:
         """Streams that have not ended within `http.shutdown_grace_s` end with an error that says why."""
-        timeout_s = self.config.http.shutdown_grace_s + SETTLE_S + _INGRESS_S
+        timeout_s = self.config.http.shutdown_grace_s + FLUSH_S + _INGRESS_S
 
         async def stop() -> None:
             await self._ingress.broadcast("end_answers").results_async(timeout_s=timeout_s)
@@ -347,7 +347,7 @@ class LocalCluster(Foreground):
             time.sleep(_READY_POLL_S)
 
 
-def _take_signals() -> None:
+def _handle_signals() -> None:
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)  # the thread that watches has noted it
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
 
-from mneme.cluster.config import SETTLE_S
+from mneme.cluster.config import FLUSH_S
 from mneme.cluster.serve.calls import ReplicaCalls
 from mneme.cluster.serve.engine_client import STALLED, Condition, newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.cluster.wire.answers import ExplainedRoute
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.primitives import Bounded
-from mneme.replicas.queries import DeleteSession, ForkSession, GetReport, GetSession, LeaveSession, Query, SettleSaves
+from mneme.replicas.queries import DeleteSession, FlushSaves, ForkSession, GetReport, GetSession, LeaveSession, Query
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import GenerationRequest, PromptUsage, SessionKey, TokenEvent, is_of_request
 from mneme.router.chooser import ReplicaChooser, Reservation, Route
@@ -81,7 +81,7 @@ class PlacedChoice:
         stem = request_id.removesuffix(suffix)
         return f"{stem}~{self.attempt}{suffix if stem != request_id else ''}"
 
-    def take(self, event: TokenEvent) -> TokenEvent:
+    def add_event(self, event: TokenEvent) -> TokenEvent:
         """Note an event; what goes on to the client has the usage once, as of the first submit."""
         self.emitted.extend(event.token_ids)
         self.is_finished = event.finish_reason is not None
@@ -140,7 +140,7 @@ class Placement:
             else:
                 is_blended = usage.blend is not None and usage.blend.declined is None
                 self.reservation.started(usage.cached_tokens, is_private=is_blended or usage.truncated_tokens > 0)
-            yield self.choices[item.request_id].take(item)
+            yield self.choices[item.request_id].add_event(item)
 
     def end(self) -> None:
         """Give the reservation back and abort what still runs; never awaits."""
@@ -221,7 +221,7 @@ class RayEngineClient:
     async def stop(self, grace_s: float) -> None:
         """Take no more requests; those that have not ended after `grace_s` end with an error.
 
-        What replicas are saving is waited for, within `SETTLE_S`: the cache tier may be closed when this returns.
+        What replicas are saving is waited for, within `FLUSH_S`: the cache tier may be closed when this returns.
         """
         self._is_stopping = True
         clock = asyncio.get_running_loop().time
@@ -229,11 +229,11 @@ class RayEngineClient:
         while clock() < deadline and any(link.is_busy for link in self._links.values()):
             await asyncio.sleep(_STOP_POLL_S)
         with contextlib.suppress(MnemeError, TimeoutError):
-            await asyncio.wait_for(self._settle(), SETTLE_S)
+            await asyncio.wait_for(self._flush_saves(), FLUSH_S)
         await self.close()
 
-    async def _settle(self) -> None:
-        await asyncio.gather(*(self._try_one(replica_id, SettleSaves()) for replica_id in self._links))
+    async def _flush_saves(self) -> None:
+        await asyncio.gather(*(self._try_one(replica_id, FlushSaves()) for replica_id in self._links))
 
     async def close(self) -> None:
         """Close all links."""
@@ -315,8 +315,8 @@ class RayEngineClient:
         home, _ = self._homes.get(key, (None, False))
         return home if home in self._links else None
 
-    def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
-        """See `EngineClient.note_prefix`."""
+    def record_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
+        """See `EngineClient.record_prefix`."""
         self.chooser.record(token_ids, replica_id, salt=salt)
 
     def routes(self, salt: str, http_id: str) -> list[ExplainedRoute]:
@@ -531,7 +531,7 @@ class RayEngineClient:
         if first.leaves_nothing:
             return
         if not first.append:
-            self._hot.note(first.prompt_token_ids, salt=first.salt)
+            self._hot.add(first.prompt_token_ids, salt=first.salt)
         for choice in placement.choices.values():
             tokens = (*choice.request.prompt_token_ids, *choice.emitted)
             self.chooser.record(tokens, placement.link.replica_id, salt=choice.request.salt)
@@ -556,17 +556,17 @@ class RayEngineClient:
 
     def _reported(self, replica_id: str, report: ReplicaReport | None) -> None:
         if report is None:
-            self.chooser.note_silence(replica_id)
-        if report is None or not self.chooser.take_report(replica_id, report):
+            self.chooser.mark_silent(replica_id)
+        if report is None or not self.chooser.apply_report(replica_id, report):
             self._ask_for_report(replica_id)
 
     def _ask_for_report(self, replica_id: str) -> None:
         """Have a replica say all that it holds, once at a time: this ingress has missed some of it."""
         if replica_id not in self._report_tasks:
-            task = asyncio.get_running_loop().create_task(self._take_whole_report(replica_id))
+            task = asyncio.get_running_loop().create_task(self._fetch_report(replica_id))
             self._report_tasks[replica_id] = task
 
-    async def _take_whole_report(self, replica_id: str) -> None:
+    async def _fetch_report(self, replica_id: str) -> None:
         report = None
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
@@ -576,7 +576,7 @@ class RayEngineClient:
         finally:
             del self._report_tasks[replica_id]
         if isinstance(report, ReplicaReport):
-            self.chooser.take_report(replica_id, report)  # if that lacks something too, the next report will ask
+            self.chooser.apply_report(replica_id, report)  # if that lacks something too, the next report will ask
 
     def _update_candidates(self) -> None:
         open_ids = [replica_id for replica_id, link in self._links.items() if link.is_open]

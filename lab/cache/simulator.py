@@ -142,7 +142,7 @@ class BlockTier(Tier):
         self.num_written += len(entries)
         return True
 
-    def take(self, key: bytes, parent: bytes, spared: Container[bytes] = ()) -> bool:
+    def add_block(self, key: bytes, parent: bytes, spared: Container[bytes] = ()) -> bool:
         """A block comes if there is room; what it follows does not go for it. Whether it is there now."""
         is_full = self.taken_blocks >= self.max_blocks
         if is_full:
@@ -201,7 +201,7 @@ class BlockTiers:
         for parent, key in zip((b"", *keys), keys, strict=False):
             if key in self.engine or key in host:
                 continue
-            if num_moved == limit or key not in self.node or not host.take(key, parent, spared):
+            if num_moved == limit or key not in self.node or not host.add_block(key, parent, spared):
                 break
             host.num_written -= 1
             host.num_prefetched += 1
@@ -220,9 +220,9 @@ class BlockTiers:
             if not parent or any(parent in tier for tier in tiers):
                 for tier in tiers:  # a disk takes what it has room for, as a node's does
                     if key not in tier and (tier.name == "disk" or tier.admits_block(key)):
-                        tier.take(key, parent)
+                        tier.add_block(key, parent)
             if tiers and key not in tiers[0].index:
-                tiers[0].index.note_gone(key)  # as a node's writer does: when it comes again, it has returned
+                tiers[0].index.mark_gone(key)  # as a node's writer does: when it comes again, it has returned
 
 
 class CacheSimulator:

@@ -131,7 +131,7 @@ class Simulation:
         self._jobs[id(turn)] = job
         self.num_requests[number] += 1
         self._in_flight[number] += 1
-        self._note_skew()
+        self._sample_skew()
         if self.shape.timeout_s is not None:
             self._at(self.now_s + self.shape.timeout_s, self._give_up, job, retries)
         expected = router.expected(turn)
@@ -325,7 +325,7 @@ class Simulation:
         for router in self._routers:
             router.placed(number, block_id, tier)
 
-    def _note_skew(self) -> None:
+    def _sample_skew(self) -> None:
         loads = self._in_flight if self._autoscaler is None else [self._in_flight[n] for n in self._active]
         total = sum(loads)
         if total >= len(loads):  # below one each, load says nothing

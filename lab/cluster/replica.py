@@ -176,7 +176,7 @@ class Replica:
     def load(self, span_s: float) -> ReplicaLoad:
         """Say what the autoscaler asks; the last call was `span_s` ago."""
         status = self.status()
-        self._shares.note(self._prefilled_s, self._saved_s, span_s)
+        self._shares.add_work(self._prefilled_s, self._saved_s, span_s)
         self._prefilled_s = self._saved_s = 0.0
         return ReplicaLoad(
             backlog_s=status.queue_s, prefill_share=self._shares.prefill_share, kv_share=self._used_share,

@@ -81,7 +81,7 @@ class Mneme(Router):
             context_tokens=status.context_tokens // self._grain, free_page_share=status.free_share,
             cost=None if number else self._costs(), device=device, host=host, gone=gone, is_snapshot=number == 0,
         )  # fmt: skip
-        self._chooser.take_report(str(replica), report)
+        self._chooser.apply_report(str(replica), report)
 
     def expected(self, turn: Turn) -> int | None:
         tokens = self._reservations[id(turn)].matched_tokens * self._grain

@@ -68,7 +68,7 @@ class KvConnector:
         )
         self.counts: Counter[str] = Counter()
 
-    def tell(self, on_answer: Callable[[], None]) -> None:
+    def set_on_answer(self, on_answer: Callable[[], None]) -> None:
         """Have this called, on another thread, as soon as the engine may not be blocked any more."""
         self.loads.on_answer = on_answer
 

@@ -129,7 +129,7 @@ class DeviceChunkPages:
         parts = [range(*span) for span in zip(starts, [*starts[1:], len(chunks)], strict=True)]
         return [DeviceBatch(self, part, chunks[part.start : part.stop]) for part in parts if part]
 
-    def take_slot(self) -> _Slot:
+    def next_slot(self) -> _Slot:
         """Return the slot whose last use is the longest ago, when that is over."""
         slot = self._slots.pop(0)
         self._slots.append(slot)
@@ -156,7 +156,7 @@ class DeviceBatch:
         self._slot: _Slot | None = None
 
     def begin(self) -> None:
-        self._slot = self._pages.take_slot()
+        self._slot = self._pages.next_slot()
 
     def put(self, index: int, layer: U8Array) -> None:
         assert self._slot is not None
@@ -170,7 +170,7 @@ class DeviceBatch:
         return self._launch(self._scatter, layer, self._slot, after)
 
     def gather(self, layer: int, into: Sequence[U8Array], after: Event | None) -> None:
-        slot = self._pages.take_slot()
+        slot = self._pages.next_slot()
         self._launch(self._gather, layer, slot, after).wait()
         staged = self._view(slot.bytes, self._num_tokens)
         for layer_bytes, (num_tokens, spans) in zip(into, self._spans, strict=True):

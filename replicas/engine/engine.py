@@ -266,11 +266,11 @@ class Engine:
             self.scheduler.shrink()
             self.runner.free_memory()
             self._compute_again("the device is out of memory")
-        return self.take_events()
+        return self.pop_events()
 
     def _step(self) -> None:
         self._tidy()
-        before = self._take_flight()
+        before = self._pop_flight()
         try:
             with self._expecting(before) as expected:
                 batch = self._schedule()
@@ -285,19 +285,19 @@ class Engine:
         self.num_ahead += before is not None
         # What a step loads may not come, and nobody else is to hold it before that is known.
         if not (self.runner.runs_ahead and batch) or self._flight.is_special or self._flight.has_loads:
-            self._settle()
+            self._commit_flight()
 
-    def _settle(self) -> None:
+    def _commit_flight(self) -> None:
         """Commit the step that is under way, if there is one."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._commit(flight)
 
-    def _take_flight(self) -> _Flight | None:
+    def _pop_flight(self) -> _Flight | None:
         """Take the step under way; None if there is none, or if it had to be committed before anything is scheduled."""
         if self._flight is not None and self._must_wait(self._flight):
             self._flight.is_timed = False  # it may have been done for long
-            self._settle()
+            self._commit_flight()
         flight, self._flight = self._flight, None
         return flight
 
@@ -400,7 +400,7 @@ class Engine:
             self._finish(sequence, "error", message)  # and what is computed for it
         self.forest.clear(is_trusted=False)
         self.pins.renew()
-        return self.take_events()
+        return self.pop_events()
 
     def _start(self, request: GenerationRequest, prompt: TurnPrompt, parent: Sequence | None = None) -> None:
         sequence = make_sequence(
@@ -474,18 +474,18 @@ class Engine:
         if sequence.root is not None:
             return 0
         request = sequence.request
-        return self._asked.note(request.salt, sequence.context, request.documents, root_turn(request))
+        return self._asked.record(request.salt, sequence.context, request.documents, root_turn(request))
 
     def _tidy(self) -> None:
         """Do what goes before each step; no placeholder is anywhere."""
-        self.limits.note_step()
+        self.limits.measure_queue()
         self._expire()
         if self.connector is not None:
             self.connector.look_again(self.scheduler.waiting, self.forest)
 
     def _schedule(self) -> list[StepRows]:
         batch = self.scheduler.schedule()
-        self._outbox.note_begun(batch)
+        self._outbox.mark_begun(batch)
         return batch
 
     def _commit(self, flight: _Flight) -> None:
@@ -502,9 +502,9 @@ class Engine:
             self.connector.end_step(unsound, self.scheduler.retract, has_loads=flight.has_loads)
         if flight.is_timed and not flight.has_loads:  # else it may have waited
             self._learn(batch, self._committed_s - began_s)
-        for part, scores in self.runner.take_scores() if flight.is_special else ():
+        for part, scores in self.runner.pop_scores() if flight.is_special else ():
             sequence = part.sequence
-            if sequence.path is not None and sequence.blend.note_scores(scores, is_last=part.is_last):
+            if sequence.path is not None and sequence.blend.add_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             sequence.is_ending = False
@@ -534,7 +534,7 @@ class Engine:
             if not (part.is_shifted or part.num_compared or part.sequence.request.leaves_nothing)
         ]
         if self.costs is not None and rows and len(rows) == len(batch):
-            self.costs.note_step(rows, took_s)
+            self.costs.learn_step(rows, took_s)
 
     def _compute_again(self, why: str) -> None:
         """Queue what ran to be computed again: the step failed, so no page is trusted."""
@@ -567,7 +567,7 @@ class Engine:
 
     def _expire(self) -> None:
         """End what has missed its deadline, waiting or running; a session keeps what the turn has so far."""
-        for request_id in self.deadlines.take_below(self.clock()) if self.deadlines else ():
+        for request_id in self.deadlines.pop_below(self.clock()) if self.deadlines else ():
             self.num_missed_deadlines += 1
             self._end(request_id, "error", DeadlineExceeded())
 
@@ -625,9 +625,9 @@ class Engine:
         if self._on_close is not None:
             self._on_close()
 
-    def take_events(self) -> list[TokenEvent]:
+    def pop_events(self) -> list[TokenEvent]:
         """Take the events since the last call; `step` returns them too."""
-        return self._outbox.take()
+        return self._outbox.pop_events()
 
     def _encode(self, text: str) -> list[int]:
         """Encode text that goes on where other text ended."""

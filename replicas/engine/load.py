@@ -100,7 +100,7 @@ def load_engine(
     start = StartReport(rss_bytes if device.type == "cpu" else lambda: torch.cuda.memory_reserved(device))
 
     def report(stage: str, share: float, num_bytes: int | None = None) -> None:
-        start.note(stage, num_bytes)
+        start.end_phase(stage, num_bytes)
         (on_progress or silent)(stage, share)
 
     tokenizer = tokenizer or Tokenizer.load(model_dir)
@@ -417,7 +417,7 @@ def connect(
     loaded, saved = (make_chunk_pages(runner.pool, layout.layer_bytes(layout.chunk_tokens)) for _ in range(2))
     loader = ChunkLoader(layout.num_layers, loaded)
     saver = ChunkSaver(
-        store, fingerprint, saved, write_buffer_bytes=config.write_buffer_bytes, note_save=costs.note_save
+        store, fingerprint, saved, write_buffer_bytes=config.write_buffer_bytes, learn_save=costs.learn_save
     )
     runner.use_chunks(loader, saver)
     return KvConnector(

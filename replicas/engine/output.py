@@ -39,7 +39,7 @@ class BlendCounts:
         self.tokens: Counter[str] = Counter()  # as `BlendUsage.token_counts`
         self.declined: Counter[str] = Counter()  # requests that reused none, by reason
 
-    def note(self, blend: BlendUsage) -> None:
+    def add(self, blend: BlendUsage) -> None:
         self.tokens.update(blend.token_counts())
         if blend.declined is not None:
             self.declined[blend.declined] += 1
@@ -66,11 +66,11 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._events)
 
-    def take(self) -> list[TokenEvent]:
+    def pop_events(self) -> list[TokenEvent]:
         events, self._events = self._events, []
         return events
 
-    def note_begun(self, batch: Iterable[StepRows]) -> None:
+    def mark_begun(self, batch: Iterable[StepRows]) -> None:
         """Note when sequences first have rows: in the step of this batch."""
         begun = [part.sequence for part in batch if part.sequence.begun_s is None]
         if begun:
@@ -91,7 +91,7 @@ class Outbox:
             self._report_next(sequence)
             return
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
-        usage = sequence.take_usage()
+        usage = sequence.pop_usage()
         if usage is not None and sequence.begun_s is not None:
             request = sequence.request
             usage = usage._replace(
@@ -103,8 +103,8 @@ class Outbox:
             alone = max(details["device"] - sequence.request.elsewhere_tokens, 0)
             self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, alone=alone, **details)
             if usage.blend is not None:
-                self.blends.note(usage.blend)
-            self.explanations.note(sequence, usage)
+                self.blends.add(usage.blend)
+            self.explanations.record(sequence, usage)
         logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
         sequence.logprobs.clear()
         sequence.num_reported += len(fresh)
@@ -116,8 +116,8 @@ class Outbox:
         refusal = error if isinstance(error, MnemeError) else None
         message = None if error is None else str(error)
         scoring = sequence.scoring if fresh else None
-        embedding = None if scoring is None else scoring.take_embedding()
-        of_prompt = None if scoring is None or usage is None else scoring.take_prompt_logprobs()
+        embedding = None if scoring is None else scoring.pop_embedding()
+        of_prompt = None if scoring is None or usage is None else scoring.pop_prompt_logprobs()
         told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding, of_prompt)
         self._events.append(TokenEvent(*told))
 
@@ -179,7 +179,7 @@ class Explanations:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def note(self, sequence: Sequence, usage: PromptUsage) -> None:
+    def record(self, sequence: Sequence, usage: PromptUsage) -> None:
         """Keep where the KV of a computed prompt came from."""
         request = sequence.request
         ranges: list[ExplainedRange] = [

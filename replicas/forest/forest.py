@@ -43,9 +43,9 @@ from mneme.replicas.forest.paths import (
     is_lost,
     kept_by,
     moved_pages,
-    note_gaps,
     private_pages,
     references_of,
+    update_gaps,
     use_of,
     visible_gaps,
 )
@@ -215,7 +215,7 @@ class PrefixForest:
         for kept in root.kept:
             self.store.hold(kept.page)
             path.append(kept.page, kept.mask(self.page_size))
-        note_gaps(path, 0)
+        update_gaps(path, 0)
         return path
 
     def truncate(self, path: Path, ranges: Spans, owner: Owner | None = None) -> Path | None:

@@ -275,13 +275,13 @@ class PageStore:
                 self.device.remove(page)
                 self._count_reclaimable(page)
             if not page.children:
-                self._settle(page)
+                self._prune(page)
         for page in reversed(idle):
             for tier in self.tiers:
                 if page.ids[tier.index] is not None and not page.below[tier.index]:
                     tier.unranked[page] = None
         if self.host.num_pages:
-            self._note_uncopied(pages)
+            self._mark_uncopied(pages)
 
     def discard(self, page: Page) -> None:
         """Free a page that the forest does not have: nothing is shared, or it was begun in vain."""
@@ -330,7 +330,7 @@ class PageStore:
             for root in list(page.keepers or ()):
                 root.lose()
         self._count_reclaimable(page)
-        self._settle(page)
+        self._prune(page)
 
     def drop_everywhere(self, page: Page) -> None:
         """Forget what every tier has of a page, if nobody holds it."""
@@ -418,7 +418,7 @@ class PageStore:
                 assert page.filled[DEVICE] or page.ids[DEVICE] is None
         assert all(page.parent is not None for page in self._uncopied)
 
-    def _settle(self, page: Page) -> None:
+    def _prune(self, page: Page) -> None:
         """Take what has neither KV nor anything behind it out of the forest, from this page up."""
         while page.parent is not None and not page.refs and not page.children:
             num_tokens = max(page.filled)
@@ -441,7 +441,7 @@ class PageStore:
         if isinstance(page, Root):
             self._on_empty_root(page)
 
-    def _note_uncopied(self, pages: list[Page]) -> None:
+    def _mark_uncopied(self, pages: list[Page]) -> None:
         """Remember the ends of a path: its last page and, of a truncated one, the last of each kept run."""
         ends = [page for page, after in pairwise(pages) if after.parent is not page] + pages[-1:]
         for page in ends:

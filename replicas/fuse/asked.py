@@ -27,7 +27,7 @@ class AskedBeginnings:
     def __init__(self, max_items: int = _MAX_BEGINNINGS) -> None:
         self._first_turns: Bounded[bytes, int] = Bounded(max_items)
 
-    def note(self, salt: str, ids: Sequence[int], spans: Sequence[DocumentSpan], turn: int) -> int:
+    def record(self, salt: str, ids: Sequence[int], spans: Sequence[DocumentSpan], turn: int) -> int:
         """Note a prompt; returns how many of its tokens another turn's prompt began with, up to a border of a document.
 
         turn  alike for all choices of a turn, which are computed alike

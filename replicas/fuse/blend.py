@@ -112,19 +112,19 @@ class Blend:
         kept = 1 - self.num_recomputed / max(self.num_chosen, 1)
         return {source: int(kept * number) for source, number in self.num_narrowed_from.items()}
 
-    def note_narrowed(self, spans: Iterable[tuple[int, int]], found: Sequence[Found]) -> None:
+    def add_narrowed(self, spans: Iterable[tuple[int, int]], found: Sequence[Found]) -> None:
         """Note where the KV of `narrowed` in `spans`, which a step computes in the first layers, was found."""
         for first, end in spans:
             for start, stop, source in found:
                 self.num_narrowed_from[source] += num_within(self.narrowed, max(start, first), min(stop, end))
 
     @property
-    def settled_selector(self) -> Selector:
+    def effective_selector(self) -> Selector:
         """The selector, or what it comes to where scores would not matter."""
         ends: dict[float, Selector] = {0.0: "none", 1.0: "all"}
         return ends.get(self.ratio, self.selector)
 
-    def note_loading(self, num_loaded: Mapping[str, int]) -> None:
+    def apply_loading(self, num_loaded: Mapping[str, int]) -> None:
         """Note what of its documents is loaded in the step that its own rows are in, by where that comes from."""
         if self.may_raise is not None and not self.is_scored:
             self.options = self.may_raise(self.options, num_loaded)
@@ -160,13 +160,13 @@ class Blend:
         uses = [] if first >= end else self._uses(first, end, context, forest)
         if not uses:
             return path
-        settled = self.settled_selector
-        share = first_share(self.num_layers, self.ratio) if settled == "hkvd" else self.ratio
-        is_probing = settled in NEEDS_SCORES and share < 1 and not self.is_scored
+        selector = self.effective_selector
+        share = first_share(self.num_layers, self.ratio) if selector == "hkvd" else self.ratio
+        is_probing = selector in NEEDS_SCORES and share < 1 and not self.is_scored
         wanted = [Wanted(use.start, use.end) for use in uses]
-        how = "none" if is_probing else "all" if share == 1 else settled
+        how = "none" if is_probing else "all" if share == 1 else selector
         chosen = choose(how, wanted, share, self.seed, self.scores)
-        narrowed = chosen if settled == "hkvd" and not is_probing else chosen[:0]
+        narrowed = chosen if selector == "hkvd" and not is_probing else chosen[:0]
         reused = {position for use in uses for position in range(use.start, use.end)}.difference(chosen.tolist())
         private = [position for position in range(first, end) if position not in reused]
         blended = forest.blend(path, uses, private, context, end, keeps_hidden=len(narrowed) > 0)
@@ -201,7 +201,7 @@ class Blend:
         first = len(self.reused) - self.num_to_compare
         return self.reused[first : first + max_rows]
 
-    def note_scores(self, scores: FloatArray, *, is_last: bool) -> bool:
+    def add_scores(self, scores: FloatArray, *, is_last: bool) -> bool:
         """Take scores of rows: what they look at of each of `reused`, or how far the next of these are off.
 
         is_last  whether there are no more rows that look
@@ -376,7 +376,7 @@ def decide(
         may_raise=may_raise,
         num_again=num_again,
     )
-    if blend.settled_selector == "all":
+    if blend.effective_selector == "all":
         return ALL_ANEW
     blend.is_measured = controller.gate.is_measured(blend.selector, blend.ratio)
     return blend

@@ -206,8 +206,8 @@ class Runner:
         """Return whether a step failed because the device had no memory for it."""
         return isinstance(error, torch.OutOfMemoryError)
 
-    def take_scores(self) -> list[tuple[StepRows, FloatArray]]:
-        """Take what rows of the last step found of documents: see `Blend.note_scores`."""
+    def pop_scores(self) -> list[tuple[StepRows, FloatArray]]:
+        """Take what rows of the last step found of documents: see `Blend.add_scores`."""
         observers, compared = self._observers, self._compared
         self._observers, self._compared = [], []
         scores = [(observer.part, observer.scores()) for observer in observers]

@@ -83,13 +83,13 @@ class DurableSessions:
 
         Raises OSError if that is not sure.
         """
-        if not self.writer.settle(lambda each: each == key, DELETE_S):
+        if not self.writer.flush_for(lambda each: each == key, DELETE_S):
             raise TimeoutError("session logs are not written in time")
         return self._store.delete(log_key(self._model, *key))
 
     def delete_tenant(self, tenant: bytes) -> int:
         """Delete all that a tenant has, see `SessionLogStore.delete_tenant`. Raises OSError if that is not sure."""
-        if not self.writer.settle(lambda each: tenant_id(each[0]) == tenant, DELETE_S):
+        if not self.writer.flush_for(lambda each: tenant_id(each[0]) == tenant, DELETE_S):
             raise TimeoutError("session logs are not written in time")
         return self._store.delete_tenant(tenant)
 
@@ -215,7 +215,7 @@ class SessionLogWriter:
         done = threading.Event()
         return self.after(done.set) or done.wait(timeout_s)
 
-    def settle(self, is_meant: Callable[[SessionKey], bool], timeout_s: float) -> bool:
+    def flush_for(self, is_meant: Callable[[SessionKey], bool], timeout_s: float) -> bool:
         """`flush`, and what failed of these sessions is not tried again, but for deletions."""
         self._forget(is_meant)
         if not self.flush(timeout_s):

@@ -142,7 +142,7 @@ class Sessions:
             before = log.state()
             self.num_tokens += len(turn.ids) - len(log.ids)
             log.keep(turn, request, running.num_marks)
-            log.note_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
+            log.add_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
             log.num_base, log.last_turn = running.num_base, root_turn(request)
             if self._journal is not None:
                 self._journal.ended(key, log, before)
@@ -199,7 +199,7 @@ class Sessions:
             self._journal.forked(new_key, forked)
         self.expire()
 
-    def note(self, key: SessionKey, note: bytes) -> bool:
+    def set_note(self, key: SessionKey, note: bytes) -> bool:
         """Keep an API's bytes with a session that is idle, in its log too; whether there is such a session."""
         log = self.get(key)
         if log is None or log.running is not None:
@@ -229,7 +229,7 @@ class Sessions:
             self._drop(key, log)
         self._add(key, TokenLog.restored(state._replace(version=version)))
 
-    def take_over(self, recalled: Iterable[Recalled]) -> frozenset[SessionKey]:
+    def restore_all(self, recalled: Iterable[Recalled]) -> frozenset[SessionKey]:
         """Restore what durable logs have; returns sessions of which nothing is known, and whose logs were not read."""
         unread: list[SessionKey] = []
         for key, state, version in recalled:
@@ -263,7 +263,7 @@ class Sessions:
         return 0.0 if log.running is not None else self._clock() - log.last_used_s
 
     def _expire_own(self, now: float) -> None:
-        for key in self._deadlines.take_below(now):
+        for key in self._deadlines.pop_below(now):
             log = self._log_by_key[key]
             assert log.ttl_s is not None, "it stands in the heap"
             due_s = log.ttl_s + (log.last_used_s if log.running is None else now)
@@ -281,7 +281,7 @@ class Sessions:
                 self._drop(key, log)
             return []
         log.running = RunningTurn(ended.name, 0, 0, queue=ended.queue)
-        return self.queued.take_turn(log.running)
+        return self.queued.start_turn(log.running)
 
     def _add(self, key: SessionKey, log: TokenLog) -> None:
         """Add a session that has a past."""
@@ -436,7 +436,7 @@ class TurnQueue:
         self.num_tokens -= len(request.prompt_token_ids)
         return request
 
-    def take_turn(self, running: RunningTurn) -> list[GenerationRequest]:
+    def start_turn(self, running: RunningTurn) -> list[GenerationRequest]:
         """Return the requests of the next turn behind this one, which are answering from now on."""
         running.name = turn_name(running.queue[0])
         turn: list[GenerationRequest] = []

@@ -191,7 +191,7 @@ class TokenLog(Owner):
         new = shifted([each for each in documents if each.start >= num_known], len(context) - len(ids))
         return TurnPrompt(ids, context, self.seen.root, len(self.seen.ids), new, self.seen.event)
 
-    def note_hit(self, num_prompt: int, num_cached: int) -> None:
+    def add_hit(self, num_prompt: int, num_cached: int) -> None:
         self.hits = (self.hits + struct.pack("<II", num_prompt, num_cached))[-8 * MAX_HITS :]
 
     def hit_history(self) -> list[tuple[int, int]]:

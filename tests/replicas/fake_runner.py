@@ -147,7 +147,7 @@ class FakeRunner:
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, MemoryError)
 
-    def take_scores(self) -> list[tuple[Any, Any]]:
+    def pop_scores(self) -> list[tuple[Any, Any]]:
         """Any numbers for what is asked of documents."""
         scores = [(part, np.random.default_rng(5).random(_num_scored(part))) for part in self._probing]
         self._probing = []

@@ -95,7 +95,7 @@ def test_what_saves_take_is_learned(tmp_path: Path) -> None:
     converse(llm, "", TURNS[:2])
     connector = llm.engine.connector
     assert connector is not None
-    assert connector.saver.settle(30.0)
+    assert connector.saver.flush(30.0)
     learned, counts = engine_stats(llm.engine)["accuracy"]["save"], connector.saver.counts
     assert learned["count"] == counts.chunks > 0
     assert learned["actual_s"] > 0

@@ -312,5 +312,5 @@ def test_the_least_loaded_is_so_by_what_others_sent_too() -> None:
         epoch="e", seq=0, queue_s=0.0, queued_tokens=0, running=2, waiting=1, context_tokens=0, free_page_share=1.0,
         is_snapshot=True,
     )  # fmt: skip
-    router.take_report("a", report)
+    router.apply_report("a", report)
     assert [choose(router, [1]).replica_id for _ in range(3)] == ["b"] * 3

@@ -49,7 +49,7 @@ class Played:
             self.take(replica, report(is_snapshot=True, cost=COST))
 
     def take(self, replica: str, said: ReplicaReport) -> bool:
-        return self.chooser.take_report(replica, said)
+        return self.chooser.apply_report(replica, said)
 
     def choose(self, tokens: Sequence[int] = PROMPT, **options: Any) -> Reservation:
         reservation = self.chooser.select_and_reserve(tokens, **options)
@@ -429,11 +429,11 @@ def test_ingresses_converge_under_loss_gaps_and_disorder(seed: int, loss: float,
                 rng.shuffle(way)
                 continue  # they come later
             for each in way:
-                wants[index] = not ingress.take_report("r", each)
+                wants[index] = not ingress.apply_report("r", each)
             way.clear()
     for index, ingress in enumerate(ingresses):
         if wants[index]:
-            assert ingress.take_report("r", replica.snapshot())
+            assert ingress.apply_report("r", replica.snapshot())
     expected = 0
     while expected < len(BLOCKS) and BLOCKS[expected] in replica.there:
         expected += 1

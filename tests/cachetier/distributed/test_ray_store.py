@@ -255,17 +255,17 @@ def test_what_was_seen_long_ago_is_put_again() -> None:
     """Who has a chunk on its device does not ask for it: to put it is what keeps it from expiring."""
     clock = Clock()
     known = KnownKeys(max_age_s=10, clock=clock)
-    known.note({b"1": b"0", b"2": b"1"})
+    known.add({b"1": b"0", b"2": b"1"})
     clock.now_s += 9
     assert known.among([b"1", b"2"]) == {b"1", b"2"}
-    known.note({b"1": b"0"})
+    known.add({b"1": b"0"})
     clock.now_s += 9
     assert known.among([b"1", b"2"]) == {b"1"}
 
 
 def test_what_is_gone_is_not_known() -> None:
     known = KnownKeys()
-    known.note({b"1": b"0", b"2": b"1"})
+    known.add({b"1": b"0", b"2": b"1"})
     known.drop([b"1", b"never seen"])
     assert known.among([b"1", b"2"]) == {b"2"}
     known.clear()
@@ -274,7 +274,7 @@ def test_what_is_gone_is_not_known() -> None:
 
 def test_a_chain_is_dropped_up_to_what_is_not_known_anyway() -> None:
     known = KnownKeys()
-    known.note({b"1": b"0", b"3": b"2", b"4": b"3", b"5": b"4", b"x": b"3"})
+    known.add({b"1": b"0", b"3": b"2", b"4": b"3", b"5": b"4", b"x": b"3"})
     known.drop_chain(b"4")
     assert known.among([b"1", b"3", b"4", b"5", b"x"]) == {b"1", b"5", b"x"}
 
@@ -315,12 +315,12 @@ def test_a_put_is_under_way_until_it_is_answered_or_lost(
     node = Node()
     assert puts.put(node, CHUNK, LINEAGE)
     assert not puts.put(node, CHUNK, LINEAGE)  # no room
-    assert not puts.settle(0.0)
+    assert not puts.flush(0.0)
     node.answers[0].set_result(ANSWER)
-    assert puts.settle(0.0)
+    assert puts.flush(0.0)
     assert puts.put(node, CHUNK, LINEAGE)
     node.answers[1].set_exception(ActorDiedError())
-    assert puts.settle(0.0)
+    assert puts.flush(0.0)
     assert heard == [(CHUNK.header, ANSWER), (CHUNK.header, None)]
     assert puts.stats() == {"put_bytes_under_way": 0, "put_dropped": 1, "put_taken": 1, "put_lost": 1}
 
@@ -343,5 +343,5 @@ def test_an_answer_that_cannot_be_taken_in_is_over() -> None:
     puts, node = PutsUnderWay(1, 0.0, fails), Node()
     assert puts.put(node, CHUNK, LINEAGE)
     node.answers[0].set_result(ANSWER)
-    assert puts.settle(0.0)
+    assert puts.flush(0.0)
     assert puts.stats()["put_bytes_under_way"] == 0

@@ -188,7 +188,7 @@ def test_changes_are_told_in_order_one_batch_at_a_time() -> None:
 
     def work(number: int) -> None:
         for count in range(200):
-            log.note(Change(bytes([number]), "host", count, True))
+            log.add(Change(bytes([number]), "host", count, True))
             log.announce()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

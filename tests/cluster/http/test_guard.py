@@ -264,7 +264,7 @@ def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
     held = [filled(tenant) for tenant in "abcd"]
     assert [len(bodies) for bodies in held] == [4, 2, 1, 1]
     for body in held[0]:
-        body.take()
+        body.pop()
     assert len(filled("b")) == 1  # it has three then, and there are three left
 
 

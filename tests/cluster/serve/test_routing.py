@@ -239,14 +239,14 @@ def test_a_replica_whose_reports_are_lost_is_not_taken_for_idle(monkeypatch: pyt
         await cluster.ask([1, 2, 3])
         monkeypatch.setattr(cluster.loops["a"], "_report", lambda: None)
         ingress, heard = cluster.ingresses[0], asyncio.Event()
-        note = ingress.chooser.note_silence
+        note = ingress.chooser.mark_silent
 
         def note_and_tell(_: object, name: str) -> None:
             note(name)
             if name == "a":
                 heard.set()
 
-        monkeypatch.setattr(type(ingress.chooser), "note_silence", note_and_tell)
+        monkeypatch.setattr(type(ingress.chooser), "mark_silent", note_and_tell)
         async with asyncio.timeout(30):
             await heard.wait()
         cluster.later_s += 2 * SILENT_S

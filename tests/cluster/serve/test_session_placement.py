@@ -177,7 +177,7 @@ def test_a_request_goes_where_its_prefix_was_warmed(holder: str) -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         await all_open(client)
         ids = tuple(range(200))
-        client.note_prefix(ids, holder, salt="x")
+        client.record_prefix(ids, holder, salt="x")
         await tokens(client, replace(request("one.0"), prompt_token_ids=(*ids, 7), salt="x"))
         assert admitted(calls)[holder] == ["one.0"]
 

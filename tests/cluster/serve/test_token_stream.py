@@ -18,7 +18,7 @@ from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.engine_client import Condition
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
-from mneme.replicas.queries import SettleSaves
+from mneme.replicas.queries import FlushSaves
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
 from mneme.router.score import RouterConfig
@@ -633,7 +633,7 @@ def test_a_client_that_stops_ends_what_runs_and_takes_no_more() -> None:
         assert ids
         assert (last.finish_reason, last.error) == ("error", "the server is stopping")
         assert not client.num_ready()
-        assert all(isinstance(engine.queries[-1], SettleSaves) for engine in calls.engines.values())
+        assert all(isinstance(engine.queries[-1], FlushSaves) for engine in calls.engines.values())
 
     run(scenario)
 

@@ -30,7 +30,7 @@ from tests.replicas.faulty_tier import NUM_NEW, check_engine, run_bounded
 from tests.replicas.tiered_engine import answers, fingerprint_of, make_cached_engine, submit, usages
 
 ROW_S, STEP_S = 0.05, 0.5  # that they are said to take: lookups have 0.5 s then, loads 10 s, and are always worth it
-SETTLE_S = 25.0  # a put that is not answered is given up after 20 s
+FLUSH_S = 25.0  # a put that is not answered is given up after 20 s
 
 
 class Kill(NamedTuple):
@@ -47,13 +47,13 @@ class Told(NamedTuple):
     tokens: list[int]
     num_cached: int  # of the prompt's tokens, that were not computed
     seconds: float
-    is_settled: bool  # what was to be saved was, or was refused
+    is_flushed: bool  # what was to be saved was, or was refused
 
 
 class SteadyCosts(SlowRows):
     """Edges are trusted whatever comes of them."""
 
-    def note_edge(self, *args: object, **options: object) -> None:
+    def learn_edge(self, *args: object, **options: object) -> None:
         pass
 
 
@@ -125,10 +125,10 @@ class ModelProcess:
         submit(engine, "it", ids, NUM_NEW)
         events = run_bounded(engine)
         seconds = time.monotonic() - started_s
-        is_settled = self._settle(engine)
+        is_flushed = self._flush(engine)
         engine.close()
         check_engine(engine)
-        return Told(answers(events)["it"], usages(events)["it"].cached_tokens, seconds, is_settled)
+        return Told(answers(events)["it"], usages(events)["it"].cached_tokens, seconds, is_flushed)
 
     def located(self, ids: list[int]) -> int:
         """How many tokens of a sequence the tier has for this process; nobody waits for them."""
@@ -160,6 +160,6 @@ class ModelProcess:
     def free_store(self) -> None:
         self._pinned.clear()
 
-    def _settle(self, engine: Engine) -> bool:
+    def _flush(self, engine: Engine) -> bool:
         assert engine.connector is not None
-        return engine.connector.saver.settle(SETTLE_S)
+        return engine.connector.saver.flush(FLUSH_S)

@@ -82,7 +82,7 @@ class Nodes:
         told: Told = ray.get(self.engines[name].answer.remote(ids, fault), timeout=2 * CALL_LIMIT_S)
         assert told.tokens == full_prefill(self.decoder, ids, NUM_NEW)[0]
         assert told.seconds < CALL_LIMIT_S
-        assert told.is_settled
+        assert told.is_flushed
         return told
 
     def save(self, name: str, seed: int) -> list[int]:

@@ -56,8 +56,8 @@ class PlayedWorkers:
 class PlayedBudget(ReadBudget):
     """Whoever would have to wait for room is let in."""
 
-    def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
-        return super().take(num_bytes, lambda: True, is_over)
+    def reserve(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
+        return super().reserve(num_bytes, lambda: True, is_over)
 
 
 class PlayedCache:
@@ -166,7 +166,7 @@ class FakeLoader:
 
     def _taken(self, load: Load, index: int) -> list[Content] | None:
         """What each slot held; None if a layer does not come."""
-        layers = [load.take(index, layer) for layer in range(LAYOUT.num_layers)]
+        layers = [load.read(index, layer) for layer in range(LAYOUT.num_layers)]
         if any(isinstance(layer, Miss) for layer in layers):
             return None
         told = [_decoded(layer) for layer in layers if not isinstance(layer, Miss)]

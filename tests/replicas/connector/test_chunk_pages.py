@@ -197,7 +197,7 @@ class PlayedLoad:
 
     def begin(self, end: int) -> None: ...
 
-    def note_copy(self, index: int, seconds: float) -> None: ...
+    def add_copy(self, index: int, seconds: float) -> None: ...
 
     def lose_from(self, index: int) -> None: ...
 
@@ -403,7 +403,7 @@ def test_engines_save_and_load_through_a_devices_pages(
         assert answers(events)["a"] == full_prefill(decoder, ids, 3)[0]
         assert (usages(events)["a"].cached_tokens > 200) == (number == 1 and fault is None)
         assert engine.connector is not None
-        assert engine.connector.saver.settle(60.0)
+        assert engine.connector.saver.flush(60.0)
         engine.close()
         assert len(store.chunks) >= 4
 

@@ -154,7 +154,7 @@ def test_a_prompt_that_another_computes_whole_waits_for_no_answer(store: FakeSto
 def test_rows_begin_before_a_slow_answer_and_what_is_found_then_is_loaded_behind_them(store: FakeStore) -> None:
     """Answers take as long as five rows, one of which a step more would cost: nobody waits for them."""
     case = Played(store)
-    case.cache.cache.costs.note_lookup(5.5)
+    case.cache.cache.costs.learn_lookup(5.5)
     case.submit("a", IDS[:30])
     assert not case.engine.is_blocked
     assert case.engine.step() == []
@@ -174,7 +174,7 @@ def test_a_session_waits_for_its_stored_history_as_long_as_computing_that_would_
 ) -> None:
     """A row takes a second; anybody else would wait for one, or begin at once, as answers take five."""
     case = Played(store)
-    case.cache.cache.costs.note_lookup(5.5)
+    case.cache.cache.costs.learn_lookup(5.5)
     case.engine.sessions.restore(("", "s"), SessionState(version=1, ids=array("i", IDS[:25]), num_turns=1), 2)
     case.submit("a", IDS[25:30], session_id="s", append=True)
     case.cache.now_s += 24.0

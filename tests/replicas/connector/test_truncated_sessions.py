@@ -108,7 +108,7 @@ class Conversation:
 
     def close(self) -> None:
         assert self.engine.connector is not None
-        assert self.engine.connector.saver.settle(60)
+        assert self.engine.connector.saver.flush(60)
         self.engine.close()
         assert self.store.num_open == 0
 
@@ -155,7 +155,7 @@ def test_who_looks_a_session_up_finds_what_its_next_turn_would(checkpoint: tuple
     assert (found["device"], found["host"]) == (shown["device"], shown["host"])
     assert found["device"] > 100 > answer(talk.engine, LookUpPages(KEY[0], known.ids))["device"]
     assert talk.engine.connector is not None
-    assert talk.engine.connector.saver.settle(60)
+    assert talk.engine.connector.saver.flush(60)
     nobody: Any = None
     tier = KvTier(admin=nobody, fingerprint=fingerprint_of(talk.decoder))
     chain = tier.chain(KEY[0], known.ids, KEY, known.event)

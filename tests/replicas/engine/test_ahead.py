@@ -378,7 +378,7 @@ def test_a_step_costs_what_lies_between_two_ends() -> None:
     noted = list[tuple[int, float]]()
 
     class Costs:
-        def note_step(self, rows: list[tuple[int, int]], seconds: float) -> None:
+        def learn_step(self, rows: list[tuple[int, int]], seconds: float) -> None:
             noted.append((len(rows), seconds))
 
         def prefill_s(self, *_: float) -> float:

@@ -187,7 +187,7 @@ def test_an_earlier_start_is_remembered(engine: Engine, tmp_path: Path, monkeypa
     assert again.calibration == first.calibration
     assert not measured
     for _ in range(10):  # it turns out that the machine was busy then
-        again.note_step([(50, 0)], again.prefill_s(50, 0) / 20)
+        again.learn_step([(50, 0)], again.prefill_s(50, 0) / 20)
     file.write(again)
     assert remembered_costs(runner, SMALL, file, budget_s=0.1).calibration == measured[0]
 

@@ -119,7 +119,7 @@ def test_retry_after_is_from_1_to_60_seconds(steps: list[tuple[float, int, bool]
     for elapsed_s, num_taken, is_waiting in steps:
         clock.now_s += elapsed_s
         taken += num_taken
-        rate.note(taken, is_waiting=is_waiting)
+        rate.measure(taken, is_waiting=is_waiting)
         assert MIN_RETRY_S <= rate.drain_s(num_tokens) <= MAX_RETRY_S
 
 
@@ -127,10 +127,10 @@ def test_idle_time_does_not_slow_the_measured_rate() -> None:
     clock = Clock()
     rate = DrainRate(clock)
     for taken in (0, 100, 200):
-        rate.note(taken, is_waiting=taken < 200)
+        rate.measure(taken, is_waiting=taken < 200)
         clock.now_s += 1
     clock.now_s += 1000
-    rate.note(200, is_waiting=True)
+    rate.measure(200, is_waiting=True)
     assert rate.drain_s(500) == pytest.approx(5.0)
 
 

@@ -113,7 +113,7 @@ def test_memory_is_bounded_and_keeps_what_was_asked_last() -> None:
 
     def note(name: int, turn: int) -> int:
         request = blended("r", [(name,), [name] * 3], AUTO)
-        return asked.note("", request.prompt_token_ids, request.documents, turn)
+        return asked.record("", request.prompt_token_ids, request.documents, turn)
 
     assert [note(1, 1), note(2, 2), note(1, 3)] == [0, 0, 4]
     for turn in range(4, 7):

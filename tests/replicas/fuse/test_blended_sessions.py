@@ -80,7 +80,7 @@ class Talk:
     def moved(self) -> Engine:
         """Another engine, which knows the session's log; what was to be saved is."""
         assert self.engine.connector is not None
-        assert self.engine.connector.saver.settle(60)
+        assert self.engine.connector.saver.flush(60)
         log = self.engine.sessions.get(KEY)
         assert log is not None
         engine = self.new_engine()

@@ -102,14 +102,14 @@ def test_what_is_not_computed_yet_has_no_mass(checkpoints: dict[str, tuple[Path,
     chunks = engine.scheduler.schedule()
     [sequence] = engine.scheduler.running
     assert sequence.path is not None
-    assert not sequence.path.is_settled()
+    assert not sequence.path.is_on_device()
     inputs = engine.runner.prepare(chunks, engine.forest.drain_moves())
     engine.runner.forward(inputs)
-    assert sequence.path.is_settled()
+    assert sequence.path.is_on_device()
     assert masses_of(engine) is not None
     sequence.append(7)
     engine.scheduler.schedule()  # takes a slot in a page that is there
-    assert sequence.path.is_settled()
+    assert sequence.path.is_on_device()
     assert masses_of(engine) is None
 
 

@@ -94,7 +94,7 @@ def say(engine: Engine, name: str, ids: list[int], *, max_tokens: int = 4, **mor
 def recall(engine: Engine, *sessions: str | None) -> None:
     assert engine.durable is not None
     keys = [None if session is None else (KEY[0], session) for session in sessions]
-    engine.sessions.take_over(engine.durable.recall(keys, engine.sessions.version_of))
+    engine.sessions.restore_all(engine.durable.recall(keys, engine.sessions.version_of))
 
 
 def flush(engine: Engine) -> None:
@@ -296,10 +296,10 @@ def test_a_turn_that_answers_while_its_session_is_deleted_is_not_written(cluster
 
 def test_what_is_noted_with_a_session_outlives_a_restart_and_stays_with_it_alone(cluster: Cluster) -> None:
     engine = cluster.engine()
-    assert not engine.sessions.note(KEY, b"of nobody")
+    assert not engine.sessions.set_note(KEY, b"of nobody")
     num_tokens = len(say(engine, "t0", [1, 2, 3])) + 3
     for note in (b"first" * 1000, b"second" * 100):
-        assert engine.sessions.note(KEY, note)
+        assert engine.sessions.set_note(KEY, note)
         assert engine.sessions.num_tokens == num_tokens + len(note) // 4
     engine = cluster.restart()
     recall(engine, KEY[1])
@@ -311,7 +311,7 @@ def test_what_is_noted_with_a_session_outlives_a_restart_and_stays_with_it_alone
     assert state_of(engine).note == b"second" * 100
     delete(engine)
     assert engine.sessions.num_tokens == num_tokens
-    assert not engine.sessions.note(KEY, b"of nobody")
+    assert not engine.sessions.set_note(KEY, b"of nobody")
 
 
 def test_a_stale_copy_of_a_deleted_session_goes_too(cluster: Cluster) -> None:
@@ -421,7 +421,7 @@ def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(clu
     with pytest.raises(SessionNotFound):
         say(third, "e", [1], append=True)
     assert third.durable is not None
-    third.sessions.take_over(third.durable.recall([("neighbour", KEY[1])], third.sessions.version_of))
+    third.sessions.restore_all(third.durable.recall([("neighbour", KEY[1])], third.sessions.version_of))
     assert third.sessions.get(("neighbour", KEY[1])) is not None
 
 

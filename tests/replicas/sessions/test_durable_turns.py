@@ -129,7 +129,7 @@ def test_a_log_that_was_read_while_a_turn_ran_does_not_replace_what_that_left(cl
     assert [each.key for each in recalled] == [KEY]
     run(two)
     said += [3, *continuation([*said, 3], 4, 5)]
-    two.sessions.take_over(recalled)
+    two.sessions.restore_all(recalled)
     assert state_of(two).ids.tolist() == said
     assert say(two, "d", [4], append=True) == continuation([*said, 4], 4, 5)
 
