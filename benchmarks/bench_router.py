@@ -87,7 +87,7 @@ def report(rng: random.Random, replica: int, seq: int, **values: Any) -> Replica
     return ReplicaReport(
         epoch=f"epoch-{replica}",
         seq=seq,
-        queue_s=rng.random(),
+        backlog_s=rng.random(),
         queued_tokens=rng.randrange(10_000),
         running=rng.randrange(20),
         waiting=0,

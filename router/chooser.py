@@ -45,13 +45,13 @@ from mneme.router.score import (
     Asked,
     Flags,
     Loads,
-    PolicyName,
     Prices,
     RouteCandidate,
     RouteMs,
     RouterConfig,
     RouteReason,
     RouteTokens,
+    RoutingPolicy,
     ShownRoute,
     alike,
     figures_of,
@@ -131,10 +131,10 @@ class _Load:
                 row[_FIGURES:] = figures_of(report.cost)
             except ConfigError as error:
                 logger.warning("a replica's costs are not taken: %s", error)
-        queue_s = report.queue_s
-        if not 0 <= queue_s < math.inf:
-            queue_s = max(report.queued_tokens, 0) * float(token_s(row[_FIGURES:]))
-        said = queue_s, max(report.running + report.waiting, 0), max(report.context_tokens, 0)
+        backlog_s = report.backlog_s
+        if not 0 <= backlog_s < math.inf:
+            backlog_s = max(report.queued_tokens, 0) * float(token_s(row[_FIGURES:]))
+        said = backlog_s, max(report.running + report.waiting, 0), max(report.context_tokens, 0)
         row[_REPORTED_S : _SAID_CONTEXT + 1] = now_s, *said
         row[_SILENT] = 0
 
@@ -610,7 +610,7 @@ class ReplicaChooser:
             return []
 
 
-def _numbers_by_rule(policy: PolicyName, running: F64, rng: random.Random) -> F64:
+def _numbers_by_rule(policy: RoutingPolicy, running: F64, rng: random.Random) -> F64:
     """Return a number for each candidate, of which the smallest is chosen.
 
     random        any of them

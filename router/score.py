@@ -30,7 +30,7 @@ F64 = NDArray[np.float64]
 U64 = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 MINE: Final = "mneme"  # predicted seconds: `prices`
-PolicyName = Literal["mneme", "random", "least-loaded", "hash"]
+RoutingPolicy = Literal["mneme", "random", "least-loaded", "hash"]
 
 _CHUNK_TOKENS = 256  # that an edge brings at once
 _RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
@@ -48,7 +48,7 @@ UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 12, 2048, 1, math.nan, math.nan])
 class RouterConfig:
     """Says how affinity is weighed against load."""
 
-    policy: PolicyName = MINE  # another: by that rule alone, as a measure of what this one is worth
+    policy: RoutingPolicy = MINE  # another: by that rule alone, as a measure of what this one is worth
     block_tokens: int = BLOCK_TOKENS  # tokens per hashed block; replicas report blocks of the default
     index_blocks: int = 1_000_000  # blocks remembered per ingress
     load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
@@ -74,7 +74,7 @@ class Loads(NamedTuple):
 
     figures: F64  # [candidates, 19], as `figures_of`, made `alike`
     usual: F64  # [1, 19]: the mean of all replicas' figures
-    queue_s: F64
+    backlog_s: F64
     running: F64  # requests
     context_tokens: F64  # that they see
     overhead_s: F64  # that first tokens took beyond what was predicted of them
@@ -235,7 +235,7 @@ def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
     # as by the number alone two of eight replicas stay without a prompt that is under everything.
     num_holders = max(int(np.count_nonzero(asked.matched == best)), 1)
     terms = [
-        loads.queue_s,
+        loads.backlog_s,
         compute_s,
         load_s,
         (brought > 0) * loads.late_load_s,

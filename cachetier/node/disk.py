@@ -29,7 +29,7 @@ from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.names import Miss
 from mneme.cachetier.node.folder import ChunkName, DiskFolder, make_root, name_of, parse_name
-from mneme.cachetier.node.index import BLOCK_BYTES, Entry, NodeIndex, Tier, blocks_of, entry_of
+from mneme.cachetier.node.index import BLOCK_BYTES, ChunkTier, Entry, NodeIndex, blocks_of, entry_of
 from mneme.cachetier.policy.eviction import EvictionPolicy, make_policy
 from mneme.primitives import Bounded
 
@@ -135,10 +135,10 @@ class Litter:
         return sum(name is not None and name.tenant == tenant for name in names)
 
 
-class DiskTier(Tier):
+class DiskTier(ChunkTier):
     """Raises `ConfigError` if the folder cannot be used, or if another tier uses it.
 
-    What it does not have from `Tier` takes the lock by itself, but for `stats`.
+    What it does not have from `ChunkTier` takes the lock by itself, but for `stats`.
     """
 
     name = "disk"

@@ -94,7 +94,7 @@ class NodeIndex:
         """`clock` must not jump."""
         self.clock, self.lock = clock, threading.Lock()
         self.on_change: Callable[[Change], None] | None = None  # under the lock
-        self.tiers: list[Tier] = []  # from the top
+        self.tiers: list[ChunkTier] = []  # from the top
         self.holds: Counter[bytes] = Counter()
         self.pinned_until_s: dict[bytes, float] = {}
         self._past = Bounded[bytes, bool](_MIN_PAST_KEYS)  # see `mark_gone`
@@ -191,7 +191,7 @@ class NodeIndex:
         self.unpin([key for key, until_s in self.pinned_until_s.items() if until_s < now_s])
 
 
-class Tier(ABC):
+class ChunkTier(ABC):
     """The chunks of one tier, under a bound of bytes, one of chunks, and one of bytes for each tenant.
 
     Bytes are counted in whole blocks, from before a chunk is taken. What it evicts goes to `_removed`.

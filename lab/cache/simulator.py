@@ -21,8 +21,8 @@ from functools import partial
 from typing import NamedTuple, cast, get_args
 
 from mneme.cachetier.chunk.keys import LineageKind
-from mneme.cachetier.names import Edge, PolicyName, TierName
-from mneme.cachetier.node.index import BLOCK_BYTES, Entry, NodeIndex, Tier
+from mneme.cachetier.names import Edge, EvictionPolicyName, TierName
+from mneme.cachetier.node.index import BLOCK_BYTES, ChunkTier, Entry, NodeIndex
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import EvictionPolicy, MinPolicy, make_policy
 from mneme.cachetier.policy.load_controller import Loadable, LoadController
@@ -30,7 +30,7 @@ from mneme.errors import ConfigError, shown
 from mneme.lab.cache.costs import Rates
 from mneme.lab.cache.traces import TraceRequest
 
-SIMULATED_POLICIES: tuple[str, ...] = (*get_args(PolicyName), "min")
+SIMULATED_POLICIES: tuple[str, ...] = (*get_args(EvictionPolicyName), "min")
 _DEVICE, _HOST, _DISK = range(3)
 _KEY_BYTES = 8  # of a block's id
 _TICK_S = 1e-6  # between requests of one timestamp: uses are in order
@@ -112,7 +112,7 @@ class SimulatedLoads:
         return block_tokens * self._costs.calibration.kv_bytes_per_token
 
 
-class BlockTier(Tier):
+class BlockTier(ChunkTier):
     """A tier of blocks without bytes. `capacity` in blocks; None is without a bound."""
 
     def __init__(self, index: NodeIndex, name: TierName, capacity: int | None, policy: EvictionPolicy) -> None:
@@ -313,7 +313,9 @@ class CacheSimulator:
     def _policy(self, name: str, capacity: int | None, uses: dict[int, list[int]]) -> EvictionPolicy:
         if name == "min":
             return MinPolicy(self._next_use(uses))
-        return make_policy(cast(PolicyName, name), lambda: self._now_s, _UNBOUNDED if capacity is None else capacity)
+        return make_policy(
+            cast(EvictionPolicyName, name), lambda: self._now_s, _UNBOUNDED if capacity is None else capacity
+        )
 
     def _wait_from(self, place: int) -> None:
         """The queue begins there; what was known of it may be so no more."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from mneme.cachetier.names import PolicyName
+from mneme.cachetier.names import EvictionPolicyName
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import ConfigError, shown
 from mneme.lab.arguments import Option, add_options, check_options
@@ -47,7 +47,7 @@ _OPTIONS = (
     Option("--device-gb", "GB", "for KV, of one replica, in 10^9 bytes (default 400)", float, DEFAULT_DEVICE_GB, _GB),
     Option("--host-gb", "GB", "the host tiers of one node's engines (default 0)", float, 0.0, _GB),
     Option("--replicas-per-node", "N", "that share its memory (default 8)", int, 8, _REPLICAS),
-    Option("--policy", None, "which blocks go first (default lru)", str, "lru", None, get_args(PolicyName)),
+    Option("--policy", None, "which blocks go first (default lru)", str, "lru", None, get_args(EvictionPolicyName)),
     BLOCK_OPTION,
     Option(
         "--max-step-ms", "MS",

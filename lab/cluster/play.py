@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mneme.cachetier.names import PolicyName
+from mneme.cachetier.names import EvictionPolicyName
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.lab.cache.simulator import rank
 from mneme.lab.cluster.policies import Router, World
@@ -39,7 +39,7 @@ class ClusterShape:
 
     replicas: int = 8
     engine: EngineShape = field(default_factory=EngineShape)
-    policy: PolicyName = "lru"
+    policy: EvictionPolicyName = "lru"
     router: str = "mneme"
     ingresses: int = 1
     report_s: float = 1.0  # between two reports of load; replicas tell our router at the end of a step with news, too

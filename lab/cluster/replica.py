@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.names import PolicyName
+from mneme.cachetier.names import EvictionPolicyName
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.lab.cache.costs import Rates
@@ -57,7 +57,7 @@ class EngineShape:
 class Status(NamedTuple):
     """Says how busy an engine is, as its reports do."""
 
-    queue_s: float  # until the prompts that it has are computed
+    backlog_s: float  # until the prompts that it has are computed
     queued_tokens: int
     running: int
     waiting: int
@@ -86,7 +86,7 @@ class Replica:
     def __init__(
         self,
         shape: EngineShape,
-        policy: PolicyName,
+        policy: EvictionPolicyName,
         costs: CostModel,
         clock: Callable[[], float],
         on_first: Callable[[Job], None],
@@ -179,7 +179,7 @@ class Replica:
         self._shares.add_work(self._prefilled_s, self._saved_s, span_s)
         self._prefilled_s = self._saved_s = 0.0
         return ReplicaLoad(
-            backlog_s=status.queue_s, prefill_share=self._shares.prefill_share, kv_share=self._used_share,
+            backlog_s=status.backlog_s, prefill_share=self._shares.prefill_share, kv_share=self._used_share,
             step_s=self._costs.decode_s(len(self._streams), status.context_tokens), num_requests=len(self._jobs),
             constant_s=self._costs.terms_of("decode")[0], saved_share=self._shares.saved_share,
         )  # fmt: skip

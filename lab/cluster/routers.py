@@ -18,7 +18,7 @@ from mneme.lab.cluster.workload import Turn
 from mneme.replicas.forest.pages import DEVICE, HOST
 from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport
 from mneme.router.chooser import ReplicaChooser, Reservation
-from mneme.router.score import MINE, PolicyName, RouterConfig
+from mneme.router.score import MINE, RouterConfig, RoutingPolicy
 
 
 class Mneme(Router):
@@ -28,7 +28,7 @@ class Mneme(Router):
     trace; costs are those of grains.
     """
 
-    def __init__(self, rng: random.Random, world: World, policy: PolicyName = MINE) -> None:
+    def __init__(self, rng: random.Random, world: World, policy: RoutingPolicy = MINE) -> None:
         self._world = world
         self._chooser = ReplicaChooser(RouterConfig(policy=policy, index_blocks=10**7), world.clock, rng)
         self._reservations: dict[int, Reservation] = {}
@@ -76,7 +76,7 @@ class Mneme(Router):
             for tier in (DEVICE, HOST, None)
         )
         report = ReplicaReport(
-            epoch=f"{self._lives[replica]}", seq=number, queue_s=status.queue_s,
+            epoch=f"{self._lives[replica]}", seq=number, backlog_s=status.backlog_s,
             queued_tokens=status.queued_tokens // self._grain, running=status.running, waiting=status.waiting,
             context_tokens=status.context_tokens // self._grain, free_page_share=status.free_share,
             cost=None if number else self._costs(), device=device, host=host, gone=gone, is_snapshot=number == 0,

@@ -49,7 +49,7 @@ from mneme.replicas.forest.paths import (
     use_of,
     visible_gaps,
 )
-from mneme.replicas.forest.store import PageStore, Tier
+from mneme.replicas.forest.store import PageStore, PageTier
 
 _LEAST_PUBLIC = 8  # tokens: what is shorter, all chats of a model may begin with
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
@@ -85,8 +85,8 @@ class PrefixForest:
         self._clock = clock
         self._releases = itertools.count(1)
         self.owners = Owners()
-        self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), first_page=first_page)
-        self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy())
+        self.device = PageTier(DEVICE, num_pages, policy or LruPolicy(), first_page=first_page)
+        self.host = PageTier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy())
         self.page_size, self.window = page_size, window
         self.store = PageStore(
             self.device,

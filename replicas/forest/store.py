@@ -12,7 +12,7 @@ no other idle page below, no path that holds them, no end of another session's p
 run until one session is left on it, and unowned leaves are runs like any other.
 
 Holding and releasing a page changes counters and marks whose run is another now. The policy hears of that when a victim
-is needed (`Tier.rank`), and a run that shrank is measured again when it is chosen. So each choice is the policy's for
+is needed (`PageTier.rank`), and a run that shrank is measured again when it is chosen. So each choice is the policy's for
 the runs as they are, and no change costs more than the length of a path. Each step ranks what is marked too: the first
 victim after 2,000 paths of 49 pages were released would else cost its step 45 ms (2 cores of an AMD EPYC).
 
@@ -37,7 +37,7 @@ class OutOfPages(Exception):
     """No page is free and none is cached; the scheduler answers by suspending a sequence."""
 
 
-class Tier:
+class PageTier:
     """Has the page ids of one tier, and names its victims, page by page.
 
     `index` is DEVICE or HOST; ids are [first_page, first_page + num_pages).
@@ -201,8 +201,8 @@ class PageStore:
 
     def __init__(
         self,
-        device: Tier,
-        host: Tier,
+        device: PageTier,
+        host: PageTier,
         owners: Owners,
         on_empty_root: Callable[[Root], None],
         *,
@@ -316,7 +316,7 @@ class PageStore:
         self.save(leaf)
         self.drop(leaf, self.device)
 
-    def drop(self, page: Page, tier: Tier) -> None:
+    def drop(self, page: Page, tier: PageTier) -> None:
         """Forget what a tier has of an idle page."""
         device_page, host_page = page.ids
         was_loading = device_page is not None and self._loaded.pop(device_page, None) is not None

@@ -20,7 +20,7 @@ from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.chunk.syscalls import FileOperations, PatientFiles
 from mneme.cachetier.config import DiskTierConfig
-from mneme.cachetier.names import Miss, PolicyName
+from mneme.cachetier.names import EvictionPolicyName, Miss
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import descendants
 from mneme.cachetier.policy.eviction import LruPolicy, make_policy
@@ -159,7 +159,7 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead"])
-def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: PolicyName) -> None:
+def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: EvictionPolicyName) -> None:
     clock, chance = Clock(), random.Random(3)
     config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=9 * BLOCK + 100, max_files=7)
     tier = DiskTier(config, make_policy(policy, clock, 9), clock=clock)

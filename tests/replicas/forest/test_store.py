@@ -7,7 +7,7 @@ from unittest.mock import patch
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Owner
 from mneme.replicas.forest.paths import Path
-from mneme.replicas.forest.store import Tier
+from mneme.replicas.forest.store import PageTier
 
 PAGE = 4
 
@@ -42,16 +42,16 @@ def test_copies_ahead_pass_no_page_of_a_long_path_twice_in_a_step() -> None:
     num_pages = 1000
     forest = PrefixForest(num_pages, PAGE, num_host_pages=num_pages, copy_out_below=1.0)
     forest.release(computed(forest, "", list(range(PAGE * num_pages))))
-    num_passed, is_idle = 0, Tier._is_idle
+    num_passed, is_idle = 0, PageTier._is_idle
 
-    def count(tier: Tier, page: object) -> bool:
+    def count(tier: PageTier, page: object) -> bool:
         nonlocal num_passed
         num_passed += 1
         return is_idle(tier, page)  # type: ignore[arg-type]
 
     for _ in range(12):  # from the leaf up
         forest.drain_moves(can_copy=True)
-    with patch.object(Tier, "_is_idle", count):
+    with patch.object(PageTier, "_is_idle", count):
         moves = forest.drain_moves(can_copy=True)
     assert len(moves.saves) > 10
     assert num_passed < 8 * num_pages  # both tiers, up and down
