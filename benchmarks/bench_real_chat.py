@@ -49,11 +49,11 @@ from harness import PartResult, Run, at_most, median_ratio, options_of, take_tur
 from peers.beside import llama_server, vllm_server  # noqa: E402
 
 from mneme.lab.bench.client import ChatClient, connect  # noqa: E402
-from mneme.lab.bench.load import Load  # noqa: E402
 from mneme.lab.bench.measure import Answer, summarize  # noqa: E402
+from mneme.lab.bench.traffic import Load  # noqa: E402
 from mneme.lab.bench.workloads import Session, Turn  # noqa: E402
 from mneme.lab.chat import first_model  # noqa: E402
-from mneme.replicas.model.config import model_directory  # noqa: E402
+from mneme.replicas.model.directory import model_directory  # noqa: E402
 from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
 
 MODEL = "smollm2"

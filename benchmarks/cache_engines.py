@@ -29,9 +29,9 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import compiled_kernels, connect
 from mneme.replicas.engine.calibration import calibrate
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.engine.load import compiled_kernels, connect
 from mneme.replicas.engine.warm_up import warm_up
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.graphs import step_graphs_for

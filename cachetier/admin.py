@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from mneme.cachetier.names import TierName
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.store import ChainQuery
 
 # `revert_pin`: of a node alone, where another has refused the pin.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mneme.cachetier.config import CacheConfig
-from mneme.cluster.keys import ApiKey, KeyList, Keyring, environment_keys
+from mneme.cluster.api_keys import ApiKey, KeyList, Keyring, environment_keys
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, Typ
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
 from mneme.cachetier.names import TierName
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.errors import MnemeError
 from mneme.replicas.documents import ShownBlend
 from mneme.replicas.report import ReplicaReport

@@ -39,8 +39,8 @@ from harness import NOT_RUN
 from random_models import SHAPES, head_weights, kv_bytes_per_token, layer_weights, model_config
 
 from mneme.lab.bench.client import ChatClient, connect
-from mneme.lab.bench.load import Load
 from mneme.lab.bench.measure import Answer, summarize
+from mneme.lab.bench.traffic import Load
 from mneme.lab.bench.workloads import _WORDS, Session, Shape, arrive, make_sessions
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from mneme.cachetier.admin import (
     num_leading_tokens,
 )
 from mneme.cachetier.distributed.nodes import Nodes
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import MnemeError, ReplicaUnavailable
 

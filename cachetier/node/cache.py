@@ -21,9 +21,9 @@ from mneme.cachetier.names import HostPut, Miss, TierName
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES, Change
 from mneme.cachetier.node.memory import ChunkMemory
+from mneme.cachetier.node.node_tiers import NodeTiers, OnChange
 from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
-from mneme.cachetier.node.tiers import NodeTiers, OnChange
 from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, ChunkWriter
 from mneme.cachetier.store import ChainQuery
 from mneme.primitives import Worker

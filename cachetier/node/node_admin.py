@@ -14,7 +14,7 @@ from mneme.cachetier.admin import MAX_PINS, Amount, FoundChunk, PinnedPrefix
 from mneme.cachetier.chunk.keys import U32Array
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.pins import PinBook, PinName
+from mneme.cachetier.pin_book import PinBook, PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 

@@ -13,8 +13,8 @@ from mneme.cachetier.names import Miss
 from mneme.cachetier.node.disk import DiskRead, DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES
 from mneme.cachetier.node.memory import Held
+from mneme.cachetier.node.node_tiers import NodeTiers
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.node.tiers import NodeTiers
 
 LOADS_AGAIN_S = 0.1  # by which another process has to say again that it reads
 

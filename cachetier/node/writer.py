@@ -19,7 +19,7 @@ from mneme.cachetier.names import HostPut, Miss
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.node.memory import Held, chunk_bytes
-from mneme.cachetier.node.tiers import NodeTiers
+from mneme.cachetier.node.node_tiers import NodeTiers
 from mneme.primitives import Worker
 
 logger = logging.getLogger(__name__)

@@ -147,7 +147,7 @@ def _cpu() -> list[Finding]:
 
 def _compiled_kernels() -> list[Finding]:
     """Built here if they are not yet, as the first replica would."""
-    from mneme.replicas.engine.load import compiled_kernels  # imports torch
+    from mneme.replicas.engine.build import compiled_kernels  # imports torch
 
     path = compiled_kernels()
     if path is not None:
@@ -157,7 +157,7 @@ def _compiled_kernels() -> list[Finding]:
 
 def _placement() -> list[Finding]:
     """Return what `mneme serve` would start here unless it is told otherwise, and whether torch can use the GPUs."""
-    from mneme.replicas.engine.load import cuda_trouble
+    from mneme.replicas.engine.build import cuda_trouble
 
     placement = place_engines(ClusterConfig(), count_gpus())
     trouble = (cuda_trouble() or _triton_trouble()) if placement.device == "cuda" else None

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.environment import bound_socket
-from mneme.cluster.run.lifecycle import Foreground, LocalCluster, Placements
+from mneme.cluster.run.local_cluster import Foreground, LocalCluster, Placements
 from mneme.errors import MnemeError, ReplicaUnavailable
-from mneme.replicas.model.config import Progress
+from mneme.replicas.model.directory import Progress
 
 if TYPE_CHECKING:
     from mneme.cluster.local import LocalServer
@@ -28,14 +28,14 @@ _THROUGHPUT_S = 10.0
 _TIMEOUT_S = 5.0
 
 
-def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None) -> int:
+def serve(config: ClusterConfig, *, build_engine: LoadEngine | None = None, build_api: BuildApi | None = None) -> int:
     """Run a cluster until a signal; returns the exit status. Tests pass an engine and an API of their own."""
     cluster = LocalCluster(config)
 
     def application(placements: Placements) -> object:
         from mneme.cluster.app import build_application  # imports Ray Serve, whose knobs are set by now
 
-        return build_application(config, placements, load_engine=load_engine, build_api=build_api)
+        return build_application(config, placements, build_engine=build_engine, build_api=build_api)
 
     return _run(cluster, lambda *progress: cluster.start(application, *progress))
 

@@ -19,9 +19,9 @@ from starlette.requests import Request
 from mneme.cluster.config import ClusterConfig, HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
 from mneme.cluster.http.window.requests import RequestLog
+from mneme.cluster.metrics.exposition import MetricsPage
 from mneme.cluster.metrics.latency import Clock, ModelLatencies
-from mneme.cluster.metrics.page import MetricsPage
-from mneme.cluster.metrics.traces import Traces
+from mneme.cluster.metrics.spans import Traces
 from mneme.cluster.serve.engine_client import Condition, EngineClient
 from mneme.cluster.wire.openai import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
@@ -29,11 +29,11 @@ from mneme.primitives import Bounded
 from mneme.replicas.card import sampling_defaults
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.request import Grammar, History, SamplingDefaults
 from mneme.replicas.text.calls.dialects import with_plugin
+from mneme.replicas.text.document_parts import EncodedPrompt, Part, StandIns, encode_parts
 from mneme.replicas.text.grammar import GrammarChecker
-from mneme.replicas.text.parts import EncodedPrompt, Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import (
     Appended,
     conversation_prefix,

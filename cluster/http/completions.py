@@ -28,7 +28,7 @@ from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.choices import Choice
 from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, SamplingParams
 from mneme.replicas.text.calls.answer_parser import AnswerParser
-from mneme.replicas.text.parts import EncodedPrompt
+from mneme.replicas.text.document_parts import EncodedPrompt
 from mneme.replicas.text.prompts import num_common
 from mneme.replicas.text.tool_calls import refused_arguments
 from mneme.replicas.truncation import Truncation, resolved

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from contextlib import contextmanager
 from typing import Any
 
+from mneme.cluster.api_keys import Keyring, Meter
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.http.error_response import error_response
-from mneme.cluster.keys import Keyring, Meter
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.serve.http_protocol import REPLACED
 from mneme.cluster.tenancy import PUBLIC

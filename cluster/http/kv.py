@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cluster.http.api_state import ApiState, Service
 from mneme.cluster.http.stream import FieldNames
 from mneme.cluster.serve.engine_client import ask_tier, session_tokens
@@ -54,7 +54,7 @@ from mneme.errors import (
 from mneme.replicas import queries
 from mneme.replicas.documents import Document
 from mneme.replicas.request import SessionKey
-from mneme.replicas.text.parts import EncodedPrompt, Part
+from mneme.replicas.text.document_parts import EncodedPrompt, Part
 
 R = TypeVar("R")
 

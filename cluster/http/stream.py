@@ -31,11 +31,11 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from mneme.cluster.api_keys import Meter
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.body import ClientGone, Receive
 from mneme.cluster.http.error_response import error_object
 from mneme.cluster.http.guard import Send
-from mneme.cluster.keys import Meter
 from mneme.cluster.metrics.latency import RequestLatency
 from mneme.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.choices import Choice, Delta, joined

@@ -20,15 +20,15 @@ from rich.live import Live
 from rich.table import Table
 
 from mneme.errors import ConfigError, shown
-from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.bench import autoscale
 from mneme.lab.bench.client import ChatClient, connect
-from mneme.lab.bench.load import Load
+from mneme.lab.bench.html_report import html_report
 from mneme.lab.bench.measure import PERCENTS, SLO_NAMES, parse_slo, spread_ms, summarize
-from mneme.lab.bench.report import html_report
+from mneme.lab.bench.traffic import Load
 from mneme.lab.bench.workloads import SHAPES, Session, Shape, arrive, content, make_sessions, sessions_of_trace, think
 from mneme.lab.cache.traces import BLOCK_OPTION, MAX_TOKENS, has_times, read_paced_trace
 from mneme.lab.chat import ChatFailed, add_server_arguments, auth_headers, base_url, first_model
+from mneme.lab.options import Option, add_options, check_options
 
 TRACE = "trace:"
 _REPLICAS = re.compile(r'^mneme_replicas\{state="(ready|wanted)"\} (\S+)', re.MULTILINE)

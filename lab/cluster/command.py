@@ -16,16 +16,16 @@ from typing import Any, get_args
 from mneme.cachetier.names import EvictionPolicyName
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import ConfigError, shown
-from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.cache.command import TRACE_HELP, add_cache_simulation, progress
 from mneme.lab.cache.costs import GB, load_costs
 from mneme.lab.cache.synthetic import PREFIX
 from mneme.lab.cache.traces import BLOCK_OPTION
-from mneme.lab.cluster.play import ClusterShape, Simulation
-from mneme.lab.cluster.replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, PAGE_TOKENS, EngineShape
 from mneme.lab.cluster.routers import ROUTERS
 from mneme.lab.cluster.scenarios import SCENARIOS
+from mneme.lab.cluster.simulated_replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, PAGE_TOKENS, EngineShape
+from mneme.lab.cluster.simulation import ClusterShape, Simulation
 from mneme.lab.cluster.workload import Turn, read_workload, scaled
+from mneme.lab.options import Option, add_options, check_options
 from mneme.router.autoscaler import AutoscaleConfig
 
 _SECONDS, _REPLICAS, _GB = (1e-6, 1e6), (1, 10_000), (0.0, 1e9)

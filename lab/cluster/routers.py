@@ -13,9 +13,9 @@ import numpy as np
 
 from mneme.lab.cluster import policies
 from mneme.lab.cluster.policies import Router, World
-from mneme.lab.cluster.replica import Status
+from mneme.lab.cluster.simulated_replica import Status
 from mneme.lab.cluster.workload import Turn
-from mneme.replicas.forest.pages import DEVICE, HOST
+from mneme.replicas.forest.tree import DEVICE, HOST
 from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.score import MINE, RouterConfig, RoutingPolicy

@@ -27,7 +27,7 @@ from mneme.replicas.connector.loads import Loads, MakeWorkers
 from mneme.replicas.connector.save import ChunkSaver, SaveJob, SavePolicy
 from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.sequence import End, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 

@@ -29,7 +29,7 @@ from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
 from mneme.kernels.native.kv import gather_chunk, scatter_chunk
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens
 
 _SLOT_BYTES = 16 << 20  # of pinned memory, for one layer of some chunks: large enough for the bus
 _NUM_SLOTS = 2  # one is filled while the other is copied

@@ -32,9 +32,9 @@ from mneme.cachetier.chunk.keys import Lineage, prefix_lineage, session_lineage
 from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded, Workers
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
-from mneme.replicas.forest.pages import DEVICE
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.paths import Path, references_of
+from mneme.replicas.forest.tree import DEVICE
 from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 

@@ -22,9 +22,9 @@ import numpy as np
 
 from mneme.cachetier.names import Miss
 from mneme.primitives import Workers
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.moves import Graft, GraftPiece
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.load import Load
 
 if TYPE_CHECKING:

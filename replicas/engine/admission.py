@@ -10,7 +10,7 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
 from mneme.replicas.documents import check_spans
 from mneme.replicas.drawing import Drawing, TokenCounts
-from mneme.replicas.forest.pages import Owner
+from mneme.replicas.forest.tree import Owner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.queue import WaitingQueue
 from mneme.replicas.sequence import Sequence

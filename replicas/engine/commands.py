@@ -81,7 +81,7 @@ from mneme.replicas.queries import (
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import SessionKey, session_key
 from mneme.replicas.sequence import Sequence as RunningSequence
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 from mneme.replicas.sessions.session_pages import resident_of
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
-from mneme.cachetier.pins import PinBook, PinName
+from mneme.cachetier.pin_book import PinBook, PinName
 from mneme.errors import InvalidRequest, MnemeError, PinRefused
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest

@@ -15,7 +15,7 @@ from typing import Any
 
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import backlog_s, num_queued_tokens
-from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
+from mneme.replicas.forest.tree import DEVICE, HOST, Page, Root
 from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport, first_digest, next_digest, pack
 
 REPORT_S = 0.05  # reports are at least so far apart

@@ -12,9 +12,9 @@ Every token that a running sequence has computed, or computes in the step being 
 sequences of one step already share. A sequence whose next token is here follows this page instead of writing its
 own; slots above its position are hidden from it by causality, so its mask stays whole until it leaves the page.
 
-A page's KV may be on the device, on the host, on both, or on neither: a hole (`forest/store.py`, `forest/paths.py`).
+A page's KV may be on the device, on the host, on both, or on neither: a hole (`page_store.py`, `paths.py`).
 States of a device page: free (on the free list), in use (of a page that a sequence or a pin holds), cached (of a page
-that nobody holds, still matching; `forest/store.py` says which goes when). `free + cached + in_use == num_pages` is
+that nobody holds, still matching; `page_store.py` says which goes when). `free + cached + in_use == num_pages` is
 checked by `check()`. The pool never grows or gives memory back.
 
 Tenants have roots of their own. What an admin has had computed as public has one too (`PUBLIC_SALT`), and a tenant's
@@ -35,7 +35,7 @@ from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Resident, Root, common_prefix, resident
+from mneme.replicas.forest.page_store import PageStore, PageTier
 from mneme.replicas.forest.paths import (
     DocumentUse,
     Path,
@@ -49,7 +49,7 @@ from mneme.replicas.forest.paths import (
     use_of,
     visible_gaps,
 )
-from mneme.replicas.forest.store import PageStore, PageTier
+from mneme.replicas.forest.tree import DEVICE, HOST, Owner, Page, Resident, Root, common_prefix, resident
 
 _LEAST_PUBLIC = 8  # tokens: what is shorter, all chats of a model may begin with
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)

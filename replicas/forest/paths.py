@@ -26,8 +26,8 @@ from mneme.cachetier.chunk.header import I32Array
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
-from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, NOWHERE, Kept, Page, Root, common_prefix
-from mneme.replicas.forest.store import OutOfPages, PageStore
+from mneme.replicas.forest.page_store import OutOfPages, PageStore
+from mneme.replicas.forest.tree import ALL_SLOTS, DEVICE, HOST, NOWHERE, Kept, Page, Root, common_prefix
 
 Runs = list[tuple[int, int, int]]  # (page id, first offset, number of tokens)
 Spans = list[tuple[int, int]]  # positions [start, end), in order

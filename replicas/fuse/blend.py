@@ -44,9 +44,9 @@ from mneme.replicas.documents import (
     Selector,
 )
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Root
 from mneme.replicas.forest.paths import DocumentUse, Path
-from mneme.replicas.fuse.controller import Controller, Work
+from mneme.replicas.forest.tree import Root
+from mneme.replicas.fuse.auto import Controller, Work
 from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
 from mneme.replicas.request import GenerationRequest, Source
 

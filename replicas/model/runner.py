@@ -38,8 +38,8 @@ from mneme.kernels.work import Share
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.forest.pages import NOWHERE
 from mneme.replicas.forest.paths import Path, slots_of
+from mneme.replicas.forest.tree import NOWHERE
 from mneme.replicas.fuse.fusor import DocumentRows, Fusor
 from mneme.replicas.fuse.selectors import FloatArray, filter_counts
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver

@@ -31,9 +31,9 @@ import numpy as np
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.moves import Graft
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.page_store import OutOfPages
 from mneme.replicas.forest.paths import Path
-from mneme.replicas.forest.store import OutOfPages
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.load import Load
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue

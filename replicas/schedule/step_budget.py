@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.replicas.forest.pages import Page
 from mneme.replicas.forest.paths import Path
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.sequence import Sequence, StepRows
 
 _STEP_S = 0.05  # beside streams, if decodes take little of it

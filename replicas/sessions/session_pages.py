@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Resident, Root
+from mneme.replicas.forest.tree import Resident, Root
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.token_log import Seen, TokenLog
 

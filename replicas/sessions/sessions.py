@@ -21,7 +21,7 @@ from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, Session
 from mneme.primitives import LazyHeap
 from mneme.replicas.documents import shifted
 from mneme.replicas.request import GenerationRequest, SessionKey, session_key
-from mneme.replicas.sessions.journal import SessionLogWriter
+from mneme.replicas.sessions.durable import SessionLogWriter
 from mneme.replicas.sessions.token_log import (
     FinishedTurn,
     Mark,

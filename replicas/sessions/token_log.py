@@ -24,7 +24,7 @@ import numpy as np
 
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.replicas.documents import DocumentSpan, shifted
-from mneme.replicas.forest.pages import Owner, Root
+from mneme.replicas.forest.tree import Owner, Root
 from mneme.replicas.request import GenerationRequest, SessionKey
 from mneme.replicas.text.tool_calls import HISTORY_NOTE
 

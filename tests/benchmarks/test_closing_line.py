@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mneme.errors import CheckpointError
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 
 jsonschema = pytest.importorskip("jsonschema")
 

@@ -16,7 +16,7 @@ from mneme.cluster.config import ClusterConfig, load_config
 from mneme.cluster.serve.start_failure import raised_in
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 
 
 def test_the_defaults_serve_the_embedded_model_on_loopback() -> None:

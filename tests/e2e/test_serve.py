@@ -24,7 +24,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from mneme import LLM, SamplingParams
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from tests.budget import rarer
 from tests.e2e.metrics import await_idle, await_metric, read_metrics
 from tests.e2e.replica_processes import cpu_seconds, replica_pids

@@ -41,7 +41,7 @@ LEVELS = {
     ),
     "cachetier": (
         "names pages",
-        "chunk pins",
+        "chunk pin_book",
         "store",
         "admin policy",
         "config",
@@ -65,7 +65,7 @@ LEVELS = {
     "router": ("prefix_index replica_set token_hashes", "score", "chooser", "serve_router"),
     "cluster": (
         "logs tenancy wire",
-        "keys",
+        "api_keys",
         "config",
         "serve",
         "metrics run",
@@ -73,7 +73,7 @@ LEVELS = {
         "app local",
         "cli",
     ),
-    "lab": ("arguments chat", "top", "cache quality", "bench cluster"),
+    "lab": ("chat options", "top", "cache quality", "bench cluster"),
 }
 LEVEL = {
     f"{folder}.{room}": n

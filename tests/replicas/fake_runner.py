@@ -20,7 +20,7 @@ import numpy as np
 from mneme.errors import TransferFailed
 from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.forest.pages import NOWHERE
+from mneme.replicas.forest.tree import NOWHERE
 from mneme.replicas.model.draws import Expected, Sampled, SampleRow
 from mneme.replicas.sequence import StepRows
 

@@ -23,7 +23,7 @@ from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.names import tenant_id
 from mneme.cachetier.node import node_admin
 from mneme.cachetier.node.node_admin import NodeAdmin
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.budget import examples
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mneme.cachetier.node.index import Change
-from mneme.cachetier.node.tiers import ChangeLog
+from mneme.cachetier.node.node_tiers import ChangeLog
 from mneme.cachetier.node.writer import Pending, WriteBehind
 from mneme.primitives import Worker
 from tests.cachetier.chunks import CHUNK_TOKENS, chunk_of

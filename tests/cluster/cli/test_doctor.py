@@ -101,7 +101,7 @@ def test_the_doctor_says_which_replica_gets_what(
     is_ok: bool,
 ) -> None:
     monkeypatch.setattr(doctor_command, "count_gpus", lambda: num_gpus)
-    monkeypatch.setattr("mneme.replicas.engine.load.cuda_trouble", lambda: trouble)
+    monkeypatch.setattr("mneme.replicas.engine.build.cuda_trouble", lambda: trouble)
     doctor(port=1, as_json=True)
     findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
     assert (findings["placement"]["value"], findings["placement"]["is_ok"]) == (value, is_ok)
@@ -118,7 +118,7 @@ def test_the_doctor_finds_that_triton_cannot_compile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str, said: str
 ) -> None:
     monkeypatch.setattr(doctor_command, "count_gpus", lambda: 1)
-    monkeypatch.setattr("mneme.replicas.engine.load.cuda_trouble", lambda: None)
+    monkeypatch.setattr("mneme.replicas.engine.build.cuda_trouble", lambda: None)
     monkeypatch.setattr(missing, lambda name: None)
     assert doctor(port=1, as_json=True) == 1
     findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}

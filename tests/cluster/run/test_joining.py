@@ -12,8 +12,8 @@ import pytest
 from ray._private import services
 
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.run import lifecycle
-from mneme.cluster.run.lifecycle import LocalCluster, StartFailed
+from mneme.cluster.run import local_cluster
+from mneme.cluster.run.local_cluster import LocalCluster, StartFailed
 from tests.e2e.server_process import free_port
 
 pytestmark = pytest.mark.engine
@@ -45,7 +45,7 @@ def test_auto_is_the_cluster_that_this_machine_joined(machine: Path) -> None:
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", b""])
 def test_auto_where_something_else_listens(machine: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     """A server of HTTP, and one that says nothing: Ray's own client would try for minutes."""
-    monkeypatch.setattr(lifecycle, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(local_cluster, "_CONNECT_S", 1.0)
     with contextlib.ExitStack() as taken, socket.create_server(("127.0.0.1", 0)) as server:
         (machine / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{server.getsockname()[1]}")
 

@@ -10,12 +10,12 @@ from typing import Any
 import pynvml
 import pytest
 
-from mneme.cluster.metrics.page import MetricsPage
+from mneme.cluster.metrics.exposition import MetricsPage
 from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.config import EMBEDDED_MODEL
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.text.tokenizer import Tokenizer
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.metric_samples import samples_of

@@ -12,7 +12,7 @@ import pytest
 
 from mneme.cluster.serve import link, replica
 from mneme.cluster.serve.autoscaling import LoadMeter
-from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import loop as loop_module

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mneme.cluster.serve import client as ray_engine_client
-from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve import ray_client as ray_engine_client
 from mneme.cluster.serve.engine_client import newest
+from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.queries import DeleteSession, GetSession, LeaveSession
 from mneme.replicas.request import GenerationRequest

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mneme.cluster.serve import client as ray_engine_client
 from mneme.cluster.serve import link as replica_link
+from mneme.cluster.serve import ray_client as ray_engine_client
 from mneme.cluster.serve.calls import WrongReplica
-from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.engine_client import Condition
+from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.queries import FlushSaves

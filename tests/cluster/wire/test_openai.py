@@ -23,7 +23,7 @@ from mneme.cluster.wire.openai import (
     validate,
 )
 from mneme.errors import InvalidRequest, MnemeError
-from mneme.replicas.text.parts import StandIns
+from mneme.replicas.text.document_parts import StandIns
 from tests.budget import examples
 
 JSON = st.recursive(

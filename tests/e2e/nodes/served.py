@@ -14,7 +14,7 @@ import httpx
 from ray import serve
 
 from mneme.cluster.app import build
-from mneme.cluster.run.lifecycle import APPLICATION
+from mneme.cluster.run.local_cluster import APPLICATION
 from tests.cluster.metric_samples import totals_of
 from tests.e2e.nodes.cache_cluster import eventually
 from tests.e2e.server_process import free_port

@@ -16,10 +16,10 @@ from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.ray_admin import RayCacheAdmin
 from mneme.cachetier.names import Appended, tenant_id
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.cachetier.store import ChainQuery
-from mneme.cluster.metrics.page import cache_metrics
+from mneme.cluster.metrics.exposition import cache_metrics
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.session_records import ids_of, key_number
 from tests.cluster.metric_samples import samples

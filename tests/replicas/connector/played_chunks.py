@@ -23,7 +23,7 @@ from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.save import SaveCounts, SaveJob
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Graft
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.load import Load, ReadBudget
 from mneme.replicas.request import SessionKey, TokenEvent
 from tests.replicas.chunk_stores import FakeStore, SlowRows

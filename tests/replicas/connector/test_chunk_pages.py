@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from mneme.cachetier.names import Miss
 from mneme.cachetier.pages.streams import CudaStreams
 from mneme.replicas.connector import step_load
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens
 from mneme.replicas.connector.device_pages import CpuChunkPages, DeviceBatch, DeviceChunkPages, make_chunk_pages
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
 from mneme.replicas.connector.step_load import StepLoad
-from mneme.replicas.engine import load
+from mneme.replicas.engine import build
 from mneme.replicas.engine.calibration import bringing
 from mneme.replicas.forest.moves import Graft, GraftPiece
 from tests.budget import examples
@@ -394,7 +394,7 @@ def test_engines_save_and_load_through_a_devices_pages(
         gather(self, layer, into, after)
 
     monkeypatch.setattr(DeviceBatch, "gather", gather_behind)
-    monkeypatch.setattr(load, "make_chunk_pages", make)
+    monkeypatch.setattr(build, "make_chunk_pages", make)
     decoder, store, ids = load_decoder("llama-3", tmp_path), FakeStore(), draw(1, 250)
     for number in range(2):
         engine = make_cached_engine(decoder, store)

@@ -15,11 +15,11 @@ from mneme.cachetier.pages.host_memory import DevicePool, HostMemory
 from mneme.cachetier.pages.tier import SpanRecorder
 from mneme.kernels.native.kv import scatter_chunk
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import load_engine
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model import runner as runner_module
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from tests.replicas.model.test_step_load import HandInHand
 
@@ -79,7 +79,7 @@ def test_a_host_hit_is_on_the_timeline(tmp_path: Path) -> None:
     config = EngineConfig(
         num_pages=NUM_PAGES, host_cache_bytes=2**26, timeline=str(tmp_path / "trace-%p.json"), dtype="float32"
     )
-    engine = load_engine("mneme-tiny", config)
+    engine = build_engine("mneme-tiny", config)
     assert ask(engine, "a2", [*history_on_host(engine), 3, 4]).host_tokens >= NUM_HISTORY - 32
     del engine
     gc.collect()
@@ -112,7 +112,7 @@ def test_the_next_layer_comes_while_a_layer_attends(tmp_path: Path, monkeypatch:
     config = EngineConfig(
         num_pages=NUM_PAGES, host_cache_bytes=2**26, timeline=str(tmp_path / "trace.json"), dtype="float32"
     )
-    engine = load_engine("mneme-tiny", config)
+    engine = build_engine("mneme-tiny", config)
     ids = history_on_host(engine)
     paces.append(HandInHand(NUM_LAYERS))
     monkeypatch.setattr(model, "attend", paces[0].attend)

@@ -21,6 +21,7 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.share_cost import TRITON
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import calibration as module
+from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.calibration import (
     Step,
     calibrate,
@@ -32,7 +33,6 @@ from mneme.replicas.engine.calibration import (
     remembered_costs,
 )
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.reporter import Reporter
 from mneme.replicas.engine.stats import engine_stats
 from tests.kernels.cases import needs_native
@@ -52,7 +52,7 @@ SMALL = EngineConfig(
 
 
 def small_engine(**changes: Any) -> Engine:
-    return load_engine("mneme-tiny", replace(SMALL, **changes))
+    return build_engine("mneme-tiny", replace(SMALL, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def settled(engine: Engine) -> dict[str, Any]:
 
 def test_an_engine_that_serves_learns_costs_without_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
-    assert load_engine("mneme-tiny", SMALL).costs is None  # answers batches
-    engine = load_engine("mneme-tiny", SMALL, cache=CacheConfig(enabled=False))
+    assert build_engine("mneme-tiny", SMALL).costs is None  # answers batches
+    engine = build_engine("mneme-tiny", SMALL, cache=CacheConfig(enabled=False))
     assert engine.costs is not None
     submit(engine, "a", [5] * 40, 3)
     run(engine)
@@ -282,7 +282,7 @@ def test_constants_of_sharing_are_kept_with_the_costs(
 def test_a_gpu_measures_its_own_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
     config = replace(SMALL, device="cuda", dtype="bfloat16", num_pages=256)
-    engine = load_engine("mneme-tiny", config, cache=CacheConfig(enabled=False))
+    engine = build_engine("mneme-tiny", config, cache=CacheConfig(enabled=False))
     engine.close()
     (file,) = tmp_path.glob("costs-*.json")
     kept = json.loads(file.read_text())["share_cost"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.config import parse
 from mneme.errors import (
     ConfigError,
@@ -24,8 +24,8 @@ from mneme.errors import (
     SessionNotFound,
 )
 from mneme.replicas.config import EngineConfig, WarmPrompt
+from mneme.replicas.engine.build import warm_before_traffic
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import warm_before_traffic
 from mneme.replicas.request import KeptPrefix, SamplingParams, TokenEvent
 from mneme.replicas.text.prompts import conversation_prefix
 from tests.budget import examples

@@ -15,7 +15,7 @@ from mneme.replicas.documents import ASKED_AGAIN, EXACT, BlendOptions, BlendUsag
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.fuse.asked import AskedBeginnings
-from mneme.replicas.fuse.report import Gate
+from mneme.replicas.fuse.gate import Gate
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from tests.budget import examples
 from tests.replicas.fake_runner import FakeRunner, continuation

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.truncation import Truncation
 from tests.budget import rarer

@@ -17,7 +17,7 @@ import torch
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.budget import rarer
 from tests.replicas.checkpoints import CHECKPOINTS, RecordingRunner, decoder_of, make_model, write_checkpoint

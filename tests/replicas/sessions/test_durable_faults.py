@@ -14,8 +14,8 @@ import pytest
 from mneme.cachetier.names import Appended
 from mneme.cachetier.sessions.log_store import LogKey, log_key
 from mneme.cachetier.sessions.rows import LogRows
-from mneme.replicas.sessions import journal as session_journal
-from mneme.replicas.sessions.journal import DurableSessions, SessionLogWriter
+from mneme.replicas.sessions import durable as session_journal
+from mneme.replicas.sessions.durable import DurableSessions, SessionLogWriter
 from mneme.replicas.sessions.token_log import Recalled, TokenLog
 from tests.replicas.sessions.test_durable_turns import until
 
@@ -127,7 +127,7 @@ def test_while_all_reads_hang_no_turn_waits_for_another() -> None:
 def test_a_read_that_hangs_does_not_hold_up_the_exit_of_the_process() -> None:
     script = """
 import threading
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 
 class Store:
     def read(self, key, newer_than=0):

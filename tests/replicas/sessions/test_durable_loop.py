@@ -17,7 +17,7 @@ from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.queries import DeleteSession, ForkSession, GetSession
 from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 from tests.replicas.fake_runner import continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request
 

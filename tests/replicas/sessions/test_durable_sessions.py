@@ -17,7 +17,7 @@ from mneme.errors import InvalidRequest, SessionNotFound
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import DeleteSession, DeleteTenantPages, ForkSession, GetSession, LeaveSession
 from mneme.replicas.request import SamplingParams, TokenEvent
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 from mneme.replicas.sessions.token_log import TokenLog
 from mneme.replicas.truncation import Truncation
 from tests.replicas.asked import answer

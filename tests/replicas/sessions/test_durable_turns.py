@@ -14,7 +14,7 @@ from mneme.errors import InvalidRequest, ReplicaUnavailable
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import LeaveSession
 from mneme.replicas.request import SamplingParams
-from mneme.replicas.sessions import journal as session_journal
+from mneme.replicas.sessions import durable as session_journal
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import continuation
 from tests.replicas.schedule.test_engine_policy import make_request, run

@@ -14,8 +14,8 @@ import torch
 from mneme import LLM, SamplingParams
 from mneme.errors import ConfigError
 from mneme.replicas.documents import Selector
-from mneme.replicas.engine.load import model_fingerprint
-from mneme.replicas.fuse.report import (
+from mneme.replicas.engine.build import model_fingerprint
+from mneme.replicas.fuse.gate import (
     MIN_CASES,
     NO_REPORT,
     Gate,
@@ -25,7 +25,7 @@ from mneme.replicas.fuse.report import (
     read_gate,
     report_path,
 )
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.directory import load_model_config, model_directory
 
 pytestmark = pytest.mark.engine
 

@@ -6,8 +6,8 @@ import pytest
 
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.replicas.documents import BlendOptions
-from mneme.replicas.fuse.controller import Controller, Decision, Work
-from mneme.replicas.fuse.report import NO_REPORT, Gate
+from mneme.replicas.fuse.auto import Controller, Decision, Work
+from mneme.replicas.fuse.gate import NO_REPORT, Gate
 
 GATE = Gate({"query": 0.2, "hkvd": 0.1, "first-k": 0.5, "all": 1.0}, "", (0.0, 0.1, 0.2, 0.3, 0.5))
 ROW_S = 1e-3

@@ -24,7 +24,7 @@ from mneme.cachetier.policy.eviction import make_policy
 from mneme.lab.cache.costs import Rates
 from mneme.lab.cluster.workload import Turn
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page
+from mneme.replicas.forest.tree import DEVICE, HOST, Owner, Page
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT
 from mneme.replicas.schedule.scheduler import Scheduler

@@ -12,9 +12,9 @@ no other idle page below, no path that holds them, no end of another session's p
 run until one session is left on it, and unowned leaves are runs like any other.
 
 Holding and releasing a page changes counters and marks whose run is another now. The policy hears of that when a victim
-is needed (`PageTier.rank`), and a run that shrank is measured again when it is chosen. So each choice is the policy's for
-the runs as they are, and no change costs more than the length of a path. Each step ranks what is marked too: the first
-victim after 2,000 paths of 49 pages were released would else cost its step 45 ms (2 cores of an AMD EPYC).
+is needed (`PageTier.rank`), and a run that shrank is measured again when it is chosen. So each choice is the policy's
+for the runs as they are, and no change costs more than the length of a path. Each step ranks what is marked too: the
+first victim after 2,000 paths of 49 pages were released would else cost its step 45 ms (2 cores of an AMD EPYC).
 
 Policy only: no tensors.
 """
@@ -27,7 +27,7 @@ from itertools import pairwise
 from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
 from mneme.replicas.forest.moves import Graft, LoadedPage, Moves
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Root
+from mneme.replicas.forest.tree import DEVICE, HOST, Owner, Page, Root
 
 _COPIES_PER_STEP = 64  # pages copied ahead of time, so that a step is not held up by choosing them
 _MAX_CLIMB = 4096  # pages that one look at the queue climbs from where sessions end to what this tier has of them

@@ -12,17 +12,17 @@ import torch
 
 from mneme.errors import CheckpointError, ConfigError
 from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig
-from mneme.replicas.engine.load import (
+from mneme.replicas.engine.build import (
     available_bytes,
+    build_engine,
     check_heads,
     choose_device,
     choose_num_host_pages,
     choose_num_pages,
-    load_engine,
     model_fingerprint,
 )
-from mneme.replicas.model.config import load_model_config, model_directory, parse_model_config
 from mneme.replicas.model.decoder_config import DecoderConfig
+from mneme.replicas.model.directory import load_model_config, model_directory, parse_model_config
 
 pytestmark = pytest.mark.engine
 
@@ -107,27 +107,27 @@ def test_what_does_not_fit_a_gpu_is_named(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     gpu_with_gib(0.5, 16, 15.5)
-    monkeypatch.setattr(f"mneme.replicas.engine.load.{where}", no_memory)
+    monkeypatch.setattr(f"mneme.replicas.engine.build.{where}", no_memory)
     with pytest.raises(ConfigError, match=message) as error:
-        load_engine("mneme-tiny", EngineConfig(num_pages=64, device="cpu"))
+        build_engine("mneme-tiny", EngineConfig(num_pages=64, device="cpu"))
     assert "\n" not in str(error.value)
 
 
 def test_a_gpu_that_is_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
-    monkeypatch.setattr("mneme.replicas.engine.load.choose_device", lambda _name: CUDA)
+    monkeypatch.setattr("mneme.replicas.engine.build.choose_device", lambda _name: CUDA)
     with pytest.raises(
         ConfigError, match=r"Tesla T4 has compute capability 7\.5, the kernels are for 8\.0 .* cpu serves"
     ):
-        load_engine("mneme-tiny", EngineConfig())
+        build_engine("mneme-tiny", EngineConfig())
 
 
 def test_pinned_memory_is_divided_among_the_engines_of_a_machine_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = 2 * 32 * 32 * 32 * 2
 
     def host_gib(available_gib: int, machine_share: float) -> float:
-        monkeypatch.setattr("mneme.replicas.engine.load.available_bytes", lambda: available_gib * GIB)
+        monkeypatch.setattr("mneme.replicas.engine.build.available_bytes", lambda: available_gib * GIB)
         pages = choose_num_host_pages(CONFIG, big_model(), CUDA, torch.bfloat16, 10**9, machine_share)
         return pages * page_bytes / GIB
 

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from mneme.cluster.api_keys import ApiKey, Keyring, Meter, read_key_file, sha256_of
 from mneme.cluster.cli.main import main
 from mneme.cluster.config import HttpConfig, from_mapping
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
-from mneme.cluster.keys import ApiKey, Keyring, Meter, read_key_file, sha256_of
 from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import ConfigError, RateLimited, ReplicaUnavailable, Unauthorized
 from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, api, get, post

@@ -5,9 +5,9 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner
+from mneme.replicas.forest.page_store import PageTier
 from mneme.replicas.forest.paths import Path
-from mneme.replicas.forest.store import PageTier
+from mneme.replicas.forest.tree import Owner
 
 PAGE = 4
 

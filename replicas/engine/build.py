@@ -22,7 +22,7 @@ from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint, wei
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.node.sources import ProcessChunkStore
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.policy.cost_model import CostFile, CostModel
 from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
@@ -41,15 +41,15 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.stats import StartReport, rss_bytes
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
-from mneme.replicas.fuse.report import measured_on, read_gate
-from mneme.replicas.model.config import Progress, load_model_config, model_directory, silent
+from mneme.replicas.fuse.gate import measured_on, read_gate
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.decoder_config import DecoderConfig
+from mneme.replicas.model.directory import Progress, load_model_config, model_directory, silent
 from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import load_weights
-from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
+from mneme.replicas.sessions.durable import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.prompts import conversation_prefix
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Immovable, default_for
@@ -72,7 +72,7 @@ _NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope", "local_rope")
 OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
 
 
-def load_engine(
+def build_engine(
     model: str,
     config: EngineConfig,
     *,
@@ -193,12 +193,12 @@ def compiled_kernels() -> str | None:
 
 
 def load_engine_loop(model: str, config: EngineConfig, *, node: str = "", **options: Any) -> EngineLoop:
-    """Call `load_engine` on the thread that will step the engine; the loop is not yet started. `node`: see there.
+    """Call `build_engine` on the thread that will step the engine; the loop is not yet started. `node`: see there.
 
     What a thread has of its own (OpenMP's workers, buffers of steps on a GPU) is warm then too.
     """
     thread = Workers("engine", 1)
-    return EngineLoop(thread.call(lambda: load_engine(model, config, **options)), thread, node=node)
+    return EngineLoop(thread.call(lambda: build_engine(model, config, **options)), thread, node=node)
 
 
 def choose_device(name: str) -> torch.device:

@@ -35,7 +35,7 @@ from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_models
 from mneme.cluster.serve.start_failure import reason_of
 from mneme.errors import CheckpointError, MnemeError
 from mneme.replicas.card import read_json, sampling_defaults, shard_paths
-from mneme.replicas.model.config import Progress, load_model_config, model_directory, silent
+from mneme.replicas.model.directory import Progress, load_model_config, model_directory, silent
 from mneme.replicas.model.formats.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import pytest
 
 from mneme.errors import ConfigError
 from mneme.lab.bench.command import add_arguments, sessions_to_play
-from mneme.lab.bench.load import Load
 from mneme.lab.bench.measure import UNSENT, Answer, parse_slo, summarize
+from mneme.lab.bench.traffic import Load
 from mneme.lab.bench.workloads import SHAPES, Session, arrive, content, make_sessions, sessions_of_trace, think
 from mneme.lab.cache.traces import read_paced_trace, read_trace
 from tests.lab.played_loop import play

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from mneme.cachetier.names import Edge
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.documents import BlendOptions, Declined, Selector
-from mneme.replicas.fuse.report import NO_REPORT, Gate
+from mneme.replicas.fuse.gate import NO_REPORT, Gate
 from mneme.replicas.fuse.selectors import first_share
 
 _CHEAPEST: tuple[Selector, ...] = ("none", "first-k", "random", "query", "query+first-k", "hkvd", "all")

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
-from mneme.cluster.metrics.traces import Traces
+from mneme.cluster.metrics.spans import Traces
 from mneme.errors import ConfigError, Overloaded
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER
 from tests.cluster.fake_engine_client import FakeEngineClient

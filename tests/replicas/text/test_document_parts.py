@@ -14,7 +14,7 @@ from mneme.config import parse
 from mneme.errors import ConfigError, InvalidRequest
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import MAX_DOCUMENTS, BlendOptions, Document
-from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts
+from mneme.replicas.text.document_parts import Part, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.prompts import Appended
 from mneme.replicas.text.tokenizer import Tokenizer
 from tests.budget import examples

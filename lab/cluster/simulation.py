@@ -23,8 +23,8 @@ from mneme.cachetier.names import EvictionPolicyName
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.lab.cache.simulator import rank
 from mneme.lab.cluster.policies import Router, World
-from mneme.lab.cluster.replica import EngineShape, Job, Replica, Status
 from mneme.lab.cluster.routers import ROUTERS, Mneme
+from mneme.lab.cluster.simulated_replica import EngineShape, Job, Replica, Status
 from mneme.lab.cluster.workload import Turn, infinite_hit_ratio
 from mneme.router.autoscaler import AutoscaleConfig, Autoscaler, ReplicaLoad
 
