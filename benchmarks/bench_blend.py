@@ -45,13 +45,13 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import MnemeError
 from mneme.lab.quality.measure import Arm, measure
 from mneme.lab.quality.tasks import Task, read_task
+from mneme.replicas.blend.gate import QualityReport
+from mneme.replicas.blend.selectors import count, filter_counts, first_share
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
 from mneme.replicas.engine.build import build_engine, connect
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.fuse.gate import QualityReport
-from mneme.replicas.fuse.selectors import count, filter_counts, first_share
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.directory import model_directory
 from mneme.replicas.model.runner import Runner

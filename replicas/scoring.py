@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.fuse.selectors import FloatArray
+from mneme.replicas.blend.selectors import FloatArray
 from mneme.replicas.request import Pooling, PromptLogprobs
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.errors import MnemeError
 from mneme.kernels.page_table import IntArray
+from mneme.replicas.blend.blend import Blend
 from mneme.replicas.documents import TRUNCATED
 from mneme.replicas.drawing import Drawing
 from mneme.replicas.forest.paths import Path, Rows
 from mneme.replicas.forest.tree import Owner, Root
-from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.load import Load
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
 from mneme.replicas.scoring import Scoring

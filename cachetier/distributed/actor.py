@@ -33,7 +33,7 @@ from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.index import Change
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.sessions.log import open_session_logs
+from mneme.cachetier.session_log.log import open_session_logs
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import ConfigError, MnemeError
 

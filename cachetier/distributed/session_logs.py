@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.log_store import LogKey
-from mneme.cachetier.sessions.rows import LogRows, SessionRow, taken_over
+from mneme.cachetier.session_log.log import SessionLogs
+from mneme.cachetier.session_log.log_store import LogKey
+from mneme.cachetier.session_log.rows import LogRows, SessionRow, taken_over
 from mneme.primitives import Bounded
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 from mneme.config import parse
 from mneme.errors import ConfigError, shown
 from mneme.lab.options import Option, add_options, check_options
+from mneme.replicas.blend.gate import MIN_CASES, MIN_SCORE_FULL, Measured, QualityReport
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import SELECTORS, Selector
-from mneme.replicas.fuse.gate import MIN_CASES, MIN_SCORE_FULL, Measured, QualityReport
 
 if TYPE_CHECKING:
     from mneme.lab.quality.tasks import Task
@@ -65,8 +65,8 @@ def quality(args: argparse.Namespace) -> int:
 
     from mneme.lab.quality.measure import Arm, measure
     from mneme.lab.quality.tasks import read_task
+    from mneme.replicas.blend.gate import measured_on, report_path
     from mneme.replicas.engine.build import build_engine, choose_device, choose_dtype, model_fingerprint
-    from mneme.replicas.fuse.gate import measured_on, report_path
     from mneme.replicas.model.directory import load_model_config, model_directory
     from mneme.replicas.text.tokenizer import Tokenizer
 

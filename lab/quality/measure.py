@@ -25,9 +25,9 @@ from torch import Tensor
 
 from mneme.errors import ConfigError, MnemeError
 from mneme.lab.quality.tasks import Case, Task
+from mneme.replicas.blend.gate import Measured
 from mneme.replicas.documents import EXACT, BlendOptions, BlendUsage, Selector
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.fuse.gate import Measured
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence as EngineSequence
 from mneme.replicas.text.document_parts import EncodedPrompt, StandIns, encode_parts, prompt_parts

@@ -9,7 +9,7 @@ from mneme.cachetier.chunk.header import U8Array
 from mneme.kernels.page_table import IntArray
 
 if TYPE_CHECKING:
-    from mneme.cachetier.pages.streams import Event
+    from mneme.cachetier.host_pages.streams import Event
 
 
 class ChunkTokens(NamedTuple):

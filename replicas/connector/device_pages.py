@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from mneme.cachetier.chunk.header import U8Array
-from mneme.cachetier.pages.host_memory import DevicePool
-from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
+from mneme.cachetier.host_pages.cpu import DevicePool
+from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
 from mneme.kernels.native.kv import gather_chunk, scatter_chunk
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges

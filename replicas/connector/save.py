@@ -39,7 +39,7 @@ from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 
 if TYPE_CHECKING:
-    from mneme.cachetier.pages.streams import Event
+    from mneme.cachetier.host_pages.streams import Event
 
 logger = logging.getLogger(__name__)
 

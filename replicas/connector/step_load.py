@@ -28,7 +28,7 @@ from mneme.replicas.forest.tree import Page
 from mneme.replicas.load import Load
 
 if TYPE_CHECKING:
-    from mneme.cachetier.pages.streams import Event
+    from mneme.cachetier.host_pages.streams import Event
 
 logger = logging.getLogger(__name__)
 

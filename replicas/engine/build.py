@@ -24,12 +24,13 @@ from mneme.cachetier.names import PUBLIC_SALT, tenant_id
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.policy.cost_model import CostFile, CostModel
-from mneme.cachetier.sessions.log import open_session_logs
+from mneme.cachetier.session_log.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, Overloaded
 from mneme.kernels.native import library as native_library
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
+from mneme.replicas.blend.gate import measured_on, read_gate
 from mneme.replicas.card import sampling_defaults, shard_paths
 from mneme.replicas.config import EngineConfig, WarmPrompt
 from mneme.replicas.connector.connector import KvConnector
@@ -41,7 +42,6 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.stats import StartReport, rss_bytes
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
-from mneme.replicas.fuse.gate import measured_on, read_gate
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.directory import Progress, load_model_config, model_directory, silent

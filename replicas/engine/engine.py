@@ -36,6 +36,11 @@ from typing import TYPE_CHECKING
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.primitives import LazyHeap
+from mneme.replicas.blend.asked import AskedBeginnings
+from mneme.replicas.blend.auto import Controller
+from mneme.replicas.blend.blend import Blend, decide
+from mneme.replicas.blend.gate import NO_REPORT, Gate
+from mneme.replicas.blend.order import best_order
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import HISTORY, LEARNED_POSITIONS, NOT_SHARED, SLIDING_WINDOW, Declined
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
@@ -43,11 +48,6 @@ from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import learn
-from mneme.replicas.fuse.asked import AskedBeginnings
-from mneme.replicas.fuse.auto import Controller
-from mneme.replicas.fuse.blend import Blend, decide
-from mneme.replicas.fuse.gate import NO_REPORT, Gate
-from mneme.replicas.fuse.order import best_order
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mneme.cachetier.pages.pinned_memory import make_tier
-from mneme.cachetier.pages.tier import Load, joined
+from mneme.cachetier.host_pages.cuda import make_tier
+from mneme.cachetier.host_pages.tier import Load, joined
 from mneme.kernels.attention import (
     PageTable,
     Plan,
@@ -35,13 +35,13 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import Lineages, ranges
 from mneme.kernels.upload import upload
 from mneme.kernels.work import Share
+from mneme.replicas.blend.fusor import DocumentRows, Fusor
+from mneme.replicas.blend.selectors import FloatArray, filter_counts
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.paths import Path, slots_of
 from mneme.replicas.forest.tree import NOWHERE
-from mneme.replicas.fuse.fusor import DocumentRows, Fusor
-from mneme.replicas.fuse.selectors import FloatArray, filter_counts
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.draws import Draws, Expected, SampleRow

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
+from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
 from mneme.kernels.linear import make_linear
 from mneme.replicas.card import GGUF, read_json, shard_paths

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import Appended, tenant_id
-from mneme.cachetier.sessions.log_store import LogKey, SessionLogStore, log_key
-from mneme.cachetier.sessions.rows import SessionState, next_version, rows_of, taken_over
+from mneme.cachetier.session_log.log_store import LogKey, SessionLogStore, log_key
+from mneme.cachetier.session_log.rows import SessionState, next_version, rows_of, taken_over
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import GenerationRequest, SessionKey

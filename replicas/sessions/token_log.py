@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.sessions.rows import SessionState
+from mneme.cachetier.session_log.rows import SessionState
 from mneme.replicas.documents import DocumentSpan, shifted
 from mneme.replicas.forest.tree import Owner, Root
 from mneme.replicas.request import GenerationRequest, SessionKey

@@ -17,7 +17,7 @@ from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.ray_admin import RayCacheAdmin
 from mneme.cachetier.names import Appended, tenant_id
 from mneme.cachetier.pin_book import PinName
-from mneme.cachetier.sessions.rows import SessionState, rows_of
+from mneme.cachetier.session_log.rows import SessionState, rows_of
 from mneme.cachetier.store import ChainQuery
 from mneme.cluster.metrics.exposition import cache_metrics
 from mneme.errors import CachePinRefused, ReplicaUnavailable

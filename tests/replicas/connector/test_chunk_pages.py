@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier.host_pages.streams import CudaStreams
 from mneme.cachetier.names import Miss
-from mneme.cachetier.pages.streams import CudaStreams
 from mneme.replicas.connector import step_load
 from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens
 from mneme.replicas.connector.device_pages import CpuChunkPages, DeviceBatch, DeviceChunkPages, make_chunk_pages

@@ -11,7 +11,7 @@ import pytest
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.names import Miss
-from mneme.cachetier.sessions.rows import SessionState
+from mneme.cachetier.session_log.rows import SessionState
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mneme.cachetier.pages.host_memory import DevicePool, HostMemory
-from mneme.cachetier.pages.tier import SpanRecorder
+from mneme.cachetier.host_pages.cpu import DevicePool, HostMemory
+from mneme.cachetier.host_pages.tier import SpanRecorder
 from mneme.kernels.native.kv import scatter_chunk
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.build import build_engine

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mneme.cachetier.pages.host_memory import HostMemory
-from mneme.cachetier.pages.tier import Load
+from mneme.cachetier.host_pages.cpu import HostMemory
+from mneme.cachetier.host_pages.tier import Load
 from mneme.errors import TransferFailed
 from mneme.kernels.attention import (
     PageTable,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log_store import LogKey, log_key
-from mneme.cachetier.sessions.rows import LogRows
+from mneme.cachetier.session_log.log_store import LogKey, log_key
+from mneme.cachetier.session_log.rows import LogRows
 from mneme.replicas.sessions import durable as session_journal
 from mneme.replicas.sessions.durable import DurableSessions, SessionLogWriter
 from mneme.replicas.sessions.token_log import Recalled, TokenLog

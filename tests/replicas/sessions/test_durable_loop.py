@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.log_store import LogKey, log_key
-from mneme.cachetier.sessions.rows import LogRows
+from mneme.cachetier.session_log.log import SessionLogs
+from mneme.cachetier.session_log.log_store import LogKey, log_key
+from mneme.cachetier.session_log.rows import LogRows
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.queries import DeleteSession, ForkSession, GetSession

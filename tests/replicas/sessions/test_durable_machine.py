@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from mneme.cachetier.sessions.log import SessionLogs
+from mneme.cachetier.session_log.log import SessionLogs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import GetSession
 from mneme.replicas.sessions.durable import DurableSessions

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.names import tenant_id
-from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.rows import SessionState
+from mneme.cachetier.session_log.log import SessionLogs
+from mneme.cachetier.session_log.rows import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import DeleteSession, DeleteTenantPages, ForkSession, GetSession, LeaveSession

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.replicas.blend.asked import AskedBeginnings
+from mneme.replicas.blend.gate import Gate
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import ASKED_AGAIN, EXACT, BlendOptions, BlendUsage
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import engine_stats
-from mneme.replicas.fuse.asked import AskedBeginnings
-from mneme.replicas.fuse.gate import Gate
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from tests.budget import examples
+from tests.replicas.blend.test_blended_traffic import blended, usage_of
 from tests.replicas.fake_runner import FakeRunner, continuation
-from tests.replicas.fuse.test_blended_traffic import blended, usage_of
 from tests.replicas.schedule.test_engine_policy import run, tokens_of
 
 AUTO = BlendOptions(min_tokens=2)

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from mneme.cachetier.names import Appended, tenant_id
-from mneme.cachetier.sessions.rows import LogRows
+from mneme.cachetier.session_log.rows import LogRows
 
 _NAME_BYTES = 16
 

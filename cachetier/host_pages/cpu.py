@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mneme.cachetier.pages.tier import Load, SpanRecorder, checked_pages
-from mneme.cachetier.pages.transfers import Transfers
+from mneme.cachetier.host_pages.tier import Load, SpanRecorder, checked_pages
+from mneme.cachetier.host_pages.transfers import Transfers
 from mneme.errors import ConfigError
 from mneme.kernels.native.kv import U8Array, gather_chunk, scatter_chunk
 from mneme.kernels.page_table import IntArray

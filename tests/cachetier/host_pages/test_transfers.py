@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from mneme.cachetier.pages.transfers import QueuedLoad, Transfers
+from mneme.cachetier.host_pages.transfers import QueuedLoad, Transfers
 from mneme.errors import TransferFailed
 
 TIMEOUT_S = 30.0  # of a test that fails; nothing waits for it otherwise

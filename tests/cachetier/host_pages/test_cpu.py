@@ -1,4 +1,4 @@
-"""Pages out to host memory and back, on the CPU; for the CUDA path see `test_pinned_memory.py`."""
+"""Pages out to host memory and back, on the CPU; for the CUDA path see `test_cuda.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mneme.cachetier.pages.host_memory import HostMemory
+from mneme.cachetier.host_pages.cpu import HostMemory
 from mneme.errors import TransferFailed
 from mneme.kernels.native import kv as native_kv
 from mneme.kernels.native.kv import U8Array, gather_chunk, scatter_chunk
@@ -150,7 +150,7 @@ def test_a_tier_that_nobody_holds_ends_its_thread() -> None:
 
 def test_an_interpreter_ends_that_did_not_close_its_tier() -> None:
     code = (
-        "import numpy as np; from mneme.cachetier.pages.host_memory import HostMemory; "
+        "import numpy as np; from mneme.cachetier.host_pages.cpu import HostMemory; "
         "from tests.cachetier.pools import make_pool; tier = HostMemory(make_pool(200), 200, piece_bytes=1); "
         "tier.save(np.arange(200), np.arange(200)); print('end')"
     )
@@ -164,7 +164,7 @@ def test_the_thread_starts_no_others(native: str) -> None:
     code = (
         "import os, torch, numpy as np\n"
         "from tests.cachetier.pools import Pool\n"
-        "from mneme.cachetier.pages.host_memory import HostMemory\n"
+        "from mneme.cachetier.host_pages.cpu import HostMemory\n"
         "torch.set_num_threads(2)\n"
         "pool = Pool(*torch.zeros(2, 2, 4, 64, 32, 64))\n"
         "tier = HostMemory(pool, 64)\n"

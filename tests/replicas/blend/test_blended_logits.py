@@ -12,11 +12,11 @@ import torch
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import CostEdge, Miss
 from mneme.kernels.segments import PRIVATE, Segments
+from mneme.replicas.blend.gate import Gate
+from mneme.replicas.blend.selectors import Wanted, choose, count, filter_counts, first_share
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.fuse.gate import Gate
-from mneme.replicas.fuse.selectors import Wanted, choose, count, filter_counts, first_share
 from mneme.replicas.model.attention_mass import NUM_ASKING
 from mneme.replicas.model.decoder import KvPool
 from mneme.replicas.model.graphs import MakeGraphs, Run, StepGraphs

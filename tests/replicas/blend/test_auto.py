@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.replicas.blend.auto import Controller, Decision, Work
+from mneme.replicas.blend.gate import NO_REPORT, Gate
 from mneme.replicas.documents import BlendOptions
-from mneme.replicas.fuse.auto import Controller, Decision, Work
-from mneme.replicas.fuse.gate import NO_REPORT, Gate
 
 GATE = Gate({"query": 0.2, "hkvd": 0.1, "first-k": 0.5, "all": 1.0}, "", (0.0, 0.1, 0.2, 0.3, 0.5))
 ROW_S = 1e-3

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mneme.cachetier.pages.tier import SpanRecorder
+from mneme.cachetier.host_pages.tier import SpanRecorder
 from mneme.errors import ConfigError
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.upload import upload

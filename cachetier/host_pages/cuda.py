@@ -23,10 +23,10 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from mneme.cachetier.pages.host_memory import DevicePool, HostMemory, host_shape, zeros
-from mneme.cachetier.pages.streams import PIN_BYTES, CudaStreams, Event, EventSpans, Stream, Streams
-from mneme.cachetier.pages.tier import JoinedLoad, KvTier, Load, NoTier, SpanRecorder, checked_pages
-from mneme.cachetier.pages.transfers import QueuedLoad, Transfers
+from mneme.cachetier.host_pages.cpu import DevicePool, HostMemory, host_shape, zeros
+from mneme.cachetier.host_pages.streams import PIN_BYTES, CudaStreams, Event, EventSpans, Stream, Streams
+from mneme.cachetier.host_pages.tier import JoinedLoad, KvTier, Load, NoTier, SpanRecorder, checked_pages
+from mneme.cachetier.host_pages.transfers import QueuedLoad, Transfers
 from mneme.errors import ConfigError
 from mneme.kernels.page_table import IntArray
 

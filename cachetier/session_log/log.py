@@ -34,8 +34,8 @@ from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import Appended
 from mneme.cachetier.node.folder import make_root
-from mneme.cachetier.sessions.log_store import LogKey
-from mneme.cachetier.sessions.rows import NO_IDS, LogRows, SessionRow, TurnRow, taken_over
+from mneme.cachetier.session_log.log_store import LogKey
+from mneme.cachetier.session_log.rows import NO_IDS, LogRows, SessionRow, TurnRow, taken_over
 from mneme.errors import ConfigError
 
 Clock = Callable[[], float]

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log import MAX_CLOCK_SKEW_S, PAGE_BYTES, SessionLogs
-from mneme.cachetier.sessions.log_store import LogKey
-from mneme.cachetier.sessions.rows import SessionState, rows_of
+from mneme.cachetier.session_log.log import MAX_CLOCK_SKEW_S, PAGE_BYTES, SessionLogs
+from mneme.cachetier.session_log.log_store import LogKey
+from mneme.cachetier.session_log.rows import SessionState, rows_of
 from mneme.errors import ConfigError
 from tests.budget import examples
 from tests.cachetier.session_records import KEY, begin_turn, conversation, end_turn, ids_of, key_number

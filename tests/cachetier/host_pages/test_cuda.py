@@ -17,9 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.pages.host_memory import zeros
-from mneme.cachetier.pages.pinned_memory import PinnedHostMemory, make_tier, runs
-from mneme.cachetier.pages.streams import CudaStreams, near_node, take_from
+from mneme.cachetier.host_pages.cpu import zeros
+from mneme.cachetier.host_pages.cuda import PinnedHostMemory, make_tier, runs
+from mneme.cachetier.host_pages.streams import CudaStreams, near_node, take_from
 from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.model.timeline import Timeline
 from tests.budget import examples

@@ -24,12 +24,12 @@ from mneme.replicas.queries import DeleteKv, DeleteSession, ForkSession
 from mneme.replicas.request import PromptUsage, SamplingParams
 from tests.budget import examples
 from tests.replicas.asked import answer
+from tests.replicas.blend.test_blended_logits import SINK, prompt_of
+from tests.replicas.blend.test_blended_traffic import POOL, blended
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore
 from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine, move_session, run_played
 from tests.replicas.fake_runner import FakeRunner, continuation
-from tests.replicas.fuse.test_blended_logits import SINK, prompt_of
-from tests.replicas.fuse.test_blended_traffic import POOL, blended
 from tests.replicas.losses import lose
 from tests.replicas.schedule.test_engine_policy import make_request, run, tokens_of
 from tests.replicas.tiered_engine import answers, draw, logits_of, make_cached_engine, submit, usages

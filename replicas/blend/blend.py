@@ -26,6 +26,8 @@ from functools import partial
 import numpy as np
 
 from mneme.kernels.page_table import IntArray
+from mneme.replicas.blend.auto import Controller, Work
+from mneme.replicas.blend.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
 from mneme.replicas.documents import (
     ALL_ANEW,
     ASKED_AGAIN,
@@ -46,8 +48,6 @@ from mneme.replicas.documents import (
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import DocumentUse, Path
 from mneme.replicas.forest.tree import Root
-from mneme.replicas.fuse.auto import Controller, Work
-from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
 from mneme.replicas.request import GenerationRequest, Source
 
 DEFAULT_SELECTOR: Selector = "hkvd"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mneme.replicas.blend.selectors import Wanted, choose, count, filter_counts, first_share
 from mneme.replicas.documents import Selector
-from mneme.replicas.fuse.selectors import Wanted, choose, count, filter_counts, first_share
 
 DOCUMENTS = [Wanted(5, 25), Wanted(25, 32), Wanted(40, 41)]
 

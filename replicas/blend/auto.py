@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from mneme.cachetier.names import Edge
 from mneme.cachetier.policy.cost_model import CostModel
+from mneme.replicas.blend.gate import NO_REPORT, Gate
+from mneme.replicas.blend.selectors import first_share
 from mneme.replicas.documents import BlendOptions, Declined, Selector
-from mneme.replicas.fuse.gate import NO_REPORT, Gate
-from mneme.replicas.fuse.selectors import first_share
 
 _CHEAPEST: tuple[Selector, ...] = ("none", "first-k", "random", "query", "query+first-k", "hkvd", "all")
 _TIE = 1.02  # times the soonest: then the smaller ratio is taken, and the cheaper selector

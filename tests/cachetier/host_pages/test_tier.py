@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mneme.cachetier.pages.host_memory import HostMemory
-from mneme.cachetier.pages.pinned_memory import make_tier
-from mneme.cachetier.pages.tier import JoinedLoad, KvTier, NoTier, checked_pages, joined
+from mneme.cachetier.host_pages.cpu import HostMemory
+from mneme.cachetier.host_pages.cuda import make_tier
+from mneme.cachetier.host_pages.tier import JoinedLoad, KvTier, NoTier, checked_pages, joined
 from mneme.errors import ConfigError
 from tests.cachetier.pools import make_pool
 

@@ -13,9 +13,7 @@ import torch
 
 from mneme import LLM, SamplingParams
 from mneme.errors import ConfigError
-from mneme.replicas.documents import Selector
-from mneme.replicas.engine.build import model_fingerprint
-from mneme.replicas.fuse.gate import (
+from mneme.replicas.blend.gate import (
     MIN_CASES,
     NO_REPORT,
     Gate,
@@ -25,6 +23,8 @@ from mneme.replicas.fuse.gate import (
     read_gate,
     report_path,
 )
+from mneme.replicas.documents import Selector
+from mneme.replicas.engine.build import model_fingerprint
 from mneme.replicas.model.directory import load_model_config, model_directory
 
 pytestmark = pytest.mark.engine

@@ -7,8 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mneme.cachetier.sessions.log_store import log_key
-from mneme.cachetier.sessions.rows import LogRows, SessionState, common_prefix, next_version, rows_of, taken_over
+from mneme.cachetier.session_log.log_store import log_key
+from mneme.cachetier.session_log.rows import LogRows, SessionState, common_prefix, next_version, rows_of, taken_over
 from tests.cachetier.session_records import conversation
 
 STEPS = conversation(4)

@@ -5,8 +5,8 @@ What ContextPilot (MLSys'26) calls context alignment: nothing of the KV is appro
 
 from __future__ import annotations
 
+from mneme.replicas.blend.asked import AskedBeginnings
 from mneme.replicas.forest.forest import PrefixForest, follow
-from mneme.replicas.fuse.asked import AskedBeginnings
 from mneme.replicas.request import GenerationRequest
 
 _MAX_PLACES = 64  # that are tried: each compares all documents that are left
