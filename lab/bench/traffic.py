@@ -12,7 +12,7 @@ from mneme.lab.bench.workloads import Session, Turn, content
 Ask = Callable[[list[dict[str, Any]], int, str], Awaitable[Answer]]  # messages, max_tokens, session
 
 
-class Load:
+class SessionPlayer:
     """Asks what sessions ask, and keeps the answers: `answers` grows in the order in which they end.
 
     say  a turn as the content of a message

@@ -151,7 +151,7 @@ class Engine:
             decode=None if tokenizer is None else tokenizer.decode,
             on_drop=lambda log: self.forest.abandon(log.root, owner=log),
             on_delete=self._delete_kv,
-            journal=None if durable is None else durable.writer,
+            log_writer=None if durable is None else durable.writer,
         )
         self._blends, self._asked = Controller(gate, self.costs), AskedBeginnings()
         self._cannot_blend = None if config.prefix_sharing else NOT_SHARED

@@ -57,7 +57,7 @@ class Sessions:
         decode: Callable[[list[int]], str] | None = None,
         on_drop: Callable[[TokenLog], None] = lambda log: None,
         on_delete: Callable[[TokenLog], None] = lambda log: None,
-        journal: SessionLogWriter | None = None,
+        log_writer: SessionLogWriter | None = None,
     ) -> None:
         """`decode` gives the text of ids, special tokens included; without it a log is known up to its last mark."""
         self._encode, self._decode = encode, decode
@@ -68,7 +68,7 @@ class Sessions:
         self._max_tokens = max_tokens
         self._on_drop = on_drop  # told of every session that is forgotten
         self._on_delete = on_delete  # told before that of those whose owner wants nothing kept, and of their last turn
-        self._journal = journal
+        self._log_writer = log_writer
         self.num_tokens = 0  # in all logs, and in what is noted with them (`TokenLog.num_kept`)
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self.queued = TurnQueue()
@@ -123,8 +123,8 @@ class Sessions:
         running.answering.add(request.request_id)
         self._log_by_key[key] = log
         self._touch(key, log, request.session_ttl_s)
-        if self._journal is not None and request.choice_index == 0:
-            self._journal.began(key, log, running, request)
+        if self._log_writer is not None and request.choice_index == 0:
+            self._log_writer.began(key, log, running, request)
         new = [each for each in request.documents if each.char_start >= num_chars]
         return log.prompt(ids, shifted(new, len(ids) - len(request.prompt_token_ids)))
 
@@ -144,8 +144,8 @@ class Sessions:
             log.keep(turn, request, running.num_marks)
             log.add_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
             log.num_base, log.last_turn = running.num_base, root_turn(request)
-            if self._journal is not None:
-                self._journal.ended(key, log, before)
+            if self._log_writer is not None:
+                self._log_writer.ended(key, log, before)
         running.answering.discard(request.request_id)
         self._touch(key, log)
         return [] if running.answering else self._next_turn(key, log, running)
@@ -160,8 +160,8 @@ class Sessions:
         log = self.get(key)
         if log is None:
             return False
-        if self._journal is not None and not is_elsewhere:
-            self._journal.deleted(key, log)
+        if self._log_writer is not None and not is_elsewhere:
+            self._log_writer.deleted(key, log)
         self._on_delete(log)
         self._forget_ids(log)
         if log.running is None:
@@ -195,8 +195,8 @@ class Sessions:
         if not forked.ids:
             raise ReplicaUnavailable("nothing was said in the session yet")
         self._add(new_key, forked)
-        if self._journal is not None:
-            self._journal.forked(new_key, forked)
+        if self._log_writer is not None:
+            self._log_writer.forked(new_key, forked)
         self.expire()
 
     def set_note(self, key: SessionKey, note: bytes) -> bool:
@@ -208,8 +208,8 @@ class Sessions:
         log.note = note
         self.num_tokens += log.num_kept - num_before
         self._touch(key, log)
-        if self._journal is not None:
-            self._journal.noted(key, log, before)
+        if self._log_writer is not None:
+            self._log_writer.noted(key, log, before)
         self.expire()
         return True
 

@@ -15,7 +15,7 @@ import pytest
 from mneme.errors import ConfigError
 from mneme.lab.bench.command import add_arguments, sessions_to_play
 from mneme.lab.bench.measure import UNSENT, Answer, parse_slo, summarize
-from mneme.lab.bench.traffic import Load
+from mneme.lab.bench.traffic import SessionPlayer
 from mneme.lab.bench.workloads import SHAPES, Session, arrive, content, make_sessions, sessions_of_trace, think
 from mneme.lab.cache.traces import read_paced_trace, read_trace
 from tests.lab.played_loop import play
@@ -43,9 +43,9 @@ class Asked:
         return answer
 
 
-def played(sessions: list[Session], num_users: int | None = None, fails_at: int = 10**9) -> tuple[Load, Asked]:
+def played(sessions: list[Session], num_users: int | None = None, fails_at: int = 10**9) -> tuple[SessionPlayer, Asked]:
     asked = Asked(fails_at)
-    load = Load(asked)
+    load = SessionPlayer(asked)
     play(load.play(sessions, num_users))
     return load, asked
 

@@ -14,7 +14,7 @@ import pytest
 from mneme.cachetier.names import Appended
 from mneme.cachetier.session_log.log_store import LogKey, log_key
 from mneme.cachetier.session_log.rows import LogRows
-from mneme.replicas.sessions import durable as session_journal
+from mneme.replicas.sessions import durable as durable_sessions
 from mneme.replicas.sessions.durable import DurableSessions, SessionLogWriter
 from mneme.replicas.sessions.token_log import Recalled, TokenLog
 from tests.replicas.sessions.test_durable_turns import until
@@ -142,7 +142,7 @@ durable.close()
 
 
 def test_no_deletion_is_lost_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 4)
+    monkeypatch.setattr(durable_sessions, "MAX_UNWRITTEN", 4)
     store = HeldStore()
     writer = SessionLogWriter(store, MODEL)
     writer.forked(("salt", "first"), TokenLog())
@@ -163,7 +163,7 @@ def test_a_session_that_changes_while_it_is_written_is_written_once_more_as_it_i
     monkeypatch: pytest.MonkeyPatch, outcome: Appended, is_deleted: bool
 ) -> None:
     """Behind its deletion, if it was deleted meanwhile."""
-    monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
+    monkeypatch.setattr(durable_sessions, "RETRY_S", 0.01)
     store, log = HeldStore(), TokenLog()
     store.outcomes = [outcome]
     writer = SessionLogWriter(store, MODEL)
@@ -186,7 +186,7 @@ def test_who_waits_for_a_record_hears_of_it_only_once_it_is_done_whatever_is_dro
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As many are dropped as are not done yet."""
-    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 4)
+    monkeypatch.setattr(durable_sessions, "MAX_UNWRITTEN", 4)
     store, heard = HeldStore(), threading.Event()
     writer = SessionLogWriter(store, MODEL)
     first, second, *others = keys(9)

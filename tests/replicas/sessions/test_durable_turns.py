@@ -14,7 +14,7 @@ from mneme.errors import InvalidRequest, ReplicaUnavailable
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import LeaveSession
 from mneme.replicas.request import SamplingParams
-from mneme.replicas.sessions import durable as session_journal
+from mneme.replicas.sessions import durable as durable_sessions
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import continuation
 from tests.replicas.schedule.test_engine_policy import make_request, run
@@ -136,7 +136,7 @@ def test_a_log_that_was_read_while_a_turn_ran_does_not_replace_what_that_left(cl
 
 def test_what_could_not_be_written_is_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if no turn follows, and the last one began and ended while the node's logs were away."""
-    monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
+    monkeypatch.setattr(durable_sessions, "RETRY_S", 0.01)
     one = cluster.engine()
     said = turns(one, "a", said=[1, 2])
     with monkeypatch.context() as patched:
@@ -150,7 +150,7 @@ def test_what_could_not_be_written_is_written_later(cluster: Cluster, monkeypatc
 
 def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the engine still knows the session or not, and also if it could not be deleted at first."""
-    monkeypatch.setattr(session_journal, "RETRY_S", 0.2)
+    monkeypatch.setattr(durable_sessions, "RETRY_S", 0.2)
     one = cluster.engine()
     assert one.durable is not None
     with monkeypatch.context() as patched:
@@ -172,7 +172,7 @@ def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: py
 
 
 def test_a_last_try_is_made_when_the_engine_ends(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_journal, "RETRY_S", 1000.0)
+    monkeypatch.setattr(durable_sessions, "RETRY_S", 1000.0)
     one = cluster.engine()
     with monkeypatch.context() as patched:
         patched.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
@@ -184,7 +184,7 @@ def test_a_last_try_is_made_when_the_engine_ends(cluster: Cluster, monkeypatch: 
 def test_of_sessions_that_could_not_be_written_so_many_are_kept(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 2)
+    monkeypatch.setattr(durable_sessions, "MAX_UNWRITTEN", 2)
     one = cluster.engine()
     monkeypatch.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
     for number in range(5):
