@@ -309,7 +309,7 @@ class Draw:
         return [self._first, *self.ids(NUM_NEW - 1)]
 
 
-def set_on_answer(model: CachedModel, store: RestartableStore, ids: list[int]) -> list[int]:
+def tell(model: CachedModel, store: RestartableStore, ids: list[int]) -> list[int]:
     """An engine answers a prompt, saves what it computed, and ends; returns the session so far."""
     engine = make_engine(model, store, cache_config(store.folder), pages_for(len(ids) + NUM_ANSWER))
     with closing(engine):

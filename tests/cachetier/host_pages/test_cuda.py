@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.host_pages.cpu import zeros
 from mneme.cachetier.host_pages.cuda import PinnedHostMemory, make_tier, runs
-from mneme.cachetier.host_pages.streams import CudaStreams, near_node, take_from
+from mneme.cachetier.host_pages.streams import CudaStreams, allocate, near_node
 from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.model.timeline import Timeline
 from tests.budget import examples
@@ -288,7 +288,7 @@ def test_memory_that_is_taken_of_a_node_keeps_its_content() -> None:
     memory = zeros((3 << 20,), torch.uint8, 4096)
     memory[:] = 7
     for node in (None, 0, 70):  # one that there is not is refused by the system, which changes nothing
-        take_from(memory, node)
+        allocate(memory, node)
     assert (memory == 7).all()
 
 
