@@ -190,7 +190,7 @@ class PlayedLoad:
 
     def pause(self) -> None: ...
 
-    def take(self, index: int, layer: int) -> np.ndarray | Miss:
+    def read(self, index: int, layer: int) -> np.ndarray | Miss:
         self.before_take(layer)
         is_missing = (index, layer) == self._missing
         return Miss.ABSENT if is_missing else layer_of(self._chunks[index], self._pool, 10 * index + layer)
