@@ -13,7 +13,8 @@ engine's own host tier always come back from there, so nothing is decided by wha
 
 A step of both is the prefill with the decode's rows on top, without a second constant. What an edge was learned to cost
 goes back to its calibration with a half-life of a minute without a measurement, so that no edge is shunned for good.
-All calls may come from any thread. A model is kept from one start to the next (`CostFile`).
+All calls may come from any thread. A model is kept from one start to the next (`CostFile`). The router has the formulas
+once more, over arrays of replicas (`router/score.py`); `tests/router/test_score_costs.py` holds the two together.
 """
 
 from __future__ import annotations

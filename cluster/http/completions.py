@@ -26,7 +26,7 @@ from mneme.cluster.wire.openai import (
 )
 from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.choices import Choice
-from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, SamplingParams
+from mneme.replicas.request import GenerationRequest, Grammar, PinnedPrefix, SamplingParams
 from mneme.replicas.text.calls.answer_parser import AnswerParser
 from mneme.replicas.text.document_parts import EncodedPrompt
 from mneme.replicas.text.prompts import num_common
@@ -115,19 +115,19 @@ async def run_chat(
         [named],
         worded(params),
         lambda: api.dialect.parser(tools, is_forced=is_forced, is_thinking=is_thinking),
-        () if body.appends else await _kept_prefixes(api, body, marks, prompt),
+        () if body.appends else await _pinned_prefixes(api, body, marks, prompt),
     )
 
 
-async def _kept_prefixes(
+async def _pinned_prefixes(
     api: ApiState, body: ChatRequest, marks: Sequence[CacheMark], prompt: EncodedPrompt
-) -> tuple[KeptPrefix, ...]:
+) -> tuple[PinnedPrefix, ...]:
     """Return what marks keep of a prompt; of each time the last one, as what comes before it is kept with it."""
     last = {mark.ttl_s: mark for mark in marks}.values()
-    return tuple([await _kept(api, body, mark, prompt) for mark in last])
+    return tuple([await _pinned(api, body, mark, prompt) for mark in last])
 
 
-async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: EncodedPrompt) -> KeptPrefix:
+async def _pinned(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: EncodedPrompt) -> PinnedPrefix:
     """Find where a mark is in the prompt: as far as the conversation that ends there is written alike."""
     messages = body.messages[: mark.num_messages]
     if messages and mark.num_parts is not None and isinstance(messages[-1].content, list):
@@ -135,7 +135,7 @@ async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: Encod
         if len(content) < len(messages[-1].content):
             messages[-1] = messages[-1].model_copy(update={"content": content})
     if messages == body.messages:
-        return KeptPrefix(len(prompt.token_ids), mark.ttl_s)
+        return PinnedPrefix(len(prompt.token_ids), mark.ttl_s)
     if not messages or messages[-1].role == "system":  # templates want somebody to speak
         messages.append(Message(role="user", content=_NOBODY_SAYS))
     begun = await api.render(
@@ -144,7 +144,7 @@ async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: Encod
         template_variables=body.variables,
         truncation=Truncation(strategy="reuse_kv"),
     )
-    return KeptPrefix(num_common(begun.token_ids, prompt.token_ids), mark.ttl_s)
+    return PinnedPrefix(num_common(begun.token_ids, prompt.token_ids), mark.ttl_s)
 
 
 def _ignore_effort(api: ApiState, request: Request, body: ChatRequest, name: str) -> None:
@@ -345,7 +345,7 @@ def _run(
     fields: Sequence[FieldNames],
     answer: Answer[W, E],
     make_parser: Callable[[], AnswerParser | None] = lambda: None,
-    kept: tuple[KeptPrefix, ...] = (),
+    pinned: tuple[PinnedPrefix, ...] = (),
     *,
     is_prompt_only: bool = False,
 ) -> RunResponse[W, E]:
@@ -377,7 +377,7 @@ def _run(
                 truncation=turn.truncation_of(i),
                 num_system=prompt.num_system,
                 history=prompt.history if i == 0 else None,
-                kept=kept if j == 0 else (),
+                pinned=pinned if j == 0 else (),
                 documents=prompt.documents,
                 blend=blend,
                 priority=body.whole_priority,
