@@ -86,10 +86,10 @@ class LocalServer(Foreground):
         with bound_socket(self.config) as bound:
             self.watch_signals()
             on_progress("importing", 0.0)
-            from mneme.replicas.engine.build import load_engine_loop
+            from mneme.replicas.engine.build import build_engine_loop
 
             config = self.config
-            engine = load_engine_loop(config.model, config.engine, on_progress=on_progress, cache=config.cache)
+            engine = build_engine_loop(config.model, config.engine, on_progress=on_progress, cache=config.cache)
             self.serve(engine, bound)
         return 1
 

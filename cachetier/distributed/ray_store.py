@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.distributed.actor import Found, PutAnswer
+from mneme.cachetier.distributed.actor import ChainAnswer, PutAnswer
 from mneme.cachetier.distributed.directory import Span, query_of
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import (
@@ -116,14 +116,14 @@ class RayChunkStore:
         """Close nothing: the node's actor stays."""
         self._puts.flush(_CLOSE_TIMEOUT_S)
 
-    def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
+    def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> ChainAnswer | None:
         call = self._nodes.call(self._nodes.own_node, "locate", self._nodes.own.locate, query, timeout_s)
         if call is not None:
             self._remember(query.request_id, self._nodes.own)  # an answer that comes too late has it wait there as well
-        found: Found | None = self._nodes.answers([call], deadline_s)[0]
+        found: ChainAnswer | None = self._nodes.answers([call], deadline_s)[0]
         return found
 
-    def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:
+    def _ask_spans(self, query: ChainQuery, found: ChainAnswer, deadline_s: float) -> list[_SourceAndHeader]:
         """Sources and headers of what other calls than the first give, as far as there is no gap."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
@@ -228,7 +228,7 @@ def _expected(query: ChainQuery, span: Span, found: Sequence[Located]) -> list[L
     return sound
 
 
-class _Seen(NamedTuple):
+class _KnownChunk(NamedTuple):
     parent: bytes
     time_s: float
 
@@ -243,7 +243,7 @@ class KnownKeys:
         """Forget what was seen `max_age_s` ago: to put it again is the use that keeps it there."""
         self._max_age_s, self._clock = max_age_s, clock
         self._lock = threading.Lock()
-        self._seen = Bounded[bytes, _Seen](_MAX_KEYS)
+        self._seen = Bounded[bytes, _KnownChunk](_MAX_KEYS)
 
     def among(self, keys: Sequence[bytes]) -> frozenset[bytes]:
         since_s = self._clock() - self._max_age_s
@@ -255,7 +255,7 @@ class KnownKeys:
         now_s = self._clock()
         with self._lock:
             for key, parent in parents.items():
-                self._seen[key] = _Seen(parent, now_s)
+                self._seen[key] = _KnownChunk(parent, now_s)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Forget them: the tier does not have them."""

@@ -23,7 +23,7 @@ from dataclasses import replace
 from enum import Enum
 
 from mneme.cachetier.chunk.file import ChunkReader, file_bytes, open_chunk, write_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, Wanted, is_beginning
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, ExpectedChunk, U8Array, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
@@ -81,7 +81,7 @@ class DiskRead:
         self._reader.close()
 
 
-class Litter:
+class StaleFiles:
     """Files that may be there and must not stay. They count until they are gone, and nothing is written in their place.
 
     No files and no locks: the tier calls it under its own.
@@ -164,7 +164,7 @@ class DiskTier(ChunkTier):
         self._config = config
         self._files = files or FileOperations()
         self._folder = DiskFolder(config.folder, self._files)
-        self._litter = Litter()
+        self._stale = StaleFiles()
         self._headers = Bounded[bytes, ChunkHeader](_MAX_HEADERS)  # last read or written, oldest use first
         self._to_touch: dict[bytes, Entry] = {}  # were used: their files' times are to be set
         self._num_failures, self._paused_until_s = 0, -math.inf  # of writes in a row
@@ -175,7 +175,7 @@ class DiskTier(ChunkTier):
     @property
     def used_blocks(self) -> int:
         """Blocks of all files, including those being written or still to be removed."""
-        return self.taken_blocks + self._litter.num_blocks
+        return self.taken_blocks + self._stale.num_blocks
 
     def num_bytes(self, entry: Entry) -> int:
         return entry.file_bytes
@@ -198,7 +198,7 @@ class DiskTier(ChunkTier):
             self.counters[outcome.value] += 1
         return outcome
 
-    def open(self, wanted: Wanted) -> DiskRead | Miss:
+    def open(self, wanted: ExpectedChunk) -> DiskRead | Miss:
         """A reader of the chunk's layers, to be closed; it stays readable whatever becomes of the chunk."""
         return self._read(wanted.key, wanted)
 
@@ -241,7 +241,7 @@ class DiskTier(ChunkTier):
             if entry is not None and miss not in _HARMLESS:
                 self.remove(entry)
                 if miss is Miss.NOT_OURS:
-                    self._litter.leave(self.path(entry))
+                    self._stale.leave(self.path(entry))
         self._remove_litter()
 
     def delete(self, keys: Iterable[bytes]) -> int:
@@ -269,7 +269,7 @@ class DiskTier(ChunkTier):
     def num_left(self, tenant: bytes) -> int:
         """Files of a tenant that are to be gone and could not be removed: another start would find them."""
         with self.index.lock:
-            return self._litter.num_stuck(tenant)
+            return self._stale.num_stuck(tenant)
 
     def expire(self, ttl_s: float | None = None) -> int:
         """Remove what was not used for the disk's `ttl_s`."""
@@ -283,7 +283,7 @@ class DiskTier(ChunkTier):
         self.sweep()
         self._folder.close()
 
-    def _read(self, key: bytes, wanted: Wanted | None) -> DiskRead | Miss:
+    def _read(self, key: bytes, wanted: ExpectedChunk | None) -> DiskRead | Miss:
         with self.index.lock:
             entry = self.get(key)
             if entry is None:
@@ -299,9 +299,9 @@ class DiskTier(ChunkTier):
 
     def _removed(self, entry: Entry) -> None:
         self._headers.pop(entry.key, None)
-        self._litter.add(self.path(entry), blocks_of(entry.file_bytes))
+        self._stale.add(self.path(entry), blocks_of(entry.file_bytes))
 
-    def _opened(self, entry: Entry, wanted: Wanted | None) -> ChunkReader | Miss:
+    def _opened(self, entry: Entry, wanted: ExpectedChunk | None) -> ChunkReader | Miss:
         """Open a chunk for reading, to be closed; a fault is noted."""
         reader = open_chunk(self._files, self.path(entry), wanted)
         if isinstance(reader, ChunkReader) and name_of(reader.header, entry.file_bytes) != _name(entry):
@@ -325,7 +325,7 @@ class DiskTier(ChunkTier):
                 if (entry := self.get(name.key)) is not None:
                     self.index.use(entry)
                 return Put.KEPT
-            if self._folder.path(name) in self._litter or self._litter.is_stuck:
+            if self._folder.path(name) in self._stale or self._stale.is_stuck:
                 return Put.BLOCKED
             self.index.hold(name.parent)  # without it nobody finds the chunk: it must not go for it
             is_reserved = self.reserve(name.key, name.tenant, blocks_of(name.num_bytes))
@@ -340,7 +340,7 @@ class DiskTier(ChunkTier):
     def _write(self, chunk: Chunk, name: ChunkName) -> Put:
         self._remove_litter()
         with self.index.lock:
-            num_files = len(self) + len(self._coming) + len(self._litter)
+            num_files = len(self) + len(self._coming) + len(self._stale)
             if self.used_blocks > self.max_blocks or num_files > self._config.max_files:
                 return Put.BLOCKED  # something is not removed yet
             temporary = self._folder.temporary_path(name.key)
@@ -378,7 +378,7 @@ class DiskTier(ChunkTier):
         logger.warning("disk tier: a chunk could not be written: %s", error)
         with self.index.lock:
             for path in paths:
-                self._litter.add(path, num_blocks)
+                self._stale.add(path, num_blocks)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 target = self.num_blocks - num_blocks
                 while self.num_blocks > target and self._evict(self._victim()):
@@ -392,7 +392,7 @@ class DiskTier(ChunkTier):
     def _remove_litter(self) -> None:
         """Remove files that must not stay; those that cannot be removed are tried again later."""
         with self.index.lock:
-            paths = self._litter.claim()
+            paths = self._stale.claim()
         for path in paths:
             is_gone = True
             try:
@@ -402,7 +402,7 @@ class DiskTier(ChunkTier):
             except OSError:
                 is_gone = False
             with self.index.lock:
-                self._litter.swept(path, is_gone=is_gone)
+                self._stale.swept(path, is_gone=is_gone)
                 self.counters["unlink_failed"] += not is_gone
 
     def _rebuild(self, wall_s: float) -> None:
@@ -410,7 +410,7 @@ class DiskTier(ChunkTier):
         found: dict[bytes, Entry] = {}
         for time_s, name in self._folder.scan(self.counters):
             if name.key in found:  # under two names, which a tier of ours does not make
-                self._litter.add(self._folder.path(name), blocks_of(name.num_bytes))
+                self._stale.add(self._folder.path(name), blocks_of(name.num_bytes))
                 continue
             parent = known.key if (known := found.get(name.parent)) is not None else name.parent  # one object for both
             entry = Entry(name.key, parent, name.tenant, name.model, name.kind, name.num_tokens, time_s)

@@ -19,7 +19,7 @@ from mneme.replicas.model.directory import Progress
 if TYPE_CHECKING:
     from mneme.cluster.local import LocalServer
     from mneme.cluster.serve.ingress import BuildApi
-    from mneme.cluster.serve.replica import LoadEngine
+    from mneme.cluster.serve.replica import BuildEngine
     from mneme.replicas.engine.loop import EngineLoop
 
 Start = Callable[[Progress, Callable[[], object]], int]
@@ -28,7 +28,7 @@ _THROUGHPUT_S = 10.0
 _TIMEOUT_S = 5.0
 
 
-def serve(config: ClusterConfig, *, build_engine: LoadEngine | None = None, build_api: BuildApi | None = None) -> int:
+def serve(config: ClusterConfig, *, build_engine: BuildEngine | None = None, build_api: BuildApi | None = None) -> int:
     """Run a cluster until a signal; returns the exit status. Tests pass an engine and an API of their own."""
     cluster = LocalCluster(config)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from mneme.kernels.page_table import IntArray
 from mneme.replicas.blend.auto import Controller, Work
-from mneme.replicas.blend.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, count, first_share
+from mneme.replicas.blend.selectors import NEEDS_SCORES, FloatArray, ReusedSpan, choose, count, first_share
 from mneme.replicas.documents import (
     ALL_ANEW,
     ASKED_AGAIN,
@@ -54,7 +54,7 @@ DEFAULT_SELECTOR: Selector = "hkvd"
 DEFAULT_RATIO = 0.15  # of a document's tokens; CacheBlend's
 _NONE: IntArray = np.empty(0, np.int64)
 
-Found = tuple[int, int, Source]  # positions [start, end) whose KV was found, and where
+FoundRange = tuple[int, int, Source]  # positions [start, end) whose KV was found, and where
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -112,7 +112,7 @@ class Blend:
         kept = 1 - self.num_recomputed / max(self.num_chosen, 1)
         return {source: int(kept * number) for source, number in self.num_narrowed_from.items()}
 
-    def add_narrowed(self, spans: Iterable[tuple[int, int]], found: Sequence[Found]) -> None:
+    def add_narrowed(self, spans: Iterable[tuple[int, int]], found: Sequence[FoundRange]) -> None:
         """Note where the KV of `narrowed` in `spans`, which a step computes in the first layers, was found."""
         for first, end in spans:
             for start, stop, source in found:
@@ -163,7 +163,7 @@ class Blend:
         selector = self.effective_selector
         share = first_share(self.num_layers, self.ratio) if selector == "hkvd" else self.ratio
         is_probing = selector in NEEDS_SCORES and share < 1 and not self.is_scored
-        wanted = [Wanted(use.start, use.end) for use in uses]
+        wanted = [ReusedSpan(use.start, use.end) for use in uses]
         how = "none" if is_probing else "all" if share == 1 else selector
         chosen = choose(how, wanted, share, self.seed, self.scores)
         narrowed = chosen if selector == "hkvd" and not is_probing else chosen[:0]
@@ -238,7 +238,7 @@ class Blend:
         return 0, 0
 
     def usage(
-        self, request: GenerationRequest, ids: Sequence[int], found: Sequence[Found], *, has_history: bool
+        self, request: GenerationRequest, ids: Sequence[int], found: Sequence[FoundRange], *, has_history: bool
     ) -> BlendUsage | None:
         """Say how the documents were used of a prompt that has `ids`; None: there are none, and all is exact."""
         is_approximate = self.is_history_approximate and has_history
@@ -260,7 +260,7 @@ class Blend:
         )
 
     def _documents(
-        self, spans: Sequence[DocumentSpan], ids: Sequence[int], found: Sequence[Found]
+        self, spans: Sequence[DocumentSpan], ids: Sequence[int], found: Sequence[FoundRange]
     ) -> tuple[DocumentUsage, ...]:
         first_by_ids: dict[tuple[int, ...], DocumentSpan] = {}
         usages = []

@@ -22,7 +22,7 @@ _NEARLY_ALL = 0.95
 _FALL = 0.5
 
 
-class Wanted(NamedTuple):
+class ReusedSpan(NamedTuple):
     """Holds what is reused of one document: the positions [start, end) of a sequence."""
 
     start: int
@@ -35,7 +35,7 @@ def count(num_tokens: int, ratio: float) -> int:
 
 
 def choose(
-    selector: Selector, documents: Sequence[Wanted], ratio: float, seed: int, scores: FloatArray | None = None
+    selector: Selector, documents: Sequence[ReusedSpan], ratio: float, seed: int, scores: FloatArray | None = None
 ) -> IntArray:
     """Return positions, in order.
 

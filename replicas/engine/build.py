@@ -192,7 +192,7 @@ def compiled_kernels() -> str | None:
     return None if found is None else found._name
 
 
-def load_engine_loop(model: str, config: EngineConfig, *, node: str = "", **options: Any) -> EngineLoop:
+def build_engine_loop(model: str, config: EngineConfig, *, node: str = "", **options: Any) -> EngineLoop:
     """Call `build_engine` on the thread that will step the engine; the loop is not yet started. `node`: see there.
 
     What a thread has of its own (OpenMP's workers, buffers of steps on a GPU) is warm then too.

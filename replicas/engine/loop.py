@@ -27,7 +27,7 @@ from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
 from mneme.replicas.engine.stats import beside_steps, engine_stats, rss_bytes
 from mneme.replicas.queries import FlushSaves, Query
 from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent, session_key
-from mneme.replicas.sessions.token_log import Recalled
+from mneme.replicas.sessions.token_log import RecalledSession
 
 logger = logging.getLogger(__name__)
 
@@ -281,11 +281,13 @@ class EngineLoop:
         finally:
             self._step_s = time.perf_counter() - started_s
 
-    def _recall(self, keys: Iterable[SessionKey | None]) -> list[Recalled]:
+    def _recall(self, keys: Iterable[SessionKey | None]) -> list[RecalledSession]:
         """Read what is written of these sessions and not known to the engine, which goes on with its steps."""
         return [] if self.durable is None else self.durable.recall(keys, self.engine.sessions.version_of)
 
-    def _submit_all(self, requests: Sequence[GenerationRequest], recalled: list[Recalled]) -> list[MnemeError | None]:
+    def _submit_all(
+        self, requests: Sequence[GenerationRequest], recalled: list[RecalledSession]
+    ) -> list[MnemeError | None]:
         unread = self.engine.sessions.restore_all(recalled)
         return [self._submit(request, is_unread=session_key(request) in unread) for request in requests]
 

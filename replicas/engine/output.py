@@ -16,7 +16,7 @@ from mneme.replicas.queries import ExplainedPrompt, ExplainedRange, ExplainedSam
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent, is_of_request
 from mneme.replicas.sequence import End, Sequence, StepRows
-from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
+from mneme.replicas.sessions.token_log import ClientText, FinishedTurn, VisibleTokens
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import history_note
@@ -142,7 +142,7 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
         said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.drawing.stop_text)
     sees_all = sequence.context is sequence.ids and not (sequence.root is not None and sequence.root.is_blend)
     stored = b"" if sequence.num_output else sequence.event  # an answer without a root has computed all it sees anew
-    seen = None if sees_all else Seen(array("i", sequence.context), sequence.root, stored)
+    seen = None if sees_all else VisibleTokens(array("i", sequence.context), sequence.root, stored)
     history, note = sequence.request.history, b""
     if history is not None and said is not None and tokenizer is not None:
         note = history_note(tokenizer, history, said.text)
@@ -151,7 +151,9 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
     )
 
 
-def said_to_client(tokenizer: Tokenizer, params: SamplingParams, ids: list[int], stream: TextStream | None) -> Said:
+def said_to_client(
+    tokenizer: Tokenizer, params: SamplingParams, ids: list[int], stream: TextStream | None
+) -> ClientText:
     """Return the text of an answer of these ids as its client got it, and how many of the ids stand for it.
 
     A last token that is not shown is not counted: it closes the answer, the next prompt's template writes it again, and
@@ -164,9 +166,9 @@ def said_to_client(tokenizer: Tokenizer, params: SamplingParams, ids: list[int],
         return tokenizer.decode(ids[:num_ids], skip_special_tokens=params.skip_special_tokens)
 
     if stream is not None and stream.stopped:
-        return Said(text(stream.num_whole_tokens), stream.num_whole_tokens)
+        return ClientText(text(stream.num_whole_tokens), stream.num_whole_tokens)
     is_closed = params.skip_special_tokens and bool(ids) and ids[-1] in tokenizer.special_token_ids
-    return Said(text(len(ids)), len(ids) - is_closed)
+    return ClientText(text(len(ids)), len(ids) - is_closed)
 
 
 class Explanations:

@@ -59,7 +59,7 @@ _MAX_LOGITS = 1 << 24  # of prompts at a time: 64 MB, and as much again for thei
 _NO_PAGES = PageTable.own([])  # of sequences that pad a step
 
 
-class _Seen(NamedTuple):
+class _PlannedPath(NamedTuple):
     """Holds what a path was when the kept plan was made."""
 
     path: Path
@@ -113,7 +113,7 @@ class Runner:
         self._compared: list[tuple[StepRows, DocumentRows]] = []
         self._fusor: Fusor | None = None
         self._plan: Plan | None = None
-        self._seen: list[_Seen] = []
+        self._seen: list[_PlannedPath] = []
 
     @property
     def can_copy(self) -> bool:
@@ -424,7 +424,7 @@ class Runner:
         plan = self._appended(paths, rows, len(ordered) + num_padding)
         if plan is None:
             self._plan = self._new_plan(paths, rows, num_padding)
-            self._seen = [_Seen(path, len(path.page_ids), path.num_changes) for path in paths]
+            self._seen = [_PlannedPath(path, len(path.page_ids), path.num_changes) for path in paths]
         else:
             self._plan = plan.with_rows(rows)
         return self._plan
@@ -451,7 +451,7 @@ class Runner:
             self._plan = plan
             for index in indices:
                 path = paths[index]
-                all_seen[index] = _Seen(path, len(path.page_ids), path.num_changes)
+                all_seen[index] = _PlannedPath(path, len(path.page_ids), path.num_changes)
         return plan
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int) -> Plan:
@@ -511,7 +511,7 @@ def _path(part: StepRows) -> Path:
     return part.sequence.path
 
 
-def _is_moved(seen: _Seen) -> bool:
+def _is_moved(seen: _PlannedPath) -> bool:
     """Return whether a path may stand elsewhere among others than it did when it was seen."""
     path = seen.path
     if path.num_changes == seen.num_changes and len(path.pages) == seen.num_pages:

@@ -24,7 +24,7 @@ from mneme.cachetier.session_log.rows import SessionState, next_version, rows_of
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import GenerationRequest, SessionKey
-from mneme.replicas.sessions.token_log import Recalled, RunningTurn, TokenLog, is_usable, root_turn
+from mneme.replicas.sessions.token_log import RecalledSession, RunningTurn, TokenLog, is_usable, root_turn
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,9 @@ class DurableSessions:
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def recall(self, keys: Iterable[SessionKey | None], version_of: Callable[[SessionKey], int]) -> list[Recalled]:
+    def recall(
+        self, keys: Iterable[SessionKey | None], version_of: Callable[[SessionKey], int]
+    ) -> list[RecalledSession]:
         """The sessions whose logs are newer than the versions that are known, and those whose logs cannot be read.
 
         None is a request's that has no session.
@@ -104,7 +106,9 @@ class DurableSessions:
         self._readers.close()
         self._store.close()
 
-    def _finish_read(self, key: SessionKey, read: Future[SessionState | None] | None, ends_s: float) -> Recalled | None:
+    def _finish_read(
+        self, key: SessionKey, read: Future[SessionState | None] | None, ends_s: float
+    ) -> RecalledSession | None:
         try:
             if read is None:
                 raise TimeoutError
@@ -114,12 +118,12 @@ class DurableSessions:
         except Exception:  # the store's edge: whatever it is, the turn goes on without
             logger.exception("a session's log could not be read")
             return self._failed(key)
-        return None if state is None else Recalled(key, state, taken_over(state.version, self._wall_clock()))
+        return None if state is None else RecalledSession(key, state, taken_over(state.version, self._wall_clock()))
 
-    def _failed(self, key: SessionKey) -> Recalled:
+    def _failed(self, key: SessionKey) -> RecalledSession:
         with self._lock:
             self._counters["failed"] += 1
-        return Recalled(key, None)
+        return RecalledSession(key, None)
 
     def _read(self, key: SessionKey, version: int) -> SessionState | None:
         rows = self._store.read(log_key(self._model, *key), version)

@@ -25,11 +25,11 @@ from mneme.replicas.sessions.durable import SessionLogWriter
 from mneme.replicas.sessions.token_log import (
     FinishedTurn,
     Mark,
-    Recalled,
+    RecalledSession,
     RunningTurn,
-    Seen,
     TokenLog,
     TurnPrompt,
+    VisibleTokens,
     root_turn,
     turn_name,
 )
@@ -190,7 +190,7 @@ class Sessions:
         forked.version = existing.version
         if so_far is not None and log.running is not None:
             turn, asked = so_far
-            seen = None if turn.seen is None else Seen(turn.seen.ids, None)
+            seen = None if turn.seen is None else VisibleTokens(turn.seen.ids, None)
             forked.keep(turn._replace(seen=seen), asked, log.running.num_marks)
         if not forked.ids:
             raise ReplicaUnavailable("nothing was said in the session yet")
@@ -229,7 +229,7 @@ class Sessions:
             self._drop(key, log)
         self._add(key, TokenLog.restored(state._replace(version=version)))
 
-    def restore_all(self, recalled: Iterable[Recalled]) -> frozenset[SessionKey]:
+    def restore_all(self, recalled: Iterable[RecalledSession]) -> frozenset[SessionKey]:
         """Restore what durable logs have; returns sessions of which nothing is known, and whose logs were not read."""
         unread: list[SessionKey] = []
         for key, state, version in recalled:

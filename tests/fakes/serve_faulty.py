@@ -27,10 +27,10 @@ def fault_file(directory: str | Path, pid: int) -> Path:
 
 def load_faulty_engine(*args: Any, **options: Any) -> EngineLoop:
     from mneme.replicas.engine import loop as loop_module
-    from mneme.replicas.engine.build import load_engine_loop
+    from mneme.replicas.engine.build import build_engine_loop
 
     loop_module.HUNG_S = 15.0
-    loop = load_engine_loop(*args, **options)
+    loop = build_engine_loop(*args, **options)
     threading.Thread(target=_watch, args=(loop,), daemon=True).start()
     return loop
 

@@ -17,7 +17,7 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed import ray_store
-from mneme.cachetier.distributed.actor import Found, PutAnswer
+from mneme.cachetier.distributed.actor import ChainAnswer, PutAnswer
 from mneme.cachetier.distributed.directory import Span
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import LoadNotices
@@ -47,7 +47,7 @@ class FakeNode:
         self.num_loads = 0
         self.loads = SimpleNamespace(remote=self.note_load)
         self.forget = SimpleNamespace(remote=self.forgotten.extend)
-        self.locate = SimpleNamespace(remote=lambda query, timeout_s: Found([], (), {}, self.epoch))
+        self.locate = SimpleNamespace(remote=lambda query, timeout_s: ChainAnswer([], (), {}, self.epoch))
 
     def note_load(self) -> None:
         self.num_loads += 1
@@ -197,7 +197,7 @@ def test_what_lies_behind_a_chunk_that_is_usable_in_part_is_not_used(
     for name, peer in peers.items():
         located = [Located(chunk.header, CHUNK_TOKENS, "host", None, None) for chunk in has[name]]
         peer.locate_here = SimpleNamespace(remote=lambda query, timeout_s, located=located: located)
-    found = Found([], (Span("a", 0, 2), Span("b", 2, 2)), peers, node.epoch)
+    found = ChainAnswer([], (Span("a", 0, 2), Span("b", 2, 2)), peers, node.epoch)
     monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
     sources = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 1.0)
     assert [source.num_usable for source in sources] == [CHUNK_TOKENS, 3]
@@ -211,7 +211,7 @@ def test_a_peer_is_not_asked_when_no_time_is_left(
     """What it could not look for would be taken for a fault of the directory."""
     asked: list[ChainQuery] = []
     peer = SimpleNamespace(locate_here=SimpleNamespace(remote=lambda query, timeout_s: asked.append(query)))
-    found = Found([], (Span("a", 0, 2),), {"a": peer}, node.epoch)
+    found = ChainAnswer([], (Span("a", 0, 2),), {"a": peer}, node.epoch)
     monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
     query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS)
     assert store.locate(query, 0.0) == []
@@ -226,7 +226,7 @@ def test_a_node_hears_that_its_files_are_read(
     path = tmp_path / "chunk.kv"
     write_chunk(FileOperations(), str(tmp_path / "temporary"), str(path), CHAIN[0])
     here = [Located(CHAIN[0].header, CHUNK_TOKENS, "disk", None, str(path))]
-    found = Found(here, (), {}, node.epoch)
+    found = ChainAnswer(here, (), {}, node.epoch)
     monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
     (source,) = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 10.0)
     assert node.num_loads == 0

@@ -10,7 +10,7 @@ import pytest
 
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.disk import Litter, Put
+from mneme.cachetier.node.disk import Put, StaleFiles
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.errors import ReplicaUnavailable
 from tests.cachetier.chunks import LINEAGE, FailingFiles, chain_of, chunk_files, chunk_of
@@ -153,7 +153,7 @@ def test_a_tier_says_whether_there_is_no_room_or_none_yet(tmp_path: Path, files:
 
 def test_of_many_files_that_cannot_be_removed_each_is_tried_again() -> None:
     """Though those that are tried first never go."""
-    litter = Litter()
+    litter = StaleFiles()
     for number in range(20):
         litter.add(f"/{number}", 1)
     for path in litter.claim():

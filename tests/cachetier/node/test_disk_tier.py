@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mneme.cachetier.chunk.file import file_bytes
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import prefix_lineage
-from mneme.cachetier.chunk.syscalls import FileOperations, PatientFiles
+from mneme.cachetier.chunk.syscalls import FileOperations, LockWaitingFiles
 from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.names import EvictionPolicyName, Miss
 from mneme.cachetier.node.disk import DiskTier, Put
@@ -101,7 +101,7 @@ def test_a_tier_waits_for_a_lock_that_is_about_to_be_let_go(tmp_path: Path) -> N
     first = make_tier(tmp_path)
     tries = []
 
-    class Files(PatientFiles):
+    class Files(LockWaitingFiles):
         def lock(self, path: str) -> int:
             tries.append(path)
             threading.Timer(0.1, first.close).start()

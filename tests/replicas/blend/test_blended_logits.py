@@ -13,7 +13,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import CostEdge, Miss
 from mneme.kernels.segments import PRIVATE, Segments
 from mneme.replicas.blend.gate import Gate
-from mneme.replicas.blend.selectors import Wanted, choose, count, filter_counts, first_share
+from mneme.replicas.blend.selectors import ReusedSpan, choose, count, filter_counts, first_share
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.engine.engine import Engine
@@ -90,7 +90,7 @@ def dense(
         scores, share = oracle.key_deviation(ids, spans).numpy(), first_share(num_layers, ratio)
         num_first = count(sum(end - start for start, end in spans), share)
         counts = filter_counts(num_layers, num_first, ratio)
-    computed = choose(selector, [Wanted(*span) for span in spans], share, 5, scores).tolist()
+    computed = choose(selector, [ReusedSpan(*span) for span in spans], share, 5, scores).tolist()
     return oracle.logits([*ids, *output[:-1]], spans, computed, counts)[-len(output) :]
 
 

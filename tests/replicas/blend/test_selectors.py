@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mneme.replicas.blend.selectors import Wanted, choose, count, filter_counts, first_share
+from mneme.replicas.blend.selectors import ReusedSpan, choose, count, filter_counts, first_share
 from mneme.replicas.documents import Selector
 
-DOCUMENTS = [Wanted(5, 25), Wanted(25, 32), Wanted(40, 41)]
+DOCUMENTS = [ReusedSpan(5, 25), ReusedSpan(25, 32), ReusedSpan(40, 41)]
 
 
 @pytest.mark.parametrize("percent", range(101))
@@ -38,7 +38,7 @@ def test_all_none_and_no_document() -> None:
 
 
 def test_random_tokens_are_those_of_the_seed() -> None:
-    one, again, other = (choose("random", [Wanted(0, 500)], 0.2, seed).tolist() for seed in (1, 1, 2))
+    one, again, other = (choose("random", [ReusedSpan(0, 500)], 0.2, seed).tolist() for seed in (1, 1, 2))
     assert one == again != other
 
 

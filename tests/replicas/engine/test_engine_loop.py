@@ -179,7 +179,7 @@ def test_a_thread_that_has_ended_is_noticed_by_all_who_wait(monkeypatch: pytest.
 
 
 def test_the_thread_that_makes_an_engine_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a thread has of its own is then warm when requests come: see `load_engine_loop`."""
+    """What a thread has of its own is then warm when requests come: see `build_engine_loop`."""
     made_by: list[int] = []
     stepped_by: list[int] = []
     step = Engine.step

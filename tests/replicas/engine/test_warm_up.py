@@ -19,7 +19,7 @@ from mneme.errors import ConfigError
 from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.build import build_engine, load_engine_loop
+from mneme.replicas.engine.build import build_engine, build_engine_loop
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
@@ -185,7 +185,7 @@ def test_graphs_that_were_captured_while_loading_serve_the_loop(monkeypatch: pyt
         return make
 
     monkeypatch.setattr("mneme.replicas.engine.build.step_graphs_for", graphs_for)
-    loop = load_engine_loop("mneme-tiny", replace(CONFIG, num_pages=64, dtype="float32"))
+    loop = build_engine_loop("mneme-tiny", replace(CONFIG, num_pages=64, dtype="float32"))
     graphs, messages = loop.engine.runner.graphs, subscribe(loop, "")  # what nobody is told
     assert graphs is not None
     num_graphs, ids = graphs.num_graphs, tuple(range(7))

@@ -16,7 +16,7 @@ from mneme.cachetier.session_log.log_store import LogKey, log_key
 from mneme.cachetier.session_log.rows import LogRows
 from mneme.replicas.sessions import durable as durable_sessions
 from mneme.replicas.sessions.durable import DurableSessions, SessionLogWriter
-from mneme.replicas.sessions.token_log import Recalled, TokenLog
+from mneme.replicas.sessions.token_log import RecalledSession, TokenLog
 from tests.replicas.sessions.test_durable_turns import until
 
 MODEL = b"letters"
@@ -69,7 +69,7 @@ def test_whatever_a_read_raises_the_turn_goes_on(caplog: pytest.LogCaptureFixtur
     durable = DurableSessions(store, MODEL, 5, read_s=60)
     (key,) = keys(1)
     with caplog.at_level(logging.ERROR):
-        assert durable.recall([key], lambda _key: 0) == [Recalled(key, None)]
+        assert durable.recall([key], lambda _key: 0) == [RecalledSession(key, None)]
     assert durable.stats()["read"] == {"failed": 1}
     assert "could not be read" in caplog.text
     durable.close()
@@ -95,7 +95,7 @@ def test_nothing_is_read_once_all_is_closed() -> None:
     durable = DurableSessions(HeldStore(), MODEL, 5, read_s=60)
     durable.close()
     (key,) = keys(1)
-    assert durable.recall([key], lambda _key: 0) == [Recalled(key, None)]
+    assert durable.recall([key], lambda _key: 0) == [RecalledSession(key, None)]
 
 
 def test_all_sessions_of_a_burst_are_read() -> None:
@@ -112,10 +112,10 @@ def test_while_all_reads_hang_no_turn_waits_for_another() -> None:
     store = HeldStore()
     durable = DurableSessions(store, MODEL, 5, read_s=0.05)
     asked = keys(20)
-    assert durable.recall(asked, lambda _key: 0) == [Recalled(key, None) for key in asked]
+    assert durable.recall(asked, lambda _key: 0) == [RecalledSession(key, None) for key in asked]
     durable._read_s = 120.0
     began_s = time.monotonic()
-    assert durable.recall(asked[:1], lambda _key: 0) == [Recalled(asked[0], None)]
+    assert durable.recall(asked[:1], lambda _key: 0) == [RecalledSession(asked[0], None)]
     assert time.monotonic() - began_s < 100.0  # it did not wait `read_s`
     store.go.set()
     deadline_s = time.monotonic() + 60.0

@@ -12,7 +12,7 @@ from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, Session
 from mneme.replicas.documents import DocumentSpan
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sessions.sessions import MAX_QUEUED_PER_SESSION, Sessions
-from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
+from mneme.replicas.sessions.token_log import ClientText, FinishedTurn, VisibleTokens
 
 
 class Clock:
@@ -53,7 +53,7 @@ def answer(sessions: Sessions, request: GenerationRequest, output_ids: list[int]
 def end(
     sessions: Sessions, request: GenerationRequest, ids: list[int], output_ids: list[int], text: str
 ) -> list[GenerationRequest]:
-    return sessions.end(request, FinishedTurn(ids + output_ids, len(ids), 0, Said(text, len(output_ids))))
+    return sessions.end(request, FinishedTurn(ids + output_ids, len(ids), 0, ClientText(text, len(output_ids))))
 
 
 def test_stored_ids_are_used_where_the_stored_text_begins_the_new_one() -> None:
@@ -380,7 +380,7 @@ def test_a_fork_in_the_middle_of_an_answer_has_what_was_said() -> None:
     request = turn("1", "s", "ab")
     ids = begin(sessions, request)
     assert ids is not None
-    sessions.fork(("", "s"), ("", "f"), (FinishedTurn([*ids, 1000], len(ids), 0, Said("c", 1)), request))
+    sessions.fork(("", "s"), ("", "f"), (FinishedTurn([*ids, 1000], len(ids), 0, ClientText("c", 1)), request))
     assert begin(sessions, turn("2", "f", "abc?")) == [97, 98, 1000, ord("?")]
     assert end(sessions, request, ids, [1000, 1001], "cd") == []
     assert log_of(sessions) == [97, 98, 1000, 1001]
@@ -468,8 +468,8 @@ def test_documents_of_a_turn_behind_a_truncation_stand_in_what_it_sees() -> None
     first = turn("1", "s", "abcdef")
     ids = begin(sessions, first)
     assert ids is not None
-    seen = Seen(array("i", [101, 102, 1000]), None)
-    sessions.end(first, FinishedTurn([*ids, 1000], len(ids), 0, Said("x", 1), seen))
+    seen = VisibleTokens(array("i", [101, 102, 1000]), None)
+    sessions.end(first, FinishedTurn([*ids, 1000], len(ids), 0, ClientText("x", 1), seen))
     prompt = sessions.begin(with_documents("2", ["abcdefxq", "NEW", "r"]))
     assert prompt is not None
     assert prompt.context == [101, 102, 1000, ord("q"), *(500 + i for i in encode("NEW")), ord("r")]
