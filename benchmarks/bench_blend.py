@@ -45,15 +45,15 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import MnemeError
 from mneme.lab.quality.measure import Arm, measure
 from mneme.lab.quality.tasks import Task, read_task
+from mneme.replicas.blend.gate import QualityReport
+from mneme.replicas.blend.selectors import count, filter_counts, first_share
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
+from mneme.replicas.engine.build import build_engine, connect
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.engine.load import connect, load_engine
-from mneme.replicas.fuse.report import QualityReport
-from mneme.replicas.fuse.selectors import count, filter_counts, first_share
-from mneme.replicas.model.config import model_directory
 from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -372,7 +372,7 @@ def measure_quality(run: Run) -> Part:
     selectors: tuple[Selector, ...] = ("hkvd", "query", "query+first-k", "first-k", "random")
     arms = [Arm("none", 0.0), *(Arm(selector, ratio) for selector in selectors for ratio in ratios)]
     tokenizer = Tokenizer.load(model_directory("mneme-tiny"))
-    engine = load_engine("mneme-tiny", EngineConfig(dtype="float32"), tokenizer=tokenizer)
+    engine = build_engine("mneme-tiny", EngineConfig(dtype="float32"), tokenizer=tokenizer)
     with closed(engine), closed(tokenizer):
         task = read_task(f"coreference:{','.join(LAYOUTS.values())}", num_cases)
         found, _ = measure(engine, tokenizer, task, arms)

@@ -97,7 +97,7 @@ class ChaosCluster:
         from ray.cluster_utils import Cluster
 
         from mneme.cluster.app import build
-        from mneme.cluster.run.lifecycle import APPLICATION
+        from mneme.cluster.run.local_cluster import APPLICATION
         from mneme.cluster.serve.ray_private import single_node
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

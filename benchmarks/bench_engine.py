@@ -29,8 +29,8 @@ from workloads import MODEL_SHAPE, WORKLOADS, Workload, make_prompts, write_rand
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
 

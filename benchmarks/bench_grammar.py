@@ -32,8 +32,8 @@ from random_models import SHAPES
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, Grammar, SamplingParams

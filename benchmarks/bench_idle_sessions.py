@@ -30,9 +30,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from harness import Check, Run, at_most, options_of
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.load import load_engine
+from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.output import MAX_EXPLANATIONS
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sessions.token_log import MAX_MARKS
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class Talker:
             device="cpu", dtype=DTYPE, num_pages=num_pages, page_size=PAGE_SIZE, num_threads=1,
             max_sessions=max_sessions, session_ttl_s=1e8, max_batch_tokens=2048,
         )  # fmt: skip
-        self.engine = load_engine(MODEL, config, tokenizer=self._tokenizer)
+        self.engine = build_engine(MODEL, config, tokenizer=self._tokenizer)
         self._num_turns = 0
 
     def ask(self, session: int | None, text: str, max_tokens: int = 1) -> str:

@@ -35,7 +35,7 @@ import httpx
 from harness import Run, at_least, at_most, options_of
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.load import load_engine
+from mneme.replicas.engine.build import build_engine
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.e2e.server_process import SERVE, ServerProcess, free_port
 
@@ -66,7 +66,7 @@ def ks_p_value(one: Sequence[float], other: Sequence[float]) -> float:
 
 def in_process() -> Ask:
     """Ask an engine of this process."""
-    engine = load_engine("mneme-tiny", EngineConfig(dtype="float32", device="cpu", num_pages=1024))
+    engine = build_engine("mneme-tiny", EngineConfig(dtype="float32", device="cpu", num_pages=1024))
 
     def ask(name: str, tenant: str, ids: Sequence[int]) -> tuple[float, int]:
         request = GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=ONE, salt=tenant)

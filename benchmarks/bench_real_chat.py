@@ -49,11 +49,11 @@ from harness import PartResult, Run, at_most, median_ratio, options_of, take_tur
 from peers.beside import llama_server, vllm_server  # noqa: E402
 
 from mneme.lab.bench.client import ChatClient, connect  # noqa: E402
-from mneme.lab.bench.load import Load  # noqa: E402
 from mneme.lab.bench.measure import Answer, summarize  # noqa: E402
+from mneme.lab.bench.traffic import SessionPlayer  # noqa: E402
 from mneme.lab.bench.workloads import Session, Turn  # noqa: E402
 from mneme.lab.chat import first_model  # noqa: E402
-from mneme.replicas.model.config import model_directory  # noqa: E402
+from mneme.replicas.model.directory import model_directory  # noqa: E402
 from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
 
 MODEL = "smollm2"
@@ -134,7 +134,7 @@ async def play(arm: Arm, sessions: list[Session], in_flight: int) -> dict[str, A
             first.setdefault(session, answer.prompt_tokens or 0)
             return answer
 
-        load = Load(ask, say=lambda turn: turn.pieces[0].text())
+        load = SessionPlayer(ask, say=lambda turn: turn.pieces[0].text())
         await load.play(sessions, in_flight)
     return {**summarize(load.answers, {}, load.num_unsent), "first_tokens": sum(first.values())}
 

@@ -32,7 +32,7 @@ from harness import PartResult, Run, at_least, at_most, options_of
 
 from mneme import LLM, SamplingParams
 from mneme.replicas.model import runner, sampler
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.model.weights import open_files
 from mneme.replicas.request import PromptLogprobs
 

@@ -88,7 +88,7 @@ def report(rng: random.Random, replica: int, seq: int, **values: Any) -> Replica
     return ReplicaReport(
         epoch=f"epoch-{replica}",
         seq=seq,
-        queue_s=rng.random(),
+        backlog_s=rng.random(),
         queued_tokens=rng.randrange(10_000),
         running=rng.randrange(20),
         waiting=0,
@@ -110,7 +110,7 @@ def choices(num_calls: int) -> dict[str, float]:
     own = [[rng.randbytes(8) for _ in range(NUM_BLOCKS // NUM_REPLICAS)] for _ in names]
     for replica, name in enumerate(names):
         blocks = pack([*shared, *own[replica]])
-        chooser.take_report(name, report(rng, replica, 0, device=blocks, is_snapshot=True, cost=COST))
+        chooser.apply_report(name, report(rng, replica, 0, device=blocks, is_snapshot=True, cost=COST))
     assert len(chooser._index) >= NUM_BLOCKS
     gc.collect()
     gc.freeze()  # as an ingress that has run for long: nothing of it is looked at again
@@ -121,7 +121,7 @@ def choices(num_calls: int) -> dict[str, float]:
         went, own[replica][:16] = own[replica][:16], [rng.randbytes(8) for _ in range(16)]
         said = report(rng, replica, 1 + number // NUM_REPLICAS, device=pack(own[replica][:16]), gone=pack(went))
         started = time.perf_counter()
-        assert chooser.take_report(names[replica], said)
+        assert chooser.apply_report(names[replica], said)
         times["report"].append(time.perf_counter() - started)
         ids = (*rng.choice(systems), *(rng.randrange(32_000) for _ in range(half)))
         started, started_cpu = time.perf_counter(), time.thread_time()

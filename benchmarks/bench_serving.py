@@ -162,7 +162,7 @@ def run_server(port: str) -> None:
     from mneme.cluster.cli.serve import serve
     from mneme.cluster.config import load_config
 
-    sys.exit(serve(load_config(None, [f"port={port}", "replicas=2"]), load_engine=load_paced_engine))
+    sys.exit(serve(load_config(None, [f"port={port}", "replicas=2"]), build_engine=load_paced_engine))
 
 
 class Stream(asyncio.Protocol):

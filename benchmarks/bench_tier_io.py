@@ -40,7 +40,7 @@ from cache_engines import make_cold
 from harness import PartResult, Run, at_least, median_ratio, options_of, take_turns
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk, U8Array, Wanted, checksum, make_chunk
+from mneme.cachetier.chunk.header import Chunk, ExpectedChunk, U8Array, checksum, make_chunk
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.names import Miss
@@ -120,9 +120,9 @@ class Chain:
         positions = np.arange(index * self.shape.num_tokens, (index + 1) * self.shape.num_tokens, dtype=np.int32)
         return make_chunk(self.lineage, self.fingerprint, parent, self.token_ids[index], positions, list(layers))
 
-    def wanted(self, index: int) -> Wanted:
+    def wanted(self, index: int) -> ExpectedChunk:
         key = self.chunks[index].header.key
-        return Wanted(key=key, fingerprint=self.fingerprint, token_ids=self.token_ids[index])
+        return ExpectedChunk(key=key, fingerprint=self.fingerprint, token_ids=self.token_ids[index])
 
     def _chunks(self) -> Iterator[Chunk]:
         parent = self.lineage.root

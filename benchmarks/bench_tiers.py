@@ -65,8 +65,8 @@ from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
 from mneme.errors import MnemeError
 from mneme.lab.cache.costs import Prices
+from mneme.replicas.engine.build import choose_dtype
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.engine.load import choose_dtype
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from mneme.replicas.sequence import StepRows
 

@@ -41,8 +41,8 @@ from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.model.parts import Attention
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights

@@ -29,9 +29,9 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import compiled_kernels, connect
 from mneme.replicas.engine.calibration import calibrate
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.engine.load import compiled_kernels, connect
 from mneme.replicas.engine.warm_up import warm_up
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.graphs import step_graphs_for
@@ -162,7 +162,7 @@ def answers(
     first_s, last_s = dict[str, float](), dict[str, float]()
     usage, token_ids = dict[str, PromptUsage](), defaultdict[str, list[int]](list)
     if engine.connector is not None:
-        engine.connector.tell(answered.set)
+        engine.connector.set_on_answer(answered.set)
     names = [f"{name} {index}" for index in range(len(prompts))]
     for name, ids in zip(names, prompts, strict=True):
         engine.submit(request(name, ids, num_out, **more))

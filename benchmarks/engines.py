@@ -10,8 +10,8 @@ from random_models import SHAPES, random_weights
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import parse_model_config
 from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import parse_model_config
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mneme.replicas.model.config import parse_model_config
 from mneme.replicas.model.decoder_config import DecoderConfig
+from mneme.replicas.model.directory import parse_model_config
 from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.weights import build

@@ -34,7 +34,7 @@ APPLICATION = "bench-tier-io"
 NODES = ("host", "peer", "peer 2")
 _TIMEOUT_S = 120.0
 _CLOSE_S = 20.0
-_SETTLE_S = 20.0  # of one chunk
+_FLUSH_S = 20.0  # of one chunk
 _FOUND_S = 20.0  # until chunks that were put can be found, those of another node too
 _LOOK_S = 1.0
 _POLL_S = 0.02
@@ -142,7 +142,7 @@ class ClusterTier:
         """As an engine saves: what is under way is waited for where that is too much, and after the last."""
         _put(self.store, self._chain, index)
         if index == len(self._chain.chunks) - 1:
-            _settle(self.store)
+            _flush(self.store)
 
 
 class EngineReads:
@@ -171,7 +171,7 @@ class EngineReads:
         assert self._load is not None
         for place in range(index * self._num_layers, (index + 1) * self._num_layers):
             layer, chunk = divmod(place, self._num_chunks)
-            found = self._load.take(chunk, layer)
+            found = self._load.read(chunk, layer)
             if isinstance(found, Miss):
                 raise MnemeError(f"chunk {chunk}, layer {layer}: {found.value}")
 
@@ -207,7 +207,7 @@ def put_arms(tier: ClusterTier, base: Arm) -> list[Arm]:
 def put_settled(store: RayChunkStore, chain: Chain, index: int) -> None:
     """Put a chunk, and wait until it can be found."""
     _put(store, chain, index)
-    _settle(store)
+    _flush(store)
 
 
 def _put(store: RayChunkStore, chain: Chain, index: int) -> None:
@@ -215,6 +215,6 @@ def _put(store: RayChunkStore, chain: Chain, index: int) -> None:
         raise MnemeError(f"chunk {index} was not put")
 
 
-def _settle(store: RayChunkStore) -> None:
-    if not store.settle(_SETTLE_S):
-        raise MnemeError(f"chunks were not kept within {_SETTLE_S:g} s")
+def _flush(store: RayChunkStore) -> None:
+    if not store.flush(_FLUSH_S):
+        raise MnemeError(f"chunks were not kept within {_FLUSH_S:g} s")

@@ -77,7 +77,7 @@ def write_random_llama(directory: Path, seed: int = 0, **shape: int) -> Path:
 
 def write_chat_llama(directory: Path, **shape: int) -> Path:
     """Save the same model, or one of another shape, with the tokenizer and the chat template of mneme-tiny."""
-    from mneme.replicas.model.config import model_directory
+    from mneme.replicas.model.directory import model_directory
 
     write_random_llama(directory, **{"vocab_size": 3072, "eos_token_id": 3, **shape})
     for file in model_directory("mneme-tiny").iterdir():

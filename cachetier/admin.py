@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from mneme.cachetier.names import TierName
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.store import ChainQuery
 
-# `take_back_pin`: of a node alone, where another has refused the pin.
-AdminCall = Literal["lookup", "pin", "take_back_pin", "unpin", "pins", "delete", "delete_tenant", "stats"]
+# `revert_pin`: of a node alone, where another has refused the pin.
+AdminCall = Literal["lookup", "pin", "revert_pin", "unpin", "pins", "delete", "delete_tenant", "stats"]
 ADMIN_CALLS: tuple[AdminCall, ...] = get_args(AdminCall)
 MAX_PINS = 64  # of one tenant on one node
 

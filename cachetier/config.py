@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mneme.cachetier.names import MAX_CHUNK_TOKENS, PolicyName
+from mneme.cachetier.names import MAX_CHUNK_TOKENS, EvictionPolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
 
@@ -38,7 +38,7 @@ class CacheConfig:
     chunk_tokens: int = 256  # of a full chunk; a multiple of every page size
     host_bytes: int | None = None  # of chunks in the node's memory; None: two fifths of the object store
     disk: DiskTierConfig | None = None  # None: nothing is written to a disk, and a restart starts cold
-    eviction: PolicyName = "returning"  # of both tiers
+    eviction: EvictionPolicyName = "returning"  # of both tiers
     ttl_s: float | None = None  # since the last use, in every tier; None: until room is needed
     tenant_bytes: int | None = None  # of one tenant in each tier; None: no quota
     # What is done with chunks that a tier has of a prompt. auto: what brings its first token soonest; always: they are

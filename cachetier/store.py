@@ -122,7 +122,7 @@ class ChunkStore(Protocol):
     def stats(self) -> Mapping[str, int]:
         """Counters of this process since its start, and gauges, without a call; from any thread."""
 
-    def settle(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         """Wait until what was put before can be found, or was refused; False if that took too long."""
 
     def close(self) -> None:

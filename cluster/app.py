@@ -21,7 +21,7 @@ from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.serve.gpus import EnginePlacement, place_models
 from mneme.cluster.serve.ingress import BuildApi, Ingress
 from mneme.cluster.serve.ray_private import own_replica_id
-from mneme.cluster.serve.replica import EngineReplica, LoadEngine
+from mneme.cluster.serve.replica import BuildEngine, EngineReplica
 
 ENGINE_DEPLOYMENT = "engine"
 INGRESS_DEPLOYMENT = "ingress"
@@ -47,7 +47,7 @@ def build_application(
     config: ClusterConfig,
     placements: Sequence[EnginePlacement],
     *,
-    load_engine: LoadEngine | None = None,
+    build_engine: BuildEngine | None = None,
     build_api: BuildApi | None = None,
 ) -> Application:
     """Bind the ingress and a deployment for each model; the two functions run in the replicas' processes.
@@ -55,7 +55,7 @@ def build_application(
     placements  of each model; tests give functions of their own
     """
     each = list(zip(config.each_model(), placements, strict=True))
-    engines = [_engines(i, *model, load_engine or _load_engine) for i, model in enumerate(each)]
+    engines = [_engines(i, *model, build_engine or _build_engine) for i, model in enumerate(each)]
     ingress = serve.deployment(
         name=INGRESS_DEPLOYMENT,
         num_replicas=config.ingress.replicas,
@@ -70,7 +70,7 @@ def build_application(
     return ingress.bind(config.as_mapping(), engines, wanted, build_api or _build_api)
 
 
-def _engines(index: int, config: ClusterConfig, placement: EnginePlacement, load_engine: LoadEngine) -> Application:
+def _engines(index: int, config: ClusterConfig, placement: EnginePlacement, build_engine: BuildEngine) -> Application:
     """Bind a model's replicas; `config` is of this model alone."""
     name = f"{ENGINE_DEPLOYMENT}-{index + 1}" if index else ENGINE_DEPLOYMENT
     return serve.deployment(
@@ -87,7 +87,7 @@ def _engines(index: int, config: ClusterConfig, placement: EnginePlacement, load
         request_router_config=RequestRouterConfig(request_router_class="mneme.router.serve_router.MnemeRequestRouter"),
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": placement.gpus_per_replica},
         logging_config=_logging(config),
-    )(EngineReplica).bind(_of_engines(config), placement.device, placement.gpus_per_replica, load_engine)
+    )(EngineReplica).bind(_of_engines(config), placement.device, placement.gpus_per_replica, build_engine)
 
 
 def _logging(config: ClusterConfig) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def _number(config: ClusterConfig, placement: EnginePlacement, deployment: str) 
     return {"autoscaling_config": serve_options(config.autoscale, deployment)}
 
 
-def _load_engine(*args: Any, **kwargs: Any) -> Any:
-    from mneme.replicas.engine.load import load_engine_loop
+def _build_engine(*args: Any, **kwargs: Any) -> Any:
+    from mneme.replicas.engine.build import build_engine_loop
 
-    return load_engine_loop(*args, **kwargs)
+    return build_engine_loop(*args, **kwargs)
 
 
 def _build_api(clients: Sequence[EngineClient], config: ClusterConfig) -> ASGIApp:

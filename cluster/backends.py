@@ -8,7 +8,7 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.http.api_state import Backend, ServedModel
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.replicas.card import sampling_defaults
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.replicas.model.directory import load_model_config, model_directory
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import default_for
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mneme.cachetier.config import CacheConfig
-from mneme.cluster.keys import Keyring
+from mneme.cluster.api_keys import Keyring
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig
@@ -20,7 +20,7 @@ from mneme.router.autoscaler import AutoscaleConfig
 from mneme.router.score import RouterConfig
 
 MIB = 2**20
-SETTLE_S = 2.0  # when the server stops: for what is being saved to reach the cache tier
+FLUSH_S = 2.0  # when the server stops: for what is being saved to reach the cache tier
 
 
 _ADDRESS = re.compile(r"auto|\S+:[0-9]{1,5}")

@@ -19,13 +19,13 @@ from mneme.cluster.backends import load_backend
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.run.environment import bound_socket
-from mneme.cluster.run.lifecycle import Foreground, check_files
+from mneme.cluster.run.local_cluster import Foreground, check_files
 from mneme.cluster.serve import http_protocol
 from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.local_client import NAME, LocalEngineClient
 from mneme.errors import ConfigError, ReplicaUnavailable
 from mneme.primitives import Workers
-from mneme.replicas.model.config import Progress
+from mneme.replicas.model.directory import Progress
 
 if TYPE_CHECKING:
     from mneme.replicas.engine.loop import EngineLoop
@@ -86,10 +86,10 @@ class LocalServer(Foreground):
         with bound_socket(self.config) as bound:
             self.watch_signals()
             on_progress("importing", 0.0)
-            from mneme.replicas.engine.load import load_engine_loop
+            from mneme.replicas.engine.build import build_engine_loop
 
             config = self.config
-            engine = load_engine_loop(config.model, config.engine, on_progress=on_progress, cache=config.cache)
+            engine = build_engine_loop(config.model, config.engine, on_progress=on_progress, cache=config.cache)
             self.serve(engine, bound)
         return 1
 

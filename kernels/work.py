@@ -125,7 +125,7 @@ def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
     return _RowSpans(start, count)
 
 
-class Found(Protocol):
+class FoundSegments(Protocol):
     """Segments of page tables, and what is in none: `Segments` or `LineageSegments`."""
 
     @property
@@ -136,7 +136,7 @@ class Found(Protocol):
 
 
 def arrange(
-    found: Found,
+    found: FoundSegments,
     sequence: IntArray,
     num_sequences: int,
     *,

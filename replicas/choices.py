@@ -91,7 +91,7 @@ class Choice:
         of_prompt, said = event.prompt_logprobs, event.token_ids
         self._deltas.append(Delta(self.index, text, logprobs, reason, said, is_first, reasoning, calls, of_prompt))
 
-    def take(self) -> Iterator[Delta]:
+    def pop_deltas(self) -> Iterator[Delta]:
         """Take what is new, one by one: `num_told` counts what was taken."""
         deltas, self._deltas = self._deltas, []
         for delta in deltas:

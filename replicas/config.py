@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mneme.cachetier.names import PolicyName
+from mneme.cachetier.names import EvictionPolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
 from mneme.replicas.documents import BlendOptions
@@ -40,7 +40,7 @@ class EngineConfig:
     max_waiting: int = 1024  # queued requests; more are refused with Overloaded
     request_timeout_s: float | None = None  # for requests that name none; None: no deadline
     prefix_sharing: bool = True  # false: nothing is shared or found again, as a measure of what that is worth
-    eviction: PolicyName = "lookahead"  # which cached pages go first (docs/decisions/prefix-cache.md)
+    eviction: EvictionPolicyName = "lookahead"  # which cached pages go first (docs/decisions/prefix-cache.md)
     cuda_graphs: bool = True  # replay steps of up to 2,048 rows as CUDA graphs; nothing on a CPU
     timeline: str | None = None  # file for trace events of layers and transfers; %p in it: the process id
     num_threads: int | None = None  # torch threads; None: what torch chooses

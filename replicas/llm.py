@@ -16,20 +16,20 @@ from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeGuard, TypeVa
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.config import parse
 from mneme.errors import ConfigError, InvalidRequest, MnemeError
 from mneme.replicas.card import sampling_defaults
 from mneme.replicas.choices import Choice, Delta, joined
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, BlendUsage
+from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.engine import BLOCKED_S
-from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.stats import engine_stats
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent, session_key
-from mneme.replicas.text.parts import EncodedPrompt, StandIns, encode_parts, prompt_parts
+from mneme.replicas.text.document_parts import EncodedPrompt, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.prompts import ROLES, Appended, conversation_prefix, num_system_tokens
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, default_for, resolved
@@ -162,10 +162,10 @@ class LLM:
         self.tokenizer = Tokenizer.load(directory)
         self._sampling_defaults = sampling_defaults(directory, base.generation_config)
         self._config = replace(base, device=chosen.device, dtype=chosen.dtype, **foreign)
-        self.engine = load_engine(model, self._config, tokenizer=self.tokenizer, cache=cache)
+        self.engine = build_engine(model, self._config, tokenizer=self.tokenizer, cache=cache)
         self._tier_answered = threading.Event()
         if self.engine.connector is not None:
-            self.engine.connector.tell(self._tier_answered.set)
+            self.engine.connector.set_on_answer(self._tier_answered.set)
         self._default_truncation = default_for(base.truncation, self.engine.runner.immovable)
         self._default_blend = base.blend
         self._ids = itertools.count()
@@ -436,7 +436,7 @@ class LLM:
         durable = self.engine.durable
         if durable is not None:
             sessions = self.engine.sessions
-            sessions.take_over(durable.recall(map(session_key, unsent), sessions.version_of))
+            sessions.restore_all(durable.recall(map(session_key, unsent), sessions.version_of))
         try:
             with _progress_of(len(choice_by_id), show_progress) as show:
                 while unsent or self.engine.has_work:
@@ -452,7 +452,7 @@ class LLM:
         finally:  # an error, or Ctrl-C: nothing of this call may run on
             for request_id in choice_by_id:
                 self.engine.abort(request_id)
-            self.engine.take_events()
+            self.engine.pop_events()
             if durable is not None:
                 durable.writer.flush(_WRITE_S)
         return [job.output() for job in jobs]
@@ -564,7 +564,7 @@ class _Job(NamedTuple):
     started_s: float
 
     def output(self) -> RequestOutput:
-        said = [joined(list(choice.take())) for choice in self.choices]
+        said = [joined(list(choice.pop_deltas())) for choice in self.choices]
         first, usage = self.choices[0].request, self.choices[0].usage
         if usage.blend is not None:
             first = first.in_order(usage.blend.order)

@@ -51,7 +51,7 @@ class ReadBudget:
     def has(self, num_bytes: int) -> bool:
         return self.num_used + num_bytes <= self.num_bytes
 
-    def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
+    def reserve(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
         """Wait for room, unless it is urgent. False if nobody wants these bytes any more.
 
         Whoever changes what the two say calls `wake`.
@@ -63,7 +63,7 @@ class ReadBudget:
             self.num_used += num_bytes
         return True
 
-    def give(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         with self._condition:
             self.num_used -= num_bytes
             self._condition.notify_all()
@@ -141,7 +141,7 @@ class Load:
         return self._clock() - self._asked_s >= self._timeout_s
 
     @property
-    def is_settled(self) -> bool:
+    def is_decided(self) -> bool:
         """Return whether nobody need wait for it: a step may load it, or nothing is to come."""
         return self.state not in (LoadState.ASKING, LoadState.READING)
 
@@ -293,7 +293,7 @@ class Load:
                 self._read_on()
         self._budget.wake()
 
-    def take(self, index: int, layer: int) -> U8Array | Miss:
+    def read(self, index: int, layer: int) -> U8Array | Miss:
         """Return the bytes of a chunk's layer, checked; waits for those being read. Each is taken once."""
         if self.sources[index].edge == "host":
             return self._read(index, layer, self.num_readers)
@@ -302,7 +302,7 @@ class Load:
             read = self._layers[index].pop(layer, None)
         if read is None:
             return Miss.ABSENT
-        self._budget.give(read.nbytes)
+        self._budget.release(read.nbytes)
         return read
 
     def lose_from(self, index: int) -> None:
@@ -312,7 +312,7 @@ class Load:
             lost, self._layers[index:] = self._layers[index:], [{} for _ in self._layers[index:]]
             self._update_state()
             self._condition.notify_all()
-        self._budget.give(sum(read.nbytes for layers in lost for read in layers.values()))
+        self._budget.release(sum(read.nbytes for layers in lost for read in layers.values()))
 
     def close(self) -> None:
         """Close it: nobody wants it any more. What a thread is at ends by itself."""
@@ -332,7 +332,7 @@ class Load:
                 source.close()
             self._on_closed(self)
 
-    def note_copy(self, index: int, seconds: float) -> None:
+    def add_copy(self, index: int, seconds: float) -> None:
         """Add the time that an edge took behind a read."""
         with self._condition:
             self._reads_of(index).seconds += seconds
@@ -367,7 +367,7 @@ class Load:
         num_bytes = self.sources[index].header.layer_bytes
         if not self._budget.has(num_bytes) and not any(self._layers[: part.start]):  # of the part before
             self._set_ready(part)  # as far as it can be: it goes on when the engine takes what was read
-        if not self._budget.take(num_bytes, lambda: index < self._num_begun, lambda: index >= self._num_sound):
+        if not self._budget.reserve(num_bytes, lambda: index < self._num_begun, lambda: index >= self._num_sound):
             return
         read: U8Array | Miss = Miss.BUSY
         try:
@@ -380,7 +380,7 @@ class Load:
                     self._num_ahead += num_bytes
                     self._condition.notify_all()
             if not is_kept:
-                self._budget.give(num_bytes)
+                self._budget.release(num_bytes)
             if isinstance(read, Miss):
                 self.lose_from(index)
         if self.plan is not None and self._num_ahead >= self.plan.buffer_bytes:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, Typ
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
 from mneme.cachetier.names import TierName
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.errors import MnemeError
 from mneme.replicas.documents import ShownBlend
 from mneme.replicas.report import ReplicaReport
@@ -383,7 +383,7 @@ class DroppedChunks(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class DeleteSequencePages(KvQuery[DroppedPages]):
-    """Delete a prompt's pages with all that begins with it, or what is a session's own; what is being saved settles."""
+    """Delete a prompt's pages with all that begins with it, or what is a session's own; saves are flushed before."""
 
     salt: str
     token_ids: tuple[int, ...]
@@ -398,7 +398,7 @@ class DeleteTenantPages(KvQuery[DroppedPages]):
 
 
 @dataclass(frozen=True, slots=True)
-class SettleSaves(KvQuery[None]):
+class FlushSaves(KvQuery[None]):
     """Wait until what is being saved is in the tier."""
 
 

@@ -25,7 +25,7 @@ _HASH_BYTES = 8
 class ReplicaReport:
     """Says how busy a replica is, and what came and went since the report before.
 
-    queue_s          predicted, until what it has taken is prefilled; NaN: it has no cost model
+    backlog_s        predicted, until what it has taken is prefilled; NaN: it has no cost model
     queued_tokens    of prompts, that are still to be computed
     running, waiting  requests
     context_tokens   that running requests see
@@ -40,7 +40,7 @@ class ReplicaReport:
 
     epoch: str
     seq: int
-    queue_s: float
+    backlog_s: float
     queued_tokens: int
     running: int
     waiting: int

@@ -276,7 +276,7 @@ class History(NamedTuple):
     parsers: tuple[Any, Any]
 
 
-class KeptPrefix(NamedTuple):
+class PinnedPrefix(NamedTuple):
     """Names the beginning of a prompt that stays resident for a time, if there is room."""
 
     num_tokens: int
@@ -309,7 +309,7 @@ class GenerationRequest:
     elsewhere_tokens: int = 0  # of its prompt, that another replica would find too, as far as the router knows
     taken_s: float = 0.0  # when the engine took it, by the engine's clock
     history: History | None = None  # of a request with a session that resends what was said
-    kept: tuple[KeptPrefix, ...] = ()  # what is pinned of the prompt when it has ended
+    pinned: tuple[PinnedPrefix, ...] = ()  # what is pinned of the prompt when it has ended
     documents: tuple[DocumentSpan, ...] = ()  # in order, apart; of the engine's sequence: of what that sees
     blend: BlendOptions = field(default_factory=BlendOptions)
     document_order: tuple[int, ...] = ()  # `BlendUsage.order`, from when an engine took it

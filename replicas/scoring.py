@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.fuse.selectors import FloatArray, no_rows
+from mneme.replicas.blend.selectors import FloatArray, no_rows
 from mneme.replicas.request import Pooling, PromptLogprobs
 
 
@@ -43,7 +43,7 @@ class Scoring:
         self.pieces.append(piece)
         self.num_scored += num_tokens
 
-    def take_embedding(self) -> tuple[float, ...] | None:
+    def pop_embedding(self) -> tuple[float, ...] | None:
         """Return the embedding, once the output has begun."""
         pooled, self.pooled = self.pooled, None
         if pooled is None:
@@ -51,7 +51,7 @@ class Scoring:
         assert self.num_pooled == self.num_prompt
         return tuple((pooled / (1 if self.pooling == "last" else self.num_pooled)).tolist())
 
-    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+    def pop_prompt_logprobs(self) -> PromptLogprobs | None:
         """Return those of the prompt, once the output has begun; None: not asked for."""
         if self.num_top is None:
             return None

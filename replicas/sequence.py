@@ -13,12 +13,12 @@ import numpy as np
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.errors import MnemeError
 from mneme.kernels.page_table import IntArray
+from mneme.replicas.blend.blend import Blend
+from mneme.replicas.blend.selectors import no_rows
 from mneme.replicas.documents import TRUNCATED
 from mneme.replicas.drawing import Drawing
-from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.forest.paths import Path, Rows
-from mneme.replicas.fuse.blend import Blend
-from mneme.replicas.fuse.selectors import no_rows
+from mneme.replicas.forest.tree import Owner, Root
 from mneme.replicas.load import Load
 from mneme.replicas.request import GenerationRequest, PromptUsage, Source
 from mneme.replicas.scoring import Scoring
@@ -46,7 +46,7 @@ class Origins:
     def __init__(self) -> None:
         self._noted: list[Origin] = []  # in order, apart
 
-    def note(self, start: int, end: int, source: Source) -> None:
+    def add(self, start: int, end: int, source: Source) -> None:
         """Note a source; the latest note counts, as a suspended request may find less than it had."""
         if start >= end:
             return
@@ -174,29 +174,29 @@ class Sequence:
             return "stop"
         return "length" if self.num_output >= self.max_tokens else None
 
-    def note_origin(self, start: int, end: int, source: Source) -> None:
+    def add_origin(self, start: int, end: int, source: Source) -> None:
         """Note where the KV of [start, end) comes from, as long as that is the prompt's."""
         if not self.num_output:
-            self.origins.note(start, end, source)
+            self.origins.add(start, end, source)
 
-    def note_rows(self, rows: Rows) -> None:
+    def add_origins(self, rows: Rows) -> None:
         """Note that these rows are computed, as long as they are the prompt's."""
         if self.num_output:
             return
         for start, end in rows.loaded:
-            self.note_origin(start, end, "host")
+            self.add_origin(start, end, "host")
         if len(self.blend.narrowed):
             cached = [each for each in self.origins.ranges(self.num_prompt, rest="device") if each.source in _CACHED]
-            self.blend.note_narrowed(rows.spans, cached)
+            self.blend.add_narrowed(rows.spans, cached)
         # Slots of its own between what it reuses were never there before.
         num_refilled = 0 if self.blend.uses else rows.num_refilled
         for start, end in rows.spans:
             middle = min(start + num_refilled, end)
-            self.origins.note(start, middle, "dropped")
-            self.origins.note(middle, end, "recomputed")
+            self.origins.add(start, middle, "dropped")
+            self.origins.add(middle, end, "recomputed")
             num_refilled -= middle - start
 
-    def take_usage(self) -> PromptUsage | None:
+    def pop_usage(self) -> PromptUsage | None:
         """Return the prompt's usage for the first event, None for later ones."""
         return None if self.num_reported else self.usage
 

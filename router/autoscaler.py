@@ -85,7 +85,7 @@ class ShareMeter:
     def __init__(self) -> None:
         self.prefill_share = self.saved_share = 0.0
 
-    def note(self, prefill_s: float, saved_s: float, elapsed_s: float) -> None:
+    def add_work(self, prefill_s: float, saved_s: float, elapsed_s: float) -> None:
         """Note seconds of prefill that were computed, and saved, within `elapsed_s`."""
         self.prefill_share = _smoothed(self.prefill_share, prefill_s / elapsed_s, elapsed_s, _SHARE_HALF_LIFE_S)
         self.saved_share = _smoothed(self.saved_share, saved_s / elapsed_s, elapsed_s, _SAVED_HALF_LIFE_S)
@@ -111,7 +111,7 @@ class Autoscaler:
             self._more_since_s = self._fewer_since_s = None
             self._loads = {replica_id: (now_s, load) for replica_id, (_, load) in self._loads.items()}
         self._last_s = now_s
-        self._note(loads, now_s)
+        self._update_loads(loads, now_s)
         wanted = self._wanted(len(loads), target)
         delay_s = self.config.upscale_delay_s if wanted > target else self.config.downscale_delay_s
         since_s = self._since(wanted, target, now_s)
@@ -140,7 +140,7 @@ class Autoscaler:
         room_s = self.config.target_itl_s - load.constant_s
         return max(load.step_s - load.constant_s, 0.0) / room_s if room_s > 0 else 0.0
 
-    def _note(self, loads: Mapping[str, ReplicaLoad | None], now_s: float) -> None:
+    def _update_loads(self, loads: Mapping[str, ReplicaLoad | None], now_s: float) -> None:
         for replica_id, load in loads.items():
             before = self._loads.get(replica_id)
             if load is not None:

@@ -45,13 +45,13 @@ from mneme.router.score import (
     Asked,
     Flags,
     Loads,
-    PolicyName,
     Prices,
     RouteCandidate,
     RouteMs,
     RouterConfig,
     RouteReason,
     RouteTokens,
+    RoutingPolicy,
     ShownRoute,
     alike,
     figures_of,
@@ -118,12 +118,12 @@ class _Load:
     def release(self, reservation: Reservation) -> None:
         self._add(-reservation._running, 0, -reservation._context_tokens)
 
-    def note_late(self, late_s: float) -> None:
+    def add_overhead(self, late_s: float) -> None:
         """A first token took so much longer than its price, or less."""
         self._late_s.append(late_s)
         self.row[_OVERHEAD_S] = max(statistics.median(self._late_s), 0.0)
 
-    def take(self, report: ReplicaReport, now_s: float) -> None:
+    def apply(self, report: ReplicaReport, now_s: float) -> None:
         for reservation in [each for each in self.fresh if each._admitted_s <= now_s - _TRANSIT_S]:
             self._know(reservation)
         row, self.node, self.sink_ids = self.row, report.node, report.sink_ids
@@ -132,10 +132,10 @@ class _Load:
                 row[_FIGURES:] = figures_of(report.cost)
             except ConfigError as error:
                 logger.warning("a replica's costs are not taken: %s", error)
-        queue_s = report.queue_s
-        if not 0 <= queue_s < math.inf:
-            queue_s = max(report.queued_tokens, 0) * float(token_s(row[_FIGURES:]))
-        said = queue_s, max(report.running + report.waiting, 0), max(report.context_tokens, 0)
+        backlog_s = report.backlog_s
+        if not 0 <= backlog_s < math.inf:
+            backlog_s = max(report.queued_tokens, 0) * float(token_s(row[_FIGURES:]))
+        said = backlog_s, max(report.running + report.waiting, 0), max(report.context_tokens, 0)
         row[_REPORTED_S : _SAID_CONTEXT + 1] = now_s, *said
         row[_SILENT] = 0
 
@@ -162,7 +162,7 @@ class _ReportOrder:
     def is_whole(self) -> bool:
         return self.epoch is not None and not self._late
 
-    def take(self, report: ReplicaReport) -> list[ReplicaReport]:
+    def in_order(self, report: ReplicaReport) -> list[ReplicaReport]:
         """Return what follows, in order; a snapshot comes first in it."""
         if report.epoch in self._past or (report.epoch == self.epoch and report.seq <= self._seq):
             return []
@@ -255,7 +255,7 @@ class Reservation:
         if self._is_started:
             return
         if cached_tokens is not None:
-            self._chooser._note_first(self, cached_tokens, is_private)
+            self._chooser._learn_from_first(self, cached_tokens, is_private)
         self._leave_queue()
 
     def release(self) -> None:
@@ -328,17 +328,17 @@ class ReplicaChooser:
         """The replica restarted: it is a candidate, and holds nothing."""
         self._index.forget(replica_id)
 
-    def take_report(self, replica_id: str, report: ReplicaReport) -> bool:
+    def apply_report(self, replica_id: str, report: ReplicaReport) -> bool:
         """Follow what a replica says; False: something is missing, and a snapshot is to be asked for."""
         load = self._loads.get(replica_id)
         if load is None:
             return True
         self._send_again(self.clock())
-        for each in load.order.take(report):
+        for each in load.order.in_order(report):
             try:
                 if each.cost is not None:
                     self._figures = None
-                load.take(each, self.clock())
+                load.apply(each, self.clock())
                 self._number_node(load)
                 self._named_s[each.node] = self.clock()
                 self._follow(replica_id, each)
@@ -347,7 +347,7 @@ class ReplicaChooser:
                 load.order.epoch = None  # what it said is lost
         return load.order.is_whole
 
-    def note_silence(self, replica_id: str) -> None:
+    def mark_silent(self, replica_id: str) -> None:
         """Its reports are lost: until it makes one again it is not taken for idle, whatever it said last."""
         load = self._loads.get(replica_id)
         if load is not None:
@@ -474,7 +474,7 @@ class ReplicaChooser:
         self._unstarted[reservation] = None
         self._send(chains[0], replica_id, now_s)
         if session is not None:
-            self._note_turn(session, reservation)
+            self._add_turn(session, reservation)
         return reservation
 
     def _asked(
@@ -548,7 +548,7 @@ class ReplicaChooser:
                 self._send(each.chain, each.replica_id, now_s)
                 left -= len(each.chain)
 
-    def _note_first(self, reservation: Reservation, cached_tokens: int, is_private: bool) -> None:
+    def _learn_from_first(self, reservation: Reservation, cached_tokens: int, is_private: bool) -> None:
         """Compare what was predicted with what came."""
         session, num_tokens = reservation._session, reservation.route.asked.num_tokens
         if session is not None and (is_private or session in self._private):
@@ -565,7 +565,7 @@ class ReplicaChooser:
                 late_s = actual_s - route.ttft_s + float(route.prices.late_load[route.chosen])
                 self._late_loads.append((self.clock(), late_s))
             else:
-                reservation._load.note_late(actual_s - priced_s)
+                reservation._load.add_overhead(actual_s - priced_s)
         for name, amount in (
             ("count", 1),
             ("predicted_s", route.ttft_s),
@@ -592,7 +592,7 @@ class ReplicaChooser:
         alive = (t.replica_id for t in reversed(turns) if self._loads.get(t.replica_id) is t._load)
         return next(alive, None)
 
-    def _note_turn(self, session: _Session, reservation: Reservation) -> None:
+    def _add_turn(self, session: _Session, reservation: Reservation) -> None:
         def forget(released: Reservation) -> None:
             turns = self._turns[session]
             turns.remove(released)
@@ -609,7 +609,7 @@ class ReplicaChooser:
             return []
 
 
-def _numbers_by_rule(policy: PolicyName, running: F64, rng: random.Random) -> F64:
+def _numbers_by_rule(policy: RoutingPolicy, running: F64, rng: random.Random) -> F64:
     """Return a number for each candidate, of which the smallest is chosen.
 
     random        any of them

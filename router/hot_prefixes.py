@@ -22,7 +22,7 @@ class HotPrefixes:
     def __init__(self) -> None:
         self._groups = Bounded[tuple[str, tuple[int, ...]], _Group](_MAX_GROUPS)
 
-    def note(self, token_ids: Sequence[int], *, salt: str) -> None:
+    def add(self, token_ids: Sequence[int], *, salt: str) -> None:
         """A request had this prompt; short ones cost less to compute than to remember."""
         if len(token_ids) < _MIN_TOKENS:
             return

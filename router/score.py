@@ -28,7 +28,7 @@ F64 = NDArray[np.float64]
 U64 = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 MINE: Final = "mneme"  # predicted seconds: `prices`
-PolicyName = Literal["mneme", "random", "least-loaded", "hash"]
+RoutingPolicy = Literal["mneme", "random", "least-loaded", "hash"]
 
 LOAD_SLACK = 4  # requests above the bound on load: below a handful, load says nothing
 _RUNNING_TOKENS = 16  # what one running request costs a new one, in tokens of prefill
@@ -54,7 +54,7 @@ UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 12, 2048, 1, math.nan, math.nan])
 class RouterConfig:
     """Says how affinity is weighed against load."""
 
-    policy: PolicyName = MINE  # another: by that rule alone, as a measure of what this one is worth
+    policy: RoutingPolicy = MINE  # another: by that rule alone, as a measure of what this one is worth
     load_factor: float = 1.25  # a replica takes at most this multiple of the mean load, and four requests
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Loads(NamedTuple):
 
     figures: F64  # [candidates, 19], as `figures_of`, made `alike`
     usual: F64  # [1, 19]: the mean of all replicas' figures
-    queue_s: F64
+    backlog_s: F64
     running: F64  # requests
     context_tokens: F64  # that they see
     overhead_s: F64  # that first tokens took beyond what was predicted of them
@@ -221,7 +221,7 @@ def prices(loads: Loads, asked: Asked) -> Prices:
     # as by the number alone two of eight replicas stay without a prompt that is under everything.
     num_holders = max(int(np.count_nonzero(asked.matched == best)), 1)
     terms = [
-        loads.queue_s,
+        loads.backlog_s,
         compute_s,
         load_s,
         (brought > 0) * loads.late_load_s,

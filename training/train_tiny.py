@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from mneme.lab.quality.coreference import px_cases
-from mneme.replicas.engine.load import cpu_multiplies_bfloat16
+from mneme.replicas.engine.build import cpu_multiplies_bfloat16
 
 SEED = 20
 ROOT = Path(__file__).resolve().parent.parent

@@ -39,8 +39,8 @@ from harness import NOT_RUN
 from random_models import SHAPES, head_weights, kv_bytes_per_token, layer_weights, model_config
 
 from mneme.lab.bench.client import ChatClient, connect
-from mneme.lab.bench.load import Load
 from mneme.lab.bench.measure import Answer, summarize
+from mneme.lab.bench.traffic import SessionPlayer
 from mneme.lab.bench.workloads import _WORDS, Session, Shape, arrive, make_sessions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -387,7 +387,7 @@ async def _ask(url: str, sessions: Any, num_users: Any, options: Any, limit_s: f
     async with connect(url) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         body = {"model": model, "temperature": 0, "ignore_eos": True, **options}
-        load = Load(ChatClient(http, body, session_header=True, timeout_s=600.0).ask)
+        load = SessionPlayer(ChatClient(http, body, session_header=True, timeout_s=600.0).ask)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await load.play(sessions, num_users)

@@ -29,8 +29,8 @@ from gpu.model import PAGE_SIZE, Model, Prompts
 from gpu.steps import Row, Run, Step
 from random_models import kv_bytes_per_token
 
-from mneme.cachetier.pages.host_memory import DevicePool
-from mneme.cachetier.pages.pinned_memory import PinnedHostMemory, make_tier
+from mneme.cachetier.host_pages.cpu import DevicePool
+from mneme.cachetier.host_pages.cuda import PinnedHostMemory, make_tier
 from mneme.replicas.model.decoder import KvPool
 
 _RUNS = (1, 8, 64)

@@ -31,10 +31,10 @@ from mneme.cachetier.chunk.header import (
     MAGIC,
     Chunk,
     ChunkHeader,
+    ExpectedChunk,
     LayerOffsets,
     StreamedChecksum,
     U8Array,
-    Wanted,
     checksum,
     encode_header,
     header_bytes,
@@ -82,7 +82,7 @@ def write_chunk(files: FileOperations, temporary: str, path: str, chunk: Chunk) 
     files.rename(temporary, path)
 
 
-def open_chunk(files: FileOperations, path: str, wanted: Wanted | None = None) -> ChunkReader | Miss:
+def open_chunk(files: FileOperations, path: str, wanted: ExpectedChunk | None = None) -> ChunkReader | Miss:
     """A reader of the file's layers, to be closed. `wanted` None: whatever chunk it is, as an administrator would."""
     try:
         fd = files.open_to_read(path)
@@ -159,7 +159,7 @@ class ChunkReader:
                 self._files.close(self._fd)
 
 
-def _checked(files: FileOperations, fd: int, wanted: Wanted | None) -> ChunkReader | Miss:
+def _checked(files: FileOperations, fd: int, wanted: ExpectedChunk | None) -> ChunkReader | Miss:
     status = files.status(fd)
     if not is_ours(status):
         return Miss.NOT_OURS
@@ -178,7 +178,7 @@ def _checked(files: FileOperations, fd: int, wanted: Wanted | None) -> ChunkRead
     return reason or ChunkReader(files, fd, header, offsets)
 
 
-def _head_sizes(wanted: Wanted | None, file_bytes: int) -> list[int]:
+def _head_sizes(wanted: ExpectedChunk | None, file_bytes: int) -> list[int]:
     """Return how much of the file is read to find its header; the next if the header is longer."""
     sizes: tuple[int, ...] = (_USUAL_HEAD_BYTES, MAX_HEAD_BYTES)
     if wanted is not None:

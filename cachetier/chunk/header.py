@@ -88,7 +88,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Wanted:
+class ExpectedChunk:
     """Holds what a reader expects of the chunk under a key; anything else is a miss."""
 
     key: bytes
@@ -190,7 +190,7 @@ def parse_header(head: bytes, file_bytes: int) -> tuple[ChunkHeader, LayerOffset
     return reason or (header, offsets)
 
 
-def unexpected(header: ChunkHeader, wanted: Wanted) -> Miss | None:
+def unexpected(header: ChunkHeader, wanted: ExpectedChunk) -> Miss | None:
     """Return why this is not the chunk that is wanted; None if it is."""
     if header.fingerprint != wanted.fingerprint.digest or header.layout != wanted.fingerprint.layout:
         return Miss.OTHER_MODEL

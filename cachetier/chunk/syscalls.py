@@ -126,7 +126,7 @@ class HeldLock:
                 self._files.close(fd)
 
 
-class PatientFiles(FileOperations):
+class LockWaitingFiles(FileOperations):
     """Waits for locks a while: a process that was ended may hold its own for another moment."""
 
     lock_wait_s = 10.0

@@ -20,7 +20,7 @@ import ray
 from mneme.cachetier.admin import ADMIN_CALLS, AdminCall
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.syscalls import PatientFiles
+from mneme.cachetier.chunk.syscalls import LockWaitingFiles
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.announcer import Announcer
 from mneme.cachetier.distributed.directory import DirectoryLink, Span, spans_of
@@ -33,7 +33,7 @@ from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.index import Change
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.sessions.log import open_session_logs
+from mneme.cachetier.session_log.log import open_session_logs
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import ConfigError, MnemeError
 
@@ -46,7 +46,7 @@ _PUT_WAIT_S = 0.1  # at most, for reads that are under way
 _OWN_SHARE, _DIRECTORY_SHARE, _PEERS_SHARE = 0.3, 0.3, 0.1
 
 
-class Found(NamedTuple):
+class ChainAnswer(NamedTuple):
     """Holds what a node knows of a chain."""
 
     here: list[Located]  # from `query.first` on
@@ -89,17 +89,17 @@ class NodeActor:
         await self._opening
         return Ready((self._config, self._identity), self._problem, self._is_first and bool(self._problem))
 
-    async def locate(self, query: ChainQuery, timeout_s: float) -> Found:
+    async def locate(self, query: ChainQuery, timeout_s: float) -> ChainAnswer:
         """Find chunks for an engine of this node."""
         cache = self._cache
         if cache is None:
-            return Found([], (), {}, self._epoch)
+            return ChainAnswer([], (), {}, self._epoch)
         here = await self._in(self._lookups, cache.locate, query, timeout_s * _OWN_SHARE)
         missing = query.keys[query.first + _num_whole(here, query) :]
         places = await self._directory.lookup(missing, timeout_s * _DIRECTORY_SHARE)
         spans = spans_of(places, len(query.keys) - len(missing), self._identity.node_id)
         peers = await self._peers.find({span.node for span in spans}, timeout_s * _PEERS_SHARE)
-        return Found(here, spans, peers, self._epoch)
+        return ChainAnswer(here, spans, peers, self._epoch)
 
     async def locate_here(self, query: ChainQuery, timeout_s: float) -> list[Located]:
         """Say to another node what this one has, without the bytes, which `read` gives."""
@@ -217,7 +217,7 @@ class NodeActor:
 
     def _open(self) -> None:
         config, identity = self._config, self._identity
-        disk = self._unless_unusable(lambda: make_disk_tier(config, files=PatientFiles()))
+        disk = self._unless_unusable(lambda: make_disk_tier(config, files=LockWaitingFiles()))
         self._announcer = Announcer(
             identity.node_id,
             lambda: cache.snapshot(),

@@ -20,7 +20,7 @@ from mneme.primitives import Worker
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`
 BATCH_CHANGES = 1000  # of one announcement: the directory takes some 3 ms for it
 MAX_PENDING = 100_000  # changes; more, and it is told everything instead
-_SETTLE_S = 0.05  # that changes may wait for others to go with them
+_SEND_DELAY_S = 0.05  # that changes may wait for others to go with them
 _RETRY_S = 0.5  # after an announcement that was not answered
 
 Send = Callable[[Announcement], Reply | None]  # in bounded time; None: there was no answer
@@ -53,7 +53,7 @@ class Announcer:
         self._lock = threading.Lock()  # of what is pending
         self.pending: deque[Change] = deque()
         self._is_stopped = False
-        self._thread = Worker("announcer", self.step, self._count_error, settle_s=_SETTLE_S)
+        self._thread = Worker("announcer", self.step, self._count_error, wake_delay_s=_SEND_DELAY_S)
 
     def start(self) -> None:
         self._thread.start()
@@ -76,28 +76,28 @@ class Announcer:
         if self._retry_at_s is not None:
             if self._clock() < self._retry_at_s:
                 return self._retry_at_s - self._clock()
-            self._tell(())
+            self._send(())
         if self._retry_at_s is None:
-            self._tell_changes()
+            self._send_changes()
         if self._retry_at_s is None and self._wants_all:
-            self._tell_all()
-        due_s = self._sent_s + (_SETTLE_S if self._wants_all else SIGN_OF_LIFE_S)
+            self._send_all()
+        due_s = self._sent_s + (_SEND_DELAY_S if self._wants_all else SIGN_OF_LIFE_S)
         return max(0.0, (self._retry_at_s or due_s) - self._clock())
 
-    def _tell_changes(self) -> None:
+    def _send_changes(self) -> None:
         """Or, where there are none, that the node lives."""
         while not self._wants_all and not self._is_stopped:
             with self._lock:
                 changes = [self.pending.popleft() for _ in range(min(BATCH_CHANGES, len(self.pending)))]
             is_silent = self._clock() - self._sent_s >= SIGN_OF_LIFE_S
-            if not (changes or is_silent) or not self._tell(changes):
+            if not (changes or is_silent) or not self._send(changes):
                 return
 
-    def _tell_all(self) -> None:
+    def _send_all(self) -> None:
         self._clear_pending()
         held = list(self.snapshot())
         self.counters["told_all"] += 1
-        if all(self._tell(*part) for part in _parts(held)):
+        if all(self._send(*part) for part in _parts(held)):
             self._wants_all = False
 
     def _clear_pending(self) -> None:
@@ -105,7 +105,7 @@ class Announcer:
         with self._lock:
             self.pending.clear()
 
-    def _tell(self, changes: Sequence[Change], is_first: bool = False, is_last: bool = False) -> bool:
+    def _send(self, changes: Sequence[Change], is_first: bool = False, is_last: bool = False) -> bool:
         """Tell the directory what changed; returns whether to go on."""
         said = Announcement(
             node=self._node, epoch=self._epoch, seq=self._seq, changes=changes, is_first=is_first, is_last=is_last

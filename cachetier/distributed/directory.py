@@ -119,7 +119,7 @@ class Directory:
             known = self._begin(said.node, said.epoch)
         known.heard_s = self._clock()
         if said.seq >= known.next_seq:  # or it was delayed, or came twice
-            self._take(known, said)
+            self._accept(known, said)
         self._forget_silent()
         self._sweep()
         return Reply(known.wants_all, known.epoch)
@@ -157,7 +157,7 @@ class Directory:
         node = self._nodes[name] = _Node(epoch)
         return node
 
-    def _take(self, node: _Node, said: Announcement) -> None:
+    def _accept(self, node: _Node, said: Announcement) -> None:
         """An announcement that is new: the next in order, or one that begins an account."""
         is_gap = said.seq != node.next_seq
         node.next_seq = said.seq + 1

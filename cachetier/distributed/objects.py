@@ -62,7 +62,7 @@ class RayMemory:
         """Held or on their way in."""
         return self._used_bytes
 
-    def take(self, payload: object) -> HeldObjects:
+    def accept(self, payload: object) -> HeldObjects:
         """`payload`: references to another process's objects."""
         if not isinstance(payload, tuple) or not all(isinstance(ref, ray.ObjectRef) for ref in payload):
             raise TypeError(f"payload: must be a tuple of references (got {type(payload).__name__})")

@@ -15,7 +15,7 @@ from mneme.cachetier.admin import (
     num_leading_tokens,
 )
 from mneme.cachetier.distributed.nodes import Nodes
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import MnemeError, ReplicaUnavailable
 
@@ -43,7 +43,7 @@ class RayCacheAdmin:
         pinned = {node: answer for node, answer in answers.items() if isinstance(answer, PinnedPrefix)}
         for answer in answers.values():
             if isinstance(answer, MnemeError):
-                self._ask("take_back_pin", name, among=pinned.keys())
+                self._ask("revert_pin", name, among=pinned.keys())
                 raise answer
         merged = merged_pins(pinned.values())
         if not merged:

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.distributed.actor import Found, PutAnswer
+from mneme.cachetier.distributed.actor import ChainAnswer, PutAnswer
 from mneme.cachetier.distributed.directory import Span, query_of
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import (
@@ -67,7 +67,7 @@ class RayChunkStore:
         found = self._ask_own(query, timeout_s, start_s + timeout_s)
         if found is None:
             return []
-        self._note_epoch(found.epoch)
+        self._check_epoch(found.epoch)
         sources = [self._own_source(each) for each in found.here]
         headers = [each.header for each in found.here]
         if found.spans:
@@ -78,7 +78,7 @@ class RayChunkStore:
                 sources += [source for source, _ in further]
                 headers += [header for _, header in further]
         self._known.drop(query.keys[query.first :])  # what is not there any more is put again
-        self._known.note({header.key: header.parent for header in headers})
+        self._known.add({header.key: header.parent for header in headers})
         self._counters["located"] += len(sources)
         return sources
 
@@ -97,7 +97,7 @@ class RayChunkStore:
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """Hand a chunk over; what becomes of it is learned later: one that was refused is not known any more."""
         header = chunk.header
-        self._known.note({header.key: header.parent})  # first: the answer may come before `put` returns
+        self._known.add({header.key: header.parent})  # first: the answer may come before `put` returns
         is_put = False
         try:
             is_put = self._nodes.is_up() and self._puts.put(self._nodes.own, chunk, lineage)
@@ -109,21 +109,21 @@ class RayChunkStore:
     def stats(self) -> dict[str, int]:
         return {**self._counters, **self._nodes.counters, **self._puts.stats()}
 
-    def settle(self, timeout_s: float) -> bool:
-        return self._puts.settle(timeout_s)
+    def flush(self, timeout_s: float) -> bool:
+        return self._puts.flush(timeout_s)
 
     def close(self) -> None:
         """Close nothing: the node's actor stays."""
-        self._puts.settle(_CLOSE_TIMEOUT_S)
+        self._puts.flush(_CLOSE_TIMEOUT_S)
 
-    def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
+    def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> ChainAnswer | None:
         call = self._nodes.call(self._nodes.own_node, "locate", self._nodes.own.locate, query, timeout_s)
         if call is not None:
             self._remember(query.request_id, self._nodes.own)  # an answer that comes too late has it wait there as well
-        found: Found | None = self._nodes.answers([call], deadline_s)[0]
+        found: ChainAnswer | None = self._nodes.answers([call], deadline_s)[0]
         return found
 
-    def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:
+    def _ask_spans(self, query: ChainQuery, found: ChainAnswer, deadline_s: float) -> list[_SourceAndHeader]:
         """Sources and headers of what other calls than the first give, as far as there is no gap."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
@@ -194,13 +194,13 @@ class RayChunkStore:
     def _put_done(self, header: ChunkHeader, answer: PutAnswer | None) -> None:
         """A chunk that was refused as what it follows went has all of its chain put again."""
         if answer is not None:
-            self._note_epoch(answer.epoch)
+            self._check_epoch(answer.epoch)
         if answer is None or answer.outcome is HostPut.REFUSED:
             self._known.drop([header.key])
             if answer is not None and not answer.has_parent:
                 self._known.drop_chain(header.parent)
 
-    def _note_epoch(self, epoch: int) -> None:
+    def _check_epoch(self, epoch: int) -> None:
         """An actor that was made again has an empty host tier, whatever the one before had."""
         with self._lock:
             is_new, self._epoch = self._epoch not in (0, epoch), epoch
@@ -228,7 +228,7 @@ def _expected(query: ChainQuery, span: Span, found: Sequence[Located]) -> list[L
     return sound
 
 
-class _Seen(NamedTuple):
+class _KnownChunk(NamedTuple):
     parent: bytes
     time_s: float
 
@@ -243,19 +243,19 @@ class KnownKeys:
         """Forget what was seen `max_age_s` ago: to put it again is the use that keeps it there."""
         self._max_age_s, self._clock = max_age_s, clock
         self._lock = threading.Lock()
-        self._seen = Bounded[bytes, _Seen](_MAX_KEYS)
+        self._seen = Bounded[bytes, _KnownChunk](_MAX_KEYS)
 
     def among(self, keys: Sequence[bytes]) -> frozenset[bytes]:
         since_s = self._clock() - self._max_age_s
         with self._lock:
             return frozenset(key for key in keys if key in self._seen and self._seen[key].time_s > since_s)
 
-    def note(self, parents: Mapping[bytes, bytes]) -> None:
+    def add(self, parents: Mapping[bytes, bytes]) -> None:
         """Remember that the tier has these chunks, each with its parent's key."""
         now_s = self._clock()
         with self._lock:
             for key, parent in parents.items():
-                self._seen[key] = _Seen(parent, now_s)
+                self._seen[key] = _KnownChunk(parent, now_s)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Forget them: the tier does not have them."""
@@ -311,7 +311,7 @@ class PutsUnderWay:
         answer.add_done_callback(lambda each: self._finish(each, chunk.header, refs, num_bytes))
         return True
 
-    def settle(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         """Return whether all that was under way when this was called was answered in time."""
         with self._changed:
             before = set(self._answers)

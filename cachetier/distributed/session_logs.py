@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.log_store import LogKey
-from mneme.cachetier.sessions.rows import LogRows, SessionRow, taken_over
+from mneme.cachetier.session_log.log import SessionLogs
+from mneme.cachetier.session_log.log_store import LogKey
+from mneme.cachetier.session_log.rows import LogRows, SessionRow, taken_over
 from mneme.primitives import Bounded
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class NodeSessionLogs:
         """See `SessionLogStore`."""
         outcome = await self.append_here(key, rows)
         if outcome is Appended.WRITTEN:
-            self._copies.note(key, rows)
+            self._copies.add(key, rows)
         return outcome
 
     async def append_here(self, key: LogKey, rows: LogRows) -> Appended:
@@ -189,7 +189,7 @@ class NodeSessionLogs:
     async def node_joined(self) -> None:
         """There is a node that others may not know of yet."""
         self._peers.look_again(is_new=True)
-        self._copies.note_alone()
+        self._copies.retry_alone()
 
     async def stats(self) -> dict[str, Any]:
         figures = {} if self._logs is None else await self._in(self._logs.stats)
@@ -220,7 +220,7 @@ class NodeSessionLogs:
         if self._logs is not None:
             with suppress(OSError):
                 for key in await self._in(self._logs.written_since, _LAST_S, MAX_COPIES):
-                    self._copies.note(key)
+                    self._copies.add(key)
 
     async def _join(self) -> None:
         for peer in await self._peers.in_order(b""):
@@ -265,7 +265,7 @@ class LogCopies:
         """Sessions whose copies wait."""
         return len(self._waiting)
 
-    def note(self, key: LogKey, rows: LogRows | None = None) -> None:
+    def add(self, key: LogKey, rows: LogRows | None = None) -> None:
         """Rows that were written; without any, all of the log is sent, as it is once they are too many."""
         if rows is not None and key in self._waiting:
             waiting = self._waiting[key]
@@ -276,10 +276,10 @@ class LogCopies:
             self.counters["copy_dropped"] += 1
         self._is_some.set()
 
-    def note_alone(self) -> None:
+    def retry_alone(self) -> None:
         """Look for peers again: there may be one now."""
         while self._alone:
-            self.note(self._alone.popitem(last=False)[0])
+            self.add(self._alone.popitem(last=False)[0])
 
     def forget(self, keys: Iterable[LogKey]) -> None:
         for key in keys:
@@ -305,7 +305,7 @@ class LogCopies:
         outcome = await self._outcome(key, rows)
         self.counters[outcome] += 1
         if outcome == "copy_failed":
-            self.note(key)
+            self.add(key)
             await asyncio.sleep(_AGAIN_S)
 
     async def _outcome(self, key: LogKey, rows: LogRows | None) -> str:
@@ -314,7 +314,7 @@ class LogCopies:
         if not peers:
             self._alone[key] = None
             return "copy_alone"
-        self.note_alone()
+        self.retry_alone()
         if rows is not None and await self._is_taken(peers[0], key, rows):
             return "copied"
         found = await self._read_own(key)

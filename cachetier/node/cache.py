@@ -21,9 +21,9 @@ from mneme.cachetier.names import HostPut, Miss, TierName
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES, Change
 from mneme.cachetier.node.memory import FREE_SHARE, ChunkMemory
+from mneme.cachetier.node.node_tiers import NodeTiers, OnChange
 from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
-from mneme.cachetier.node.tiers import NodeTiers, OnChange
 from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, ChunkWriter
 from mneme.cachetier.store import ChainQuery
 from mneme.primitives import Worker
@@ -60,7 +60,7 @@ class NodeCache:
         self._promoter = Promoter(tiers)
         self._expired_s, self._num_yields = clock(), 0
         self._thread = Worker(
-            "mneme-node-cache", self.step, lambda: self._count("thread_error"), settle_s=_PREFETCH_AFTER_S
+            "mneme-node-cache", self.step, lambda: self._count("thread_error"), wake_delay_s=_PREFETCH_AFTER_S
         )
         self._writer = ChunkWriter(
             tiers,
@@ -88,7 +88,7 @@ class NodeCache:
         if query.request_id and chain:
             self._tiers.waiting.put(query.request_id, chain)
             self._thread.wake()
-        self._tiers.settle()
+        self._tiers.publish()
         return chain
 
     def forget(self, request_ids: Collection[str]) -> None:
@@ -116,7 +116,7 @@ class NodeCache:
         elif tier == "host":
             with self._lock:
                 self._host.missed(key, miss)
-        self._tiers.settle()
+        self._tiers.publish()
 
     def put(self, header: ChunkHeader, payload: object, lineage: Lineage | None = None) -> HostPut:
         """Keep a chunk, whose bytes the memory takes. It can be located when this returns `TAKEN`.
@@ -134,7 +134,7 @@ class NodeCache:
             found.update(key for key in unique if key in self._disk)
             self._disk.delete(unique)
             self._delete_in_host(unique)  # what was brought up meanwhile
-        self._tiers.settle()
+        self._tiers.publish()
         return len(found)
 
     def pin(self, keys: Iterable[bytes], ttl_s: float) -> int:
@@ -156,7 +156,7 @@ class NodeCache:
             self._tiers.index.expire_pins()
             num_expired = self._host.expire(self._config.ttl_s)
         num_expired += 0 if self._disk is None else self._disk.expire()
-        self._tiers.settle()
+        self._tiers.publish()
         return num_expired
 
     def snapshot(self) -> list[Change]:
@@ -245,7 +245,7 @@ class NodeCache:
             self.writer.close(timeout_s / 4)
         if self._disk is not None:
             self._disk.close()
-        self._tiers.settle()
+        self._tiers.publish()
 
     def step(self) -> float | None:
         """Do one thing on the cache's thread: prefetch a chunk, but behind who reads; each second what is due."""

@@ -22,13 +22,13 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 
 from mneme.cachetier.chunk.file import ChunkReader, file_bytes, open_chunk, write_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, Wanted, is_beginning
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, ExpectedChunk, U8Array, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.names import Miss
 from mneme.cachetier.node.folder import ChunkName, DiskFolder, make_root, name_of, parse_name
-from mneme.cachetier.node.index import BLOCK_BYTES, Entry, NodeIndex, Tier, blocks_of, entry_of
+from mneme.cachetier.node.index import BLOCK_BYTES, ChunkTier, Entry, NodeIndex, blocks_of, entry_of
 from mneme.cachetier.policy.eviction import EvictionPolicy, make_policy
 from mneme.primitives import Bounded
 
@@ -81,7 +81,7 @@ class DiskRead:
         self._reader.close()
 
 
-class Litter:
+class StaleFiles:
     """Files that may be there and must not stay. They count until they are gone, and nothing is written in their place.
 
     No files and no locks: the tier calls it under its own.
@@ -135,10 +135,10 @@ class Litter:
         return sum(name is not None and name.tenant == tenant for name in names)
 
 
-class DiskTier(Tier):
+class DiskTier(ChunkTier):
     """Raises `ConfigError` if the folder cannot be used, or if another tier uses it.
 
-    What it does not have from `Tier` takes the lock by itself, but for `stats`.
+    What it does not have from `ChunkTier` takes the lock by itself, but for `stats`.
     """
 
     name = "disk"
@@ -166,7 +166,7 @@ class DiskTier(Tier):
         self._ttl_s, self._max_files = ttl_s, max_files
         self._files = files or FileOperations()
         self._folder = DiskFolder(config.folder, self._files)
-        self._litter = Litter()
+        self._stale = StaleFiles()
         self._headers = Bounded[bytes, ChunkHeader](_MAX_HEADERS)  # last read or written, oldest use first
         self._to_touch: dict[bytes, Entry] = {}  # were used: their files' times are to be set
         self._num_failures, self._paused_until_s = 0, -math.inf  # of writes in a row
@@ -177,7 +177,7 @@ class DiskTier(Tier):
     @property
     def used_blocks(self) -> int:
         """Blocks of all files, including those being written or still to be removed."""
-        return self.taken_blocks + self._litter.num_blocks
+        return self.taken_blocks + self._stale.num_blocks
 
     def num_bytes(self, entry: Entry) -> int:
         return entry.file_bytes
@@ -200,7 +200,7 @@ class DiskTier(Tier):
             self.counters[outcome.value] += 1
         return outcome
 
-    def open(self, wanted: Wanted) -> DiskRead | Miss:
+    def open(self, wanted: ExpectedChunk) -> DiskRead | Miss:
         """A reader of the chunk's layers, to be closed; it stays readable whatever becomes of the chunk."""
         return self._read(wanted.key, wanted)
 
@@ -243,7 +243,7 @@ class DiskTier(Tier):
             if entry is not None and miss not in _HARMLESS:
                 self.remove(entry)
                 if miss is Miss.NOT_OURS:
-                    self._litter.leave(self.path(entry))
+                    self._stale.leave(self.path(entry))
         self._remove_litter()
 
     def delete(self, keys: Iterable[bytes]) -> int:
@@ -271,7 +271,7 @@ class DiskTier(Tier):
     def num_left(self, tenant: bytes) -> int:
         """Files of a tenant that are to be gone and could not be removed: another start would find them."""
         with self.index.lock:
-            return self._litter.num_stuck(tenant)
+            return self._stale.num_stuck(tenant)
 
     def expire(self, ttl_s: float | None = None) -> int:
         """Remove what was not used for the tier's own `ttl_s`."""
@@ -285,7 +285,7 @@ class DiskTier(Tier):
         self.sweep()
         self._folder.close()
 
-    def _read(self, key: bytes, wanted: Wanted | None) -> DiskRead | Miss:
+    def _read(self, key: bytes, wanted: ExpectedChunk | None) -> DiskRead | Miss:
         with self.index.lock:
             entry = self.get(key)
             if entry is None:
@@ -301,9 +301,9 @@ class DiskTier(Tier):
 
     def _removed(self, entry: Entry) -> None:
         self._headers.pop(entry.key, None)
-        self._litter.add(self.path(entry), blocks_of(entry.file_bytes))
+        self._stale.add(self.path(entry), blocks_of(entry.file_bytes))
 
-    def _opened(self, entry: Entry, wanted: Wanted | None) -> ChunkReader | Miss:
+    def _opened(self, entry: Entry, wanted: ExpectedChunk | None) -> ChunkReader | Miss:
         """Open a chunk for reading, to be closed; a fault is noted."""
         reader = open_chunk(self._files, self.path(entry), wanted)
         if isinstance(reader, ChunkReader) and name_of(reader.header, entry.file_bytes) != _name(entry):
@@ -327,7 +327,7 @@ class DiskTier(Tier):
                 if (entry := self.get(name.key)) is not None:
                     self.index.use(entry)
                 return Put.KEPT
-            if self._folder.path(name) in self._litter or self._litter.is_stuck:
+            if self._folder.path(name) in self._stale or self._stale.is_stuck:
                 return Put.BLOCKED
             self.index.hold(name.parent)  # without it nobody finds the chunk: it must not go for it
             is_reserved = self.reserve(name.key, name.tenant, blocks_of(name.num_bytes))
@@ -342,7 +342,7 @@ class DiskTier(Tier):
     def _write(self, chunk: Chunk, name: ChunkName) -> Put:
         self._remove_litter()
         with self.index.lock:
-            num_files = len(self) + len(self._coming) + len(self._litter)
+            num_files = len(self) + len(self._coming) + len(self._stale)
             if self.used_blocks > self.max_blocks or num_files > self._max_files:
                 return Put.BLOCKED  # something is not removed yet
             temporary = self._folder.temporary_path(name.key)
@@ -380,7 +380,7 @@ class DiskTier(Tier):
         logger.warning("disk tier: a chunk could not be written: %s", error)
         with self.index.lock:
             for path in paths:
-                self._litter.add(path, num_blocks)
+                self._stale.add(path, num_blocks)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 target = self.num_blocks - num_blocks
                 while self.num_blocks > target and self._evict(self._victim()):
@@ -394,7 +394,7 @@ class DiskTier(Tier):
     def _remove_litter(self) -> None:
         """Remove files that must not stay; those that cannot be removed are tried again later."""
         with self.index.lock:
-            paths = self._litter.claim()
+            paths = self._stale.claim()
         for path in paths:
             is_gone = True
             try:
@@ -404,7 +404,7 @@ class DiskTier(Tier):
             except OSError:
                 is_gone = False
             with self.index.lock:
-                self._litter.swept(path, is_gone=is_gone)
+                self._stale.swept(path, is_gone=is_gone)
                 self.counters["unlink_failed"] += not is_gone
 
     def _rebuild(self, wall_s: float) -> None:
@@ -412,7 +412,7 @@ class DiskTier(Tier):
         found: dict[bytes, Entry] = {}
         for time_s, name in self._folder.scan(self.counters):
             if name.key in found:  # under two names, which a tier of ours does not make
-                self._litter.add(self._folder.path(name), blocks_of(name.num_bytes))
+                self._stale.add(self._folder.path(name), blocks_of(name.num_bytes))
                 continue
             parent = known.key if (known := found.get(name.parent)) is not None else name.parent  # one object for both
             entry = Entry(name.key, parent, name.tenant, name.model, name.kind, name.num_tokens, time_s)

@@ -94,10 +94,10 @@ class NodeIndex:
         """`clock` must not jump."""
         self.clock, self.lock = clock, threading.Lock()
         self.on_change: Callable[[Change], None] | None = None  # under the lock
-        self.tiers: list[Tier] = []  # from the top
+        self.tiers: list[ChunkTier] = []  # from the top
         self.holds: Counter[bytes] = Counter()
         self.pinned_until_s: dict[bytes, float] = {}
-        self._past = Bounded[bytes, bool](_MIN_PAST_KEYS)  # see `note_gone`
+        self._past = Bounded[bytes, bool](_MIN_PAST_KEYS)  # see `mark_gone`
 
     def __contains__(self, key: bytes) -> bool:
         return self.get(key) is not None
@@ -116,13 +116,13 @@ class NodeIndex:
         """Return whether a chunk of this key went from all tiers, or was refused, not long ago."""
         return key in self._past
 
-    def note_gone(self, key: bytes) -> None:
+    def mark_gone(self, key: bytes) -> None:
         """A chunk is gone, or did not come: if it comes again it is a return."""
         most = max(_MIN_PAST_KEYS, _PAST_PER_CHUNK * max(map(len, self.tiers), default=0))
         self._past.max_items = min(most, _MAX_PAST_KEYS)
         self._past[key] = True
 
-    def take_back(self, key: bytes) -> bool:
+    def unmark_gone(self, key: bytes) -> bool:
         """Return whether a chunk that is here again was known as gone; it no longer is."""
         return self._past.pop(key, False)
 
@@ -191,7 +191,7 @@ class NodeIndex:
         self.unpin([key for key, until_s in self.pinned_until_s.items() if until_s < now_s])
 
 
-class Tier(ABC):
+class ChunkTier(ABC):
     """The chunks of one tier, under a bound of bytes, one of chunks, and one of bytes for each tenant.
 
     Bytes are counted in whole blocks, from before a chunk is taken. What it evicts goes to `_removed`.
@@ -324,7 +324,7 @@ class Tier(ABC):
             key = entry.key
             self.cancel(key)
             is_new = key not in self.index
-            if self.index.take_back(key) and is_new:
+            if self.index.unmark_gone(key) and is_new:
                 entry.has_returned = True
             self._insert(entry)
             if key in self.index.pinned_until_s:
@@ -332,7 +332,7 @@ class Tier(ABC):
         self.policy.withdraw(entries[0].parent)
         self.offer(entries[-1].key)
         for entry in entries:
-            self._tell(entry, is_added=True)
+            self._report_change(entry, is_added=True)
 
     def fill(self, entries: Iterable[Entry]) -> None:
         """Many at once, oldest use first, of keys that are not there: what has descendants is never ranked."""
@@ -345,7 +345,7 @@ class Tier(ABC):
         key, tenant, num_blocks = entry.key, entry.tenant, blocks_of(self.num_bytes(entry))
         del self._entries[key]
         if key not in self.index:
-            self.index.note_gone(key)
+            self.index.mark_gone(key)
         self.num_blocks -= num_blocks
         self.blocks_by_tenant[tenant] -= num_blocks
         if not self.blocks_by_tenant[tenant]:
@@ -358,7 +358,7 @@ class Tier(ABC):
         self.policy.withdraw(key)
         self._disown(entry.parent, key)
         self.offer(entry.parent)
-        self._tell(entry, is_added=False)
+        self._report_change(entry, is_added=False)
         self._removed(entry)
 
     def moved_last(self, entry: Entry, before_s: float) -> None:
@@ -444,7 +444,7 @@ class Tier(ABC):
     def _is_kept(self, key: bytes) -> bool:
         return key in self.index.holds or key in self._pinned
 
-    def _tell(self, entry: Entry, *, is_added: bool) -> None:
+    def _report_change(self, entry: Entry, *, is_added: bool) -> None:
         if self.index.on_change is not None:
             self.index.on_change(Change(entry.key, self.name, self.num_bytes(entry), is_added))
 

@@ -17,7 +17,7 @@ import numpy as np
 from mneme.cachetier.chunk.header import ChunkHeader, U8Array, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.names import Miss
-from mneme.cachetier.node.index import Entry, NodeIndex, Tier, blocks_of, entry_of
+from mneme.cachetier.node.index import ChunkTier, Entry, NodeIndex, blocks_of, entry_of
 from mneme.cachetier.policy.eviction import EvictionPolicy
 
 # What a memory made of a chunk's bytes: it alone knows what it is.
@@ -30,7 +30,7 @@ _MAX_BEYOND = 2  # chunks on their way to the disk that the tier is too small fo
 class ChunkMemory(Protocol):
     """Keeps the bytes of a host tier. Calls may come from several threads, and take a bounded time."""
 
-    def take(self, payload: object) -> Held:
+    def accept(self, payload: object) -> Held:
         """Take over what an engine gave. Raises MemoryError if it cannot be read or there is no room."""
 
     def keep(self, layers: Sequence[U8Array]) -> Held:
@@ -46,7 +46,7 @@ class ChunkMemory(Protocol):
 class ProcessMemory:
     """Arrays of this process, as they are."""
 
-    def take(self, payload: object) -> Held:
+    def accept(self, payload: object) -> Held:
         if not isinstance(payload, tuple) or not all(isinstance(layer, np.ndarray) for layer in payload):
             raise TypeError(f"payload: must be a tuple of arrays (got {type(payload).__name__})")
         return payload
@@ -67,7 +67,7 @@ def chunk_bytes(header: ChunkHeader) -> int:
     return header.payload_bytes + header.num_bytes
 
 
-class HostTier(Tier):
+class HostTier(ChunkTier):
     """The chunks in memory, those that come, and those that pass through memory to the disk."""
 
     name = "host"
@@ -98,7 +98,7 @@ class HostTier(Tier):
         return super().holds(key) or key in self._passing
 
     def admits_chunk(self, header: ChunkHeader) -> bool:
-        """See `Tier.admits`; the free share stays free."""
+        """See `ChunkTier.admits`; the free share stays free."""
         return self.admits(header.key, blocks_of(chunk_bytes(header)), self._full_blocks)
 
     def make_room(self, header: ChunkHeader, spared: Container[bytes] | None = None) -> bool:

@@ -14,7 +14,7 @@ from mneme.cachetier.admin import MAX_PINS, Amount, FoundChunk, PinnedPrefix
 from mneme.cachetier.chunk.keys import U32Array
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.pins import PinBook, PinName
+from mneme.cachetier.pin_book import PinBook, PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 
@@ -73,7 +73,7 @@ class NodeAdmin:
                 raise CachePinRefused("pin", len(keys), "so many chunks cannot be pinned in the cache tier")
             return self._described(name, self._pins[name])
 
-    def take_back_pin(self, name: PinName) -> bool:
+    def revert_pin(self, name: PinName) -> bool:
         """Undo the last `pin` of that name: the pin that it replaced is back. False if there is none."""
         with self._lock:
             pin = self._pins.pop(name, None)

@@ -112,7 +112,7 @@ class ChunkFilter:
     min_age_s: float | None = None
     max_age_s: float | None = None
 
-    def takes(self, seen: SeenFile, now_s: float) -> bool:
+    def accepts(self, seen: SeenFile, now_s: float) -> bool:
         name, age_s = seen.name, _age_of(seen, now_s)
         return (
             name is not None
@@ -135,7 +135,7 @@ def chunks(view: FolderView, chosen: ChunkFilter, now_s: float, others: Counter[
     for seen in view.scan():
         if seen.kind is not Kind.CHUNK:
             others[seen.kind.value] += 1
-        elif chosen.takes(seen, now_s):
+        elif chosen.accepts(seen, now_s):
             yield seen
 
 

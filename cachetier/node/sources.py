@@ -194,8 +194,8 @@ class ProcessChunkStore:
         with self._lock:
             return dict(self._counters)
 
-    def settle(self, timeout_s: float) -> bool:
-        """See `ChunkStore.settle`."""
+    def flush(self, timeout_s: float) -> bool:
+        """See `ChunkStore.flush`."""
         return True
 
     def close(self) -> None:

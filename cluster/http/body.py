@@ -51,7 +51,7 @@ class HeldBody:
         self._reader.reserve(self.tenant, len(part))
         self._bytes += part
 
-    def take(self) -> bytes:
+    def pop(self) -> bytes:
         """The bytes, once; they are the caller's then."""
         taken, self._bytes = bytes(self._bytes), bytearray()
         self._reader.reserve(self.tenant, -len(taken))
@@ -94,7 +94,7 @@ class BodyReader:
         Who is cut off while sending may not get to read why; a connection whose request is over can be used again.
         Who `waits` to be asked for the body (`Expect: 100-continue`) would be asked by the first call of `receive`.
         """
-        body.take()
+        body.pop()
         if waits and not body.is_begun:
             return
         with contextlib.suppress(TimeoutError):

@@ -43,7 +43,7 @@ from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.choices import Choice, Delta
 from mneme.replicas.request import Logprobs, PromptUsage, SamplingParams
 from mneme.replicas.text.calls.answer_parser import CallPiece, merged, whole_calls
-from mneme.replicas.text.parts import EncodedPrompt
+from mneme.replicas.text.document_parts import EncodedPrompt
 from mneme.replicas.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

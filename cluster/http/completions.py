@@ -26,9 +26,9 @@ from mneme.cluster.wire.openai import (
 )
 from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.choices import Choice
-from mneme.replicas.request import GenerationRequest, Grammar, KeptPrefix, SamplingParams
+from mneme.replicas.request import GenerationRequest, Grammar, PinnedPrefix, SamplingParams
 from mneme.replicas.text.calls.answer_parser import AnswerParser
-from mneme.replicas.text.parts import EncodedPrompt
+from mneme.replicas.text.document_parts import EncodedPrompt
 from mneme.replicas.text.prompts import num_common
 from mneme.replicas.text.tool_calls import refused_arguments
 from mneme.replicas.truncation import Truncation, resolved
@@ -92,7 +92,7 @@ async def run_chat(
         is_cut=last is not None,
         continues=body.continue_final_message,
     )
-    _tell_effort(api, request, body, "reasoning.effort" if is_response else "reasoning_effort")
+    _ignore_effort(api, request, body, "reasoning.effort" if is_response else "reasoning_effort")
     if limit_of is not None and turn.truncation is None:
         left = api.model.max_context - len(prompt.token_ids)
         params = replace(params, max_tokens=limit_of(left, params.max_tokens))
@@ -126,19 +126,19 @@ async def run_chat(
         [named],
         worded(params),
         lambda: api.dialect.parser(tools, is_forced=is_forced, is_thinking=is_thinking),
-        () if body.appends else await _kept_prefixes(api, body, marks, prompt),
+        () if body.appends else await _pinned_prefixes(api, body, marks, prompt),
     )
 
 
-async def _kept_prefixes(
+async def _pinned_prefixes(
     api: ApiState, body: ChatRequest, marks: Sequence[CacheMark], prompt: EncodedPrompt
-) -> tuple[KeptPrefix, ...]:
+) -> tuple[PinnedPrefix, ...]:
     """Return what marks keep of a prompt; of each time the last one, as what comes before it is kept with it."""
     last = {mark.ttl_s: mark for mark in marks}.values()
-    return tuple([await _kept(api, body, mark, prompt) for mark in last])
+    return tuple([await _pinned(api, body, mark, prompt) for mark in last])
 
 
-async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: EncodedPrompt) -> KeptPrefix:
+async def _pinned(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: EncodedPrompt) -> PinnedPrefix:
     """Find where a mark is in the prompt: as far as the conversation that ends there is written alike."""
     messages = body.messages[: mark.num_messages]
     if messages and mark.num_parts is not None and isinstance(messages[-1].content, list):
@@ -146,7 +146,7 @@ async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: Encod
         if len(content) < len(messages[-1].content):
             messages[-1] = messages[-1].model_copy(update={"content": content})
     if messages == body.messages:
-        return KeptPrefix(len(prompt.token_ids), mark.ttl_s)
+        return PinnedPrefix(len(prompt.token_ids), mark.ttl_s)
     if not messages or messages[-1].role == "system":  # templates want somebody to speak
         messages.append(Message(role="user", content=_NOBODY_SAYS))
     begun = await api.render(
@@ -155,10 +155,10 @@ async def _kept(api: ApiState, body: ChatRequest, mark: CacheMark, prompt: Encod
         template_variables=body.variables,
         truncation=Truncation(strategy="reuse_kv"),
     )
-    return KeptPrefix(num_common(begun.token_ids, prompt.token_ids), mark.ttl_s)
+    return PinnedPrefix(num_common(begun.token_ids, prompt.token_ids), mark.ttl_s)
 
 
-def _tell_effort(api: ApiState, request: Request, body: ChatRequest, name: str) -> None:
+def _ignore_effort(api: ApiState, request: Request, body: ChatRequest, name: str) -> None:
     """Name an effort as ignored where the chat template knows neither it nor a switch."""
     source = api.tokenizer.tool_template_source if body.tools else api.tokenizer.chat_template_source
     if body.reasoning_effort is not None and not re.search(r"\b(reasoning_effort|enable_thinking)\b", source):
@@ -236,7 +236,7 @@ async def completions(
         if not isinstance(prompt, list):
             special = body.add_special_tokens and not body.appends
             return api.encode(name, prompt, add_special_tokens=special, is_cut=is_cut).last(last)
-        return api.take_ids(name, prompt, is_cut=is_cut).last(last)
+        return api.encoded_ids(name, prompt, is_cut=is_cut).last(last)
 
     size = sum(len(prompt) if isinstance(prompt, str | list) else sum(len(p.text) for p in prompt) for prompt in given)
     prompts = await api.off_loop(size, lambda: list(map(take, range(len(given)))))
@@ -258,7 +258,7 @@ async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -
     def take(index: int) -> EncodedPrompt:
         name, is_cut = names[index], last is not None
         if isinstance(given[index], list):
-            return api.take_ids(name, given[index], is_cut=is_cut).last(last)
+            return api.encoded_ids(name, given[index], is_cut=is_cut).last(last)
         special = body.add_special_tokens
         return api.encode(name, given[index], add_special_tokens=special, is_cut=is_cut).last(last)
 
@@ -356,7 +356,7 @@ def _run(
     fields: Sequence[FieldNames],
     answer: Answer[W, E],
     make_parser: Callable[[], AnswerParser | None] = lambda: None,
-    kept: tuple[KeptPrefix, ...] = (),
+    pinned: tuple[PinnedPrefix, ...] = (),
     *,
     is_prompt_only: bool = False,
 ) -> RunResponse[W, E]:
@@ -388,7 +388,7 @@ def _run(
                 truncation=turn.truncation_of(i),
                 num_system=prompt.num_system,
                 history=prompt.history if i == 0 else None,
-                kept=kept if j == 0 else (),
+                pinned=pinned if j == 0 else (),
                 documents=prompt.documents,
                 blend=blend,
                 priority=body.whole_priority,

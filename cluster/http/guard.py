@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from mneme.cluster.api_keys import Keyring, Meter
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.http.error_response import error_response
-from mneme.cluster.keys import Keyring, Meter
 from mneme.cluster.logs import log_request
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.serve.http_protocol import MAX_HEADER_BYTES, REPLACED
@@ -87,7 +87,7 @@ class Guard:
             logger.exception("failed request=%s path=%r", response.request_id, scope["path"])
             await self._fail(MnemeError("internal error"), scope, receive, response)
         finally:
-            body.take()
+            body.pop()
         self._end(scope, response, self._clock() - began_s)
 
     async def _serve(self, scope: Scope, receive: Receive, response: _Response, body: HeldBody) -> None:

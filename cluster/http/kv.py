@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cluster.http.api_state import ApiState, Service
 from mneme.cluster.http.stream import FieldNames
 from mneme.cluster.serve.engine_client import ask_tier, session_tokens
@@ -54,7 +54,7 @@ from mneme.errors import (
 from mneme.replicas import queries
 from mneme.replicas.documents import Document
 from mneme.replicas.request import SessionKey
-from mneme.replicas.text.parts import EncodedPrompt, Part
+from mneme.replicas.text.document_parts import EncodedPrompt, Part
 
 R = TypeVar("R")
 
@@ -267,7 +267,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> Pin:
             raise FieldNames(field, field).worded(error) from None
         raise
     for replica_id in chosen:
-        api.client.note_prefix(ids, replica_id, salt=salt)
+        api.client.record_prefix(ids, replica_id, salt=salt)
     if not body.pin:
         await _delete_pin(api, name, chosen)  # only its outcome was kept
     return _device_pin(described.pin, chosen)
@@ -392,7 +392,7 @@ async def _token_ids(
 
     def take() -> EncodedPrompt:
         if isinstance(given, list):
-            return api.take_ids(field, given)
+            return api.encoded_ids(field, given)
         return api.encode(field, given, add_special_tokens=special)
 
     size = sum(len(part.text) for part in given) if isinstance(given, tuple) else len(given)

@@ -1,7 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over the same engines.
 
 A body becomes a chat request (`wire/anthropic.py`). Every prompt prefix is cached as long as there is room; a
-`cache_control` mark pins it for its time, and changes no token. What was found is told as `cache_read_input_tokens`.
+`cache_control` mark (`CacheMark`) pins it for its time, and changes no token: it becomes `GenerationRequest.pinned`,
+which `replicas/engine/pins.py` pins when the answer ends. `cache_read_input_tokens` counts what was found.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class MessagesAnswer(AnswerInParts[answers.AnthropicMessage, answers.AnthropicEv
         """Count the prompt's tokens: found ones, those computed up to a mark, and the others."""
         usage, begin = choice.usage, choice.usage.cached_tokens
         created = dict.fromkeys((300.0, 3600.0), 0)
-        for num_tokens, ttl_s in sorted(choice.request.kept):
+        for num_tokens, ttl_s in sorted(choice.request.pinned):
             end = max(min(num_tokens, usage.prompt_tokens), begin)  # fewer, where it was truncated
             created[ttl_s] += end - begin
             begin = end

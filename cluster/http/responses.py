@@ -31,10 +31,10 @@ from mneme.cluster.wire.openai import IGNORED_HEADER, ChatRequest, validate
 from mneme.cluster.wire.responses import (
     REASONING,
     Items,
-    Kept,
     Offered,
     RawInput,
     ResponsesRequest,
+    StoredResponse,
     chat_messages,
     sealed,
     usage_of,
@@ -239,7 +239,7 @@ class Keeper(NamedTuple):
         try:
             if response["store"] and self.key is not None:
                 size = 4 * usage_of(response)["total_tokens"]  # characters, about
-                packed = await self.api.off_loop(size, Kept(response, self.items).packed)
+                packed = await self.api.off_loop(size, StoredResponse(response, self.items).packed)
                 note = queries.SetNote(self.key, packed)
                 home = self.api.client.home_of(self.key)
                 is_kept = home is not None and (await self.api.client.query(note, replica_id=home))[home]
@@ -461,12 +461,12 @@ def _part(kind: str, text: str) -> answers.ResponseText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-async def _kept(api: ApiState, key: SessionKey, field: str) -> Kept:
+async def _kept(api: ApiState, key: SessionKey, field: str) -> StoredResponse:
     """Find a response that was kept; raises `ResponseNotFound`."""
     return (await _found(api, key, field))[0]
 
 
-async def _found(api: ApiState, key: SessionKey, field: str) -> tuple[Kept, str]:
+async def _found(api: ApiState, key: SessionKey, field: str) -> tuple[StoredResponse, str]:
     """Find it with the replica that has it. All copies are alike, so what is known of its log does not matter."""
     response_id = key[1].partition(":")[2]
     if not response_id.startswith(RESPONSE_PREFIX):  # a session that another API may change, and its notes
@@ -477,7 +477,7 @@ async def _found(api: ApiState, key: SessionKey, field: str) -> tuple[Kept, str]
         answers = await api.client.query(asked, replica_id=found[0])
     for replica_id, note in answers.items():
         if note:
-            return await api.off_loop(len(note), partial(Kept.unpacked, note)), replica_id
+            return await api.off_loop(len(note), partial(StoredResponse.unpacked, note)), replica_id
     raise ResponseNotFound(field, response_id)
 
 

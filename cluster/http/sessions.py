@@ -42,7 +42,7 @@ async def delete_session(api: ApiState, request: Request) -> Deleted:
 async def forget_session(api: ApiState, key: SessionKey) -> bool:
     """Delete a session everywhere, with KV that is its alone; whether there was one."""
     answers = await api.client.query(queries.DeleteSession(key))
-    await api.client.query(queries.SettleSaves())
+    await api.client.query(queries.FlushSaves())
     await ask_tier(api.client, queries.DeleteKv(key[0], (), key))
     return any(answers.values())
 

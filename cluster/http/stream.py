@@ -31,11 +31,11 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from mneme.cluster.api_keys import Meter
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.body import ClientGone, Receive
 from mneme.cluster.http.error_response import error_object
 from mneme.cluster.http.guard import Send
-from mneme.cluster.keys import Meter
 from mneme.cluster.metrics.latency import RequestLatency
 from mneme.cluster.serve.http_protocol import CLIENT_STALL_S
 from mneme.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, MnemeError, ReplicaUnavailable
@@ -132,7 +132,7 @@ class RunResponse(Generic[W, E]):
             await generation.news()
         if generation.failure is not None:
             raise generation.failure
-        whole = [joined(list(choice.take())) for choice in self.choices]
+        whole = [joined(list(choice.pop_deltas())) for choice in self.choices]
         answer = await self._worded(lambda: self.answer.whole(self.choices, whole))
         await self.answer.keep(self.choices)
         text = await self._worded(lambda: json.dumps(answer, ensure_ascii=False))
@@ -156,7 +156,7 @@ class RunResponse(Generic[W, E]):
         await self._send(send, last, is_last=True)
 
     async def _events(self, generation: Generation) -> bytes:
-        deltas: Iterable[Delta] = generation.take()
+        deltas: Iterable[Delta] = generation.pop_deltas()
         if all(choice.request.sampling.prompt_logprobs is None for choice in self.choices):
             return self.answer.events(self.choices, deltas)  # one by one: usage counts what was taken
         taken = list(deltas)
@@ -214,9 +214,9 @@ class Generation:
         if self._is_client_gone:
             raise ClientGone
 
-    def take(self) -> Iterator[Delta]:
+    def pop_deltas(self) -> Iterator[Delta]:
         """Take what is new, choice by choice."""
-        return chain.from_iterable(choice.take() for choice in self._choices)
+        return chain.from_iterable(choice.pop_deltas() for choice in self._choices)
 
     async def _read_events(self) -> None:
         try:

@@ -1,4 +1,4 @@
 """Says what is measured: families of the cluster and of the cache tier, and latencies as clients see them.
 
-Public: `page`, `families`, `latency`. Imports the interface in `serve.engine_client`.
+Public: `exposition`, `families`, `latency`. Imports the interface in `serve.engine_client`.
 """

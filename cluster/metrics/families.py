@@ -1,6 +1,6 @@
 """Declares every family of metrics that is read from reports: of engines, and of the cache tier's nodes.
 
-What an ingress counts and measures by itself is in `page.py` and `latency.py`.
+What an ingress counts and measures by itself is in `exposition.py` and `latency.py`.
 """
 
 from __future__ import annotations

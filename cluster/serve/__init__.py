@@ -1,5 +1,5 @@
 """Ray Serve deployments: the ingress, the replicas, and the link between them that survives either's death.
 
-Public: `ingress`, `replica`, `client.RayEngineClient`, `local_client.LocalEngineClient` (one engine, no Ray),
+Public: `ingress`, `replica`, `ray_client.RayEngineClient`, `local_client.LocalEngineClient` (one engine, no Ray),
 `engine_client`, the interface for the HTTP room.
 """

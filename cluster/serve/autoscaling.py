@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from mneme.cluster.serve.ray_private import note_wanted, stop_first
+from mneme.cluster.serve.ray_private import stop_first, write_wanted
 from mneme.router.autoscaler import AutoscaleConfig, Autoscaler, ReplicaLoad, ShareMeter
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class LoadMeter:
         if self._before is not None and now_s > self._before[0]:
             token_s = load["prefill_token_s"]
             computed_s, saved_s = (computed - self._before[1]) * token_s, (alone - self._before[2]) * token_s
-            self._shares.note(computed_s, saved_s, now_s - self._before[0])
+            self._shares.add_work(computed_s, saved_s, now_s - self._before[0])
         self._before = now_s, computed, alone
         return ReplicaLoad(
             backlog_s=load["backlog_s"],
@@ -66,7 +66,7 @@ class AutoscalingPolicy:
     def _decide(self, context: Any, target: int) -> int:
         wanted = self._autoscaler.decide(self._loads(context), target, context.current_time)
         if wanted != self._noted:
-            note_wanted(self._deployment, wanted)
+            write_wanted(self._deployment, wanted)
             self._noted = wanted
         if wanted != target:
             needed = self._autoscaler.needed()

@@ -63,7 +63,7 @@ class EngineClient(Protocol):
         """Where a session's last turn or fork was sent from here; it may be elsewhere by now. None: not known."""
         ...
 
-    def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
+    def record_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         """This replica holds the KV of a prompt now: requests that begin with it belong there."""
         ...
 

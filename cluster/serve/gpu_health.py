@@ -38,7 +38,7 @@ class GpuHealth:
         except nvml.NVMLError as error:  # it fell off the bus, or waits for a reset
             self._problem = self._problem or f"NVML: {error}"
             return {"gpu": self.name, "problem": self._problem}
-        self._take_xids()
+        self._read_xids()
         num_ecc = self._num_ecc()
         of_device = [xid for xid in self._xids if xid not in _XIDS_OF_PROGRAMS]
         if of_device:
@@ -62,7 +62,7 @@ class GpuHealth:
         self._nvml.nvmlDeviceRegisterEvents(self._handle, self._nvml.nvmlEventTypeXidCriticalError, events)
         return events
 
-    def _take_xids(self) -> None:
+    def _read_xids(self) -> None:
         while self._events is not None:
             event = _or_none(lambda: self._nvml.nvmlEventSetWait_v2(self._events, 0))
             if event is None:

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
 from mneme.cluster.serve import http_protocol
-from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.engine_client import EngineClient
+from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.cluster.serve.ray_private import (
     HandleCalls,
     keep_to_loopback,

@@ -114,8 +114,8 @@ class LocalEngineClient:
         """See `EngineClient.home_of`."""
         return NAME
 
-    def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
-        """See `EngineClient.note_prefix`: nobody chooses by it."""
+    def record_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
+        """See `EngineClient.record_prefix`: nobody chooses by it."""
 
     def routes(self, salt: str, http_id: str) -> list[ExplainedRoute]:
         """See `EngineClient.routes`: nothing was chosen."""

@@ -226,7 +226,7 @@ def report_progress(replica_id: str, stage: str, fraction: float) -> None:
     internal_kv._internal_kv_put(replica_id.encode(), note, overwrite=True, namespace=_PROGRESS_NAMESPACE)
 
 
-def note_wanted(deployment: str, num_replicas: int) -> None:
+def write_wanted(deployment: str, num_replicas: int) -> None:
     """Note how many replicas a deployment should have, for metrics."""
     number = b"%d" % num_replicas
     internal_kv._internal_kv_put(deployment.encode(), number, overwrite=True, namespace=_WANTED_NAMESPACE)

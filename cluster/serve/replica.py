@@ -41,7 +41,7 @@ from mneme.replicas.request import GenerationRequest, StepMessage
 if TYPE_CHECKING:
     from mneme.replicas.engine.loop import EngineLoop
 
-LoadEngine = Callable[..., "EngineLoop"]  # called like `mneme.replicas.engine.load.load_engine_loop`
+BuildEngine = Callable[..., "EngineLoop"]  # called like `mneme.replicas.engine.build.build_engine_loop`
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class EngineReplica(ReplicaServer):
 
     READS = frozenset({"model", "engine", "cache", "drain_grace_s"})
 
-    def __init__(self, config: dict[str, Any], device: str, gpus: float, load_engine: LoadEngine) -> None:
+    def __init__(self, config: dict[str, Any], device: str, gpus: float, build_engine: BuildEngine) -> None:
         """`config`: what it `READS` of a `ClusterConfig`; `device`, `gpus`: as in `EnginePlacement`."""
         # Not in the process that only builds the application, nor where there is no Ray.
         import ray
@@ -244,7 +244,7 @@ class EngineReplica(ReplicaServer):
         keep_to_loopback()
         cluster = parse(ClusterConfig, config)
         replica_id = own_replica_id()
-        engine = load_engine(
+        engine = build_engine(
             cluster.model,
             replace(cluster.engine, device=device),
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),

@@ -52,7 +52,7 @@ from mneme.replicas.request import (
     Pooling,
     SamplingParams,
 )
-from mneme.replicas.text.parts import Part, StandIns, prompt_parts
+from mneme.replicas.text.document_parts import Part, StandIns, prompt_parts
 from mneme.replicas.text.tool_calls import MAX_TOOLS
 from mneme.replicas.truncation import Keep, Strategy
 

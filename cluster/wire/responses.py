@@ -610,7 +610,7 @@ class ResponsesRequest(Body):
         }
 
 
-class Kept(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response as it is kept with its session: whoever goes on from it needs no other response."""
 
     response: Response
@@ -620,8 +620,8 @@ class Kept(NamedTuple):
         return zlib.compress(json.dumps(self._asdict(), separators=(",", ":")).encode(), 1)
 
     @staticmethod
-    def unpacked(note: bytes) -> Kept:
-        return Kept(**json.loads(zlib.decompress(note)))
+    def unpacked(note: bytes) -> StoredResponse:
+        return StoredResponse(**json.loads(zlib.decompress(note)))
 
     @property
     def history(self) -> Items:

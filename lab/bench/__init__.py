@@ -4,6 +4,6 @@
 speaks HTTP; `report` draws. Any OpenAI-compatible server can be measured: nothing of this one is asked for. Only
 `autoscale`, load that rises and falls, is about this one's replicas, which its metrics say.
 
-Public: `workloads`, `load.Load`, `client.ChatClient`, `measure`, `report.html_report`, `command`. Benchmarks
-send their load with it, too.
+Public: `workloads`, `traffic.SessionPlayer`, `client.ChatClient`, `measure`, `html_report.html_report`, `command`.
+Benchmarks send their load with it, too.
 """

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mneme.lab.bench.html_report import chart
 from mneme.lab.bench.measure import Answer, spread_ms
-from mneme.lab.bench.report import chart
 from mneme.lab.bench.workloads import Session, think
 
 Profile = Sequence[tuple[float, float]]  # seconds since the run began, requests per second; linear in between

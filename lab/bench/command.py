@@ -22,15 +22,15 @@ from rich.live import Live
 from rich.table import Table
 
 from mneme.errors import ConfigError, shown
-from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.bench import autoscale
 from mneme.lab.bench.client import ChatClient, connect
-from mneme.lab.bench.load import Load
+from mneme.lab.bench.html_report import html_report
 from mneme.lab.bench.measure import PERCENTS, SLO_NAMES, Answer, parse_slo, spread_ms, summarize
-from mneme.lab.bench.report import html_report
+from mneme.lab.bench.traffic import SessionPlayer
 from mneme.lab.bench.workloads import SHAPES, Session, Shape, arrive, content, make_sessions, sessions_of_trace, think
 from mneme.lab.cache.traces import BLOCK_OPTION, MAX_TOKENS, has_times, read_paced_trace
 from mneme.lab.chat import ChatFailed, add_server_arguments, auth_headers, base_url, first_model
+from mneme.lab.options import Option, add_options, check_options
 
 TRACE = "trace:"
 _REPLICAS = re.compile(r'^mneme_replicas\{state="(ready|wanted)"\} (\S+)', re.MULTILINE)
@@ -169,7 +169,7 @@ def _run(
     url, model, http = _server(args)
     options = {"model": model, "temperature": 0, **({"ignore_eos": True} if args.ignore_eos else {})}
     asker = ChatClient(http, options, session_header=args.session_header, timeout_s=args.timeout)
-    load = Load(asker.ask, partial(content, documents=args.documents))
+    load = SessionPlayer(asker.ask, partial(content, documents=args.documents))
     is_interrupted, seen = False, list[autoscale.Replicas]()
     try:
         asyncio.run(_play(http, load, sessions, num_users, None if profile is None else seen))
@@ -287,7 +287,7 @@ def _server(args: argparse.Namespace) -> tuple[str, str, httpx.AsyncClient]:
 
 
 async def _play(
-    http: httpx.AsyncClient, load: Load, sessions: list[Session], num_users: int | None,
+    http: httpx.AsyncClient, load: SessionPlayer, sessions: list[Session], num_users: int | None,
     seen: list[autoscale.Replicas] | None,
 ) -> None:  # fmt: skip
     """Keep what the server says of its replicas meanwhile in `seen`, if that is given."""
@@ -317,7 +317,7 @@ async def _watch(http: httpx.AsyncClient, seen: list[autoscale.Replicas]) -> Non
         await asyncio.sleep(next_s - loop.time())
 
 
-async def _show(load: Load, num_requests: int) -> None:
+async def _show(load: SessionPlayer, num_requests: int) -> None:
     """Say on stderr how far the load is until it is cancelled: a table in a terminal, else lines."""
     clock = asyncio.get_running_loop().time
     began_s, is_terminal = clock(), sys.stderr.isatty()
@@ -334,7 +334,7 @@ async def _show(load: Load, num_requests: int) -> None:
                 print(f"mneme bench: {line}", file=sys.stderr, flush=True)
 
 
-def _progress(load: Load, num_requests: int, elapsed_s: float) -> list[tuple[str, str]]:
+def _progress(load: SessionPlayer, num_requests: int, elapsed_s: float) -> list[tuple[str, str]]:
     """Rows of the live table; latencies are of the last answers, so that a long run costs no more than a short one."""
     recent = [answer.latencies_s() for answer in load.answers[-_RECENT:] if answer.error is None]
     tokens = sum(answer.output_tokens or 0 for answer in load.answers[-_RECENT:])
@@ -399,7 +399,7 @@ def _rows_of_events(figures: dict[str, Any]) -> list[tuple[str, str]]:
     ] or [("replicas", "no change was seen")]  # fmt: skip
 
 
-def _requests(load: Load) -> list[dict[str, Any]]:
+def _requests(load: SessionPlayer) -> list[dict[str, Any]]:
     """All answers but their texts; times in seconds from the first request on."""
     began_s = min((answer.sent_s for answer in load.answers), default=0.0)
     times = ("due_s", "sent_s", "first_s", "last_s", "ended_s")

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import ConfigError, shown
-from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.cache.costs import GB, Prices, load_costs, load_table
 from mneme.lab.cache.simulator import SIMULATED_POLICIES, CacheSimulator, Outcome, rank
 from mneme.lab.cache.synthetic import PREFIX, made_trace
 from mneme.lab.cache.traces import BLOCK_OPTION, BLOCK_TOKENS, TraceRequest, most_used_within, read_trace
-from mneme.replicas.model.config import load_model_config, model_directory
+from mneme.lab.options import Option, add_options, check_options
+from mneme.replicas.model.directory import load_model_config, model_directory
 
 HOUR_S = 3600.0  # AttentionStore's unit of time (4.3.5)
 TIERS = ("device", "host", "disk")

@@ -21,8 +21,8 @@ from functools import partial
 from typing import NamedTuple, cast, get_args
 
 from mneme.cachetier.chunk.keys import LineageKind
-from mneme.cachetier.names import Edge, PolicyName, TierName
-from mneme.cachetier.node.index import BLOCK_BYTES, Entry, NodeIndex, Tier
+from mneme.cachetier.names import Edge, EvictionPolicyName, TierName
+from mneme.cachetier.node.index import BLOCK_BYTES, ChunkTier, Entry, NodeIndex
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import EvictionPolicy, make_policy
 from mneme.cachetier.policy.load_controller import Loadable, LoadController
@@ -31,7 +31,7 @@ from mneme.lab.cache.baselines import FifoPolicy, MinPolicy
 from mneme.lab.cache.costs import Rates
 from mneme.lab.cache.traces import TraceRequest
 
-SIMULATED_POLICIES: tuple[str, ...] = (*get_args(PolicyName), "fifo", "min")
+SIMULATED_POLICIES: tuple[str, ...] = (*get_args(EvictionPolicyName), "fifo", "min")
 _DEVICE, _HOST, _DISK = range(3)
 _KEY_BYTES = 8  # of a block's id
 _TICK_S = 1e-6  # between requests of one timestamp: uses are in order
@@ -113,7 +113,7 @@ class SimulatedLoads:
         return block_tokens * self._costs.calibration.kv_bytes_per_token
 
 
-class BlockTier(Tier):
+class BlockTier(ChunkTier):
     """A tier of blocks without bytes. `capacity` in blocks; None is without a bound."""
 
     def __init__(self, index: NodeIndex, name: TierName, capacity: int | None, policy: EvictionPolicy) -> None:
@@ -143,7 +143,7 @@ class BlockTier(Tier):
         self.num_written += len(entries)
         return True
 
-    def take(self, key: bytes, parent: bytes, spared: Container[bytes] = ()) -> bool:
+    def add_block(self, key: bytes, parent: bytes, spared: Container[bytes] = ()) -> bool:
         """A block comes if there is room; what it follows does not go for it. Whether it is there now."""
         is_full = self.taken_blocks >= self.max_blocks
         if is_full:
@@ -202,7 +202,7 @@ class BlockTiers:
         for parent, key in zip((b"", *keys), keys, strict=False):
             if key in self.engine or key in host:
                 continue
-            if num_moved == limit or key not in self.node or not host.take(key, parent, spared):
+            if num_moved == limit or key not in self.node or not host.add_block(key, parent, spared):
                 break
             host.num_written -= 1
             host.num_prefetched += 1
@@ -221,9 +221,9 @@ class BlockTiers:
             if not parent or any(parent in tier for tier in tiers):
                 for tier in tiers:  # a disk takes what it has room for, as a node's does
                     if key not in tier and (tier.name == "disk" or tier.admits_block(key)):
-                        tier.take(key, parent)
+                        tier.add_block(key, parent)
             if tiers and key not in tiers[0].index:
-                tiers[0].index.note_gone(key)  # as a node's writer does: when it comes again, it has returned
+                tiers[0].index.mark_gone(key)  # as a node's writer does: when it comes again, it has returned
 
 
 class CacheSimulator:
@@ -317,7 +317,7 @@ class CacheSimulator:
         num_blocks = _UNBOUNDED if capacity is None else capacity
         if name == "fifo":
             return FifoPolicy(num_blocks)
-        return make_policy(cast(PolicyName, name), lambda: self._now_s, num_blocks)
+        return make_policy(cast(EvictionPolicyName, name), lambda: self._now_s, num_blocks)
 
     def _wait_from(self, place: int) -> None:
         """The queue begins there; what was known of it may be so no more."""

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mneme.errors import ConfigError, shown
-from mneme.lab.arguments import Option
+from mneme.lab.options import Option
 
 MAX_TOKENS = 10_000_000  # of one request
 BLOCK_TOKENS = 512  # where neither the layout nor the user says otherwise

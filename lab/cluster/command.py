@@ -13,19 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from mneme.cachetier.names import PolicyName
+from mneme.cachetier.names import EvictionPolicyName
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import ConfigError, shown
-from mneme.lab.arguments import Option, add_options, check_options
 from mneme.lab.cache.command import TRACE_HELP, add_cache_simulation, progress
 from mneme.lab.cache.costs import GB, load_costs
 from mneme.lab.cache.synthetic import PREFIX
 from mneme.lab.cache.traces import BLOCK_OPTION
-from mneme.lab.cluster.play import ClusterShape, Simulation
-from mneme.lab.cluster.replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, PAGE_TOKENS, EngineShape
 from mneme.lab.cluster.routers import ROUTERS
 from mneme.lab.cluster.scenarios import SCENARIOS
+from mneme.lab.cluster.simulated_replica import DEFAULT_DEVICE_GB, DEFAULT_RATES, PAGE_TOKENS, EngineShape
+from mneme.lab.cluster.simulation import ClusterShape, Simulation
 from mneme.lab.cluster.workload import Turn, read_workload, scaled
+from mneme.lab.options import Option, add_options, check_options
 from mneme.router.autoscaler import AutoscaleConfig
 
 _SECONDS, _REPLICAS, _GB = (1e-6, 1e6), (1, 10_000), (0.0, 1e9)
@@ -47,7 +47,7 @@ _OPTIONS = (
     Option("--device-gb", "GB", "for KV, of one replica, in 10^9 bytes (default 400)", float, DEFAULT_DEVICE_GB, _GB),
     Option("--host-gb", "GB", "the host tiers of one node's engines (default 0)", float, 0.0, _GB),
     Option("--replicas-per-node", "N", "that share its memory (default 8)", int, 8, _REPLICAS),
-    Option("--policy", None, "which blocks go first (default lru)", str, "lru", None, get_args(PolicyName)),
+    Option("--policy", None, "which blocks go first (default lru)", str, "lru", None, get_args(EvictionPolicyName)),
     BLOCK_OPTION,
     Option(
         "--max-step-ms", "MS",

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.lab.cluster.replica import Status
+from mneme.lab.cluster.simulated_replica import Status
 from mneme.lab.cluster.workload import Turn
-from mneme.replicas.forest.pages import DEVICE, HOST
+from mneme.replicas.forest.tree import DEVICE, HOST
 from mneme.router.token_hashes import text_hash
 
 _RATED_TOKENS = 8192  # of a long prompt

@@ -13,12 +13,12 @@ import numpy as np
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.lab.cluster import policies
 from mneme.lab.cluster.policies import Router, World
-from mneme.lab.cluster.replica import Status
+from mneme.lab.cluster.simulated_replica import Status
 from mneme.lab.cluster.workload import Turn
-from mneme.replicas.forest.pages import DEVICE, HOST
+from mneme.replicas.forest.tree import DEVICE, HOST
 from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport
 from mneme.router.chooser import ReplicaChooser, Reservation
-from mneme.router.score import MINE, PolicyName, RouterConfig
+from mneme.router.score import MINE, RouterConfig, RoutingPolicy
 
 
 class Mneme(Router):
@@ -28,7 +28,7 @@ class Mneme(Router):
     trace; costs are those of grains.
     """
 
-    def __init__(self, rng: random.Random, world: World, policy: PolicyName = MINE) -> None:
+    def __init__(self, rng: random.Random, world: World, policy: RoutingPolicy = MINE) -> None:
         self._world = world
         self._chooser = ReplicaChooser(RouterConfig(policy=policy), world.clock, rng, index_blocks=10**7)
         self._reservations: dict[int, Reservation] = {}
@@ -76,12 +76,12 @@ class Mneme(Router):
             for tier in (DEVICE, HOST, None)
         )
         report = ReplicaReport(
-            epoch=f"{self._lives[replica]}", seq=number, queue_s=status.queue_s,
+            epoch=f"{self._lives[replica]}", seq=number, backlog_s=status.backlog_s,
             queued_tokens=status.queued_tokens // self._grain, running=status.running, waiting=status.waiting,
             context_tokens=status.context_tokens // self._grain, free_page_share=status.free_share,
             cost=None if number else self._costs(), device=device, host=host, gone=gone, is_snapshot=number == 0,
         )  # fmt: skip
-        self._chooser.take_report(str(replica), report)
+        self._chooser.apply_report(str(replica), report)
 
     def expected(self, turn: Turn) -> int | None:
         tokens = self._reservations[id(turn)].matched_tokens * self._grain

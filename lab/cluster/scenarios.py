@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from mneme.lab.cluster.play import ClusterShape
-from mneme.lab.cluster.replica import EngineShape
+from mneme.lab.cluster.simulated_replica import EngineShape
+from mneme.lab.cluster.simulation import ClusterShape
 from mneme.lab.cluster.workload import Turn
 
 BLOCK_TOKENS = 512

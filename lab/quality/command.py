@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from mneme.config import parse
 from mneme.errors import ConfigError, shown
-from mneme.lab.arguments import Option, add_options, check_options
+from mneme.lab.options import Option, add_options, check_options
+from mneme.replicas.blend.gate import MIN_CASES, MIN_SCORE_FULL, Measured, QualityReport
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import SELECTORS, Selector
-from mneme.replicas.fuse.report import MIN_CASES, MIN_SCORE_FULL, Measured, QualityReport
 
 if TYPE_CHECKING:
     from mneme.lab.quality.tasks import Task
@@ -65,9 +65,9 @@ def quality(args: argparse.Namespace) -> int:
 
     from mneme.lab.quality.measure import Arm, measure
     from mneme.lab.quality.tasks import read_task
-    from mneme.replicas.engine.load import choose_device, choose_dtype, load_engine, model_fingerprint
-    from mneme.replicas.fuse.report import measured_on, report_path
-    from mneme.replicas.model.config import load_model_config, model_directory
+    from mneme.replicas.blend.gate import measured_on, report_path
+    from mneme.replicas.engine.build import build_engine, choose_device, choose_dtype, model_fingerprint
+    from mneme.replicas.model.directory import load_model_config, model_directory
     from mneme.replicas.text.tokenizer import Tokenizer
 
     task = read_task(args.task, num_cases)
@@ -94,7 +94,7 @@ def quality(args: argparse.Namespace) -> int:
     if out is not None and not args.force:
         _check_broader(report_path(out, measured), task)
     tokenizer = Tokenizer.load(folder)
-    engine = load_engine(args.model, config, tokenizer=tokenizer)
+    engine = build_engine(args.model, config, tokenizer=tokenizer)
     try:
         with Progress(console=Console(stderr=True)) as bars:
             bar = bars.add_task("cases", total=sum(map(len, task.cases_by_layout.values())))

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from mneme.errors import ConfigError, MnemeError
 from mneme.lab.quality.tasks import Case, Task
+from mneme.replicas.blend.gate import Measured
 from mneme.replicas.documents import EXACT, BlendOptions, BlendUsage, Selector
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.fuse.report import Measured
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence as EngineSequence
-from mneme.replicas.text.parts import EncodedPrompt, StandIns, encode_parts, prompt_parts
+from mneme.replicas.text.document_parts import EncodedPrompt, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.tokenizer import Tokenizer
 
 BATCH = 16  # cases that run at once, where their KV fits

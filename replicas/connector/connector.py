@@ -28,7 +28,7 @@ from mneme.replicas.connector.loads import Loads, MakeWorkers
 from mneme.replicas.connector.save import ChunkSaver, SaveJob, SavePolicy
 from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.sequence import End, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 
@@ -70,7 +70,7 @@ class KvConnector:
         self.counts: Counter[str] = Counter()
         self.min_load_tokens = MIN_LOAD_TOKENS
 
-    def tell(self, on_answer: Callable[[], None]) -> None:
+    def set_on_answer(self, on_answer: Callable[[], None]) -> None:
         """Have this called, on another thread, as soon as the engine may not be blocked any more."""
         self.loads.on_answer = on_answer
 

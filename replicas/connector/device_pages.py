@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from mneme.cachetier.chunk.header import U8Array
-from mneme.cachetier.pages.host_memory import DevicePool
-from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
+from mneme.cachetier.host_pages.cpu import DevicePool
+from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
 from mneme.kernels.native.kv import gather_chunk, scatter_chunk
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens
 
 _SLOT_BYTES = 16 << 20  # of pinned memory, for one layer of some chunks: large enough for the bus
 _NUM_SLOTS = 2  # one is filled while the other is copied
@@ -129,7 +129,7 @@ class DeviceChunkPages:
         parts = [range(*span) for span in zip(starts, [*starts[1:], len(chunks)], strict=True)]
         return [DeviceBatch(self, part, chunks[part.start : part.stop]) for part in parts if part]
 
-    def take_slot(self) -> _Slot:
+    def next_slot(self) -> _Slot:
         """Return the slot whose last use is the longest ago, when that is over."""
         slot = self._slots.pop(0)
         self._slots.append(slot)
@@ -156,7 +156,7 @@ class DeviceBatch:
         self._slot: _Slot | None = None
 
     def begin(self) -> None:
-        self._slot = self._pages.take_slot()
+        self._slot = self._pages.next_slot()
 
     def put(self, index: int, layer: U8Array) -> None:
         assert self._slot is not None
@@ -170,7 +170,7 @@ class DeviceBatch:
         return self._launch(self._scatter, layer, self._slot, after)
 
     def gather(self, layer: int, into: Sequence[U8Array], after: Event | None) -> None:
-        slot = self._pages.take_slot()
+        slot = self._pages.next_slot()
         self._launch(self._gather, layer, slot, after).wait()
         staged = self._view(slot.bytes, self._num_tokens)
         for layer_bytes, (num_tokens, spans) in zip(into, self._spans, strict=True):

@@ -92,7 +92,7 @@ class Loads:
             self._open.discard(load)
             waiting = {each.query.request_id for each in self._open}
         for edge in list(load.reads):  # a load thread may still read
-            self._costs.note_edge(edge, *load.read_so_far(edge))
+            self._costs.learn_edge(edge, *load.read_so_far(edge))
         if load.query.request_id not in waiting:
             self._lookers.run(lambda: self._store.forget([load.query.request_id]))
 
@@ -117,8 +117,8 @@ class Loads:
     def _find(self, load: Load, timeout_s: float, asked_s: float) -> bool:
         """Ask the store and plan the load; returns whether some is to be read."""
         sources = self._store.locate(load.query, timeout_s)
-        self._costs.note_lookup(self._clock() - asked_s)
-        self._costs.note_found([source.edge for source in sources])
+        self._costs.learn_lookup(self._clock() - asked_s)
+        self._costs.learn_found([source.edge for source in sources])
         try:
             sources = load.skip_computed(sources)
             plan = self._controller.plan(

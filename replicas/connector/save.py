@@ -33,14 +33,14 @@ from mneme.cachetier.config import WRITE_BUFFER_BYTES
 from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded, Workers
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
-from mneme.replicas.forest.pages import DEVICE
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.paths import Path, references_of
+from mneme.replicas.forest.tree import DEVICE
 from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 
 if TYPE_CHECKING:
-    from mneme.cachetier.pages.streams import Event
+    from mneme.cachetier.host_pages.streams import Event
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class _Shared:
     store: ChunkStore
     fingerprint: ModelFingerprint
     pages: ChunkPages
-    note_save: NoteSave
+    learn_save: NoteSave
     condition: threading.Condition = field(default_factory=threading.Condition)
     counts: SaveCounts = field(default_factory=SaveCounts)
     under_way: set[_Copy] = field(default_factory=set)  # the write buffer
@@ -283,11 +283,11 @@ class ChunkSaver:
         fingerprint: ModelFingerprint,
         pages: ChunkPages,
         *,
-        note_save: NoteSave,
+        learn_save: NoteSave,
     ) -> None:
         self._layout, self._num_layers = fingerprint.layout, fingerprint.layout.num_layers
         self.max_bytes = WRITE_BUFFER_BYTES
-        self._shared = _Shared(store, fingerprint, pages, note_save)
+        self._shared = _Shared(store, fingerprint, pages, learn_save)
         self._copies: list[_Copy] = []  # of the step that has begun
         self._num_handed_over = 0  # of its layers
 
@@ -367,7 +367,7 @@ class ChunkSaver:
             pages = set(device_pages.tolist())
             shared.condition.wait_for(lambda: all(pages.isdisjoint(copy.page_ids) for copy in shared.reading))
 
-    def settle(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         """Wait until what is to be saved now is in the store, or will not be; False if that took too long.
 
         From any thread.
@@ -376,7 +376,7 @@ class ChunkSaver:
         with shared.condition:
             before = shared.under_way.copy()
             is_put = shared.condition.wait_for(lambda: before.isdisjoint(shared.under_way), timeout_s)
-        return is_put and shared.store.settle(max(timeout_s - (time.monotonic() - began_s), 0.0))
+        return is_put and shared.store.flush(max(timeout_s - (time.monotonic() - began_s), 0.0))
 
     def close(self) -> None:
         """Put what was confirmed, within a bounded time, and end the threads. Called twice it does nothing."""
@@ -482,5 +482,5 @@ def _put(shared: _Shared, copy: _Copy) -> str:
     chunk = make_chunk(job.lineage, shared.fingerprint, job.parent, job.token_ids, job.rotated, list(copy.layers))
     if not shared.store.put(chunk, job.lineage):
         return "refused"
-    shared.note_save(copy.layers.nbytes, copy.seconds + time.monotonic() - started_s)
+    shared.learn_save(copy.layers.nbytes, copy.seconds + time.monotonic() - started_s)
     return "chunks"

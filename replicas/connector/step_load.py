@@ -22,13 +22,13 @@ import numpy as np
 
 from mneme.cachetier.names import Miss
 from mneme.primitives import Workers
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.moves import Graft, GraftPiece
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.load import Load
 
 if TYPE_CHECKING:
-    from mneme.cachetier.pages.streams import Event
+    from mneme.cachetier.host_pages.streams import Event
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class StepLoad:
         started_s = time.monotonic()
         batch.begin()
         begun_s = time.monotonic() - started_s
-        for _ in self._take_all(partial(self._take, batch, layer), batch.chunks):  # type: ignore[attr-defined]
+        for _ in self._take_all(partial(self._put_layer, batch, layer), batch.chunks):  # type: ignore[attr-defined]
             pass
         with self._condition:  # held while the pool is written: `finish` returns when nothing is
             if self._is_over or all(piece.is_lost for piece in pieces):
@@ -126,10 +126,10 @@ class StepLoad:
             for piece in pieces:
                 if not piece.is_lost:
                     piece.num_done = layer + 1
-                    piece.load.note_copy(piece.given.chunk, seconds / len(pieces))
+                    piece.load.add_copy(piece.given.chunk, seconds / len(pieces))
             self._condition.notify_all()
 
-    def _take(self, batch: PageBatch, layer: int, number: int) -> None:
+    def _put_layer(self, batch: PageBatch, layer: int, number: int) -> None:
         """Take one chunk's layer into a batch. Never raises.
 
         The next batch may have the memory that this one gave when all of these calls have returned.
@@ -138,11 +138,11 @@ class StepLoad:
         if piece.is_lost:
             return
         try:
-            taken = load.take(piece.given.chunk, layer)
+            taken = load.read(piece.given.chunk, layer)
             started_s = time.monotonic()
             if not isinstance(taken, Miss):
                 batch.put(number, taken)
-                load.note_copy(piece.given.chunk, (time.monotonic() - started_s) / load.num_readers)
+                load.add_copy(piece.given.chunk, (time.monotonic() - started_s) / load.num_readers)
                 return
         except Exception:  # the edge of a thread
             logger.exception("a chunk's layer could not be read")

@@ -10,7 +10,7 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
 from mneme.replicas.documents import check_spans
 from mneme.replicas.drawing import Drawing, TokenCounts
-from mneme.replicas.forest.pages import Owner
+from mneme.replicas.forest.tree import Owner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.queue import WaitingQueue
 from mneme.replicas.sequence import Sequence
@@ -221,9 +221,9 @@ class QueueLimits:
         """Return in how many seconds what waits will have left the queue, as far as that was measured."""
         return self._rate.drain_s(self.num_tokens)
 
-    def note_step(self) -> None:
+    def measure_queue(self) -> None:
         """Measure how the queue drains; called when a step begins."""
-        self._rate.note(self._waiting.num_taken_tokens, is_waiting=len(self._waiting) > 0)
+        self._rate.measure(self._waiting.num_taken_tokens, is_waiting=len(self._waiting) > 0)
 
     def _excess(self, request: GenerationRequest) -> tuple[str, str] | None:
         if request.output_offset:  # another replica took it, and its client reads the answer
@@ -250,7 +250,7 @@ class DrainRate:
         self._num_taken = 0
         self._noted_s: float | None = None  # None: nothing waited at the last note
 
-    def note(self, num_taken: int, *, is_waiting: bool) -> None:
+    def measure(self, num_taken: int, *, is_waiting: bool) -> None:
         """Measure until now; `num_taken` tokens have ever left the queue."""
         now_s = self._clock()
         if self._noted_s is not None:

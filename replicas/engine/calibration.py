@@ -41,8 +41,8 @@ from mneme.kernels.share_cost import FloatArray
 from mneme.kernels.triton.modules import triton_module
 from mneme.kernels.work import Share
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens
 from mneme.replicas.connector.device_pages import make_chunk_pages
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
 from mneme.replicas.engine.engine import make_forest
 from mneme.replicas.model.draws import SampleRow
 from mneme.replicas.model.graphs import CudaCapture

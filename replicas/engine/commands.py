@@ -3,7 +3,7 @@
 It runs on the thread that asks. It says itself what of it runs on the engine's thread (`AskedEngine.between_steps`).
 
 Of several replicas one is asked for the cache tier's, because they share it. A deletion asks all for their pages first
-(`DeleteSequencePages`, `DeleteTenantPages`, `SettleSaves`), then one for the tier's chunks: nothing that a request
+(`DeleteSequencePages`, `DeleteTenantPages`, `FlushSaves`), then one for the tier's chunks: nothing that a request
 saves meanwhile comes into the tier behind it.
 
 Policy only: no tensors.
@@ -47,6 +47,7 @@ from mneme.replicas.queries import (
     DroppedPages,
     ExplainedPrompt,
     ExplainPrompt,
+    FlushSaves,
     ForkSession,
     FoundChunk,
     FoundInTier,
@@ -74,7 +75,6 @@ from mneme.replicas.queries import (
     Query,
     SessionTokens,
     SetNote,
-    SettleSaves,
     TenantKv,
     Tree,
     UnpinKv,
@@ -82,12 +82,12 @@ from mneme.replicas.queries import (
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import SessionKey, session_key
 from mneme.replicas.sequence import Sequence as RunningSequence
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 from mneme.replicas.sessions.session_pages import resident_of
 
 T = TypeVar("T")
 
-_SETTLE_S = 5.0
+_FLUSH_S = 5.0
 _LIST_S = 0.01  # of an engine at once, for a list
 
 
@@ -98,7 +98,7 @@ class KvTier:
     admin: CacheAdmin
     fingerprint: ModelFingerprint
     tenant_bytes: int | None = None  # each tenant's quota in each tier of a node
-    settle_saves: Callable[[float], bool] = lambda _timeout_s: True
+    flush_saves: Callable[[float], bool] = lambda _timeout_s: True
 
     def chain(self, salt: str, ids: Sequence[int], session: SessionKey | None = None, event: bytes = b"") -> ChainQuery:
         """The chunks of these tokens under a tenant's salt, as a prompt begins, or a session's alone since an event."""
@@ -121,7 +121,7 @@ def kv_tier_of(chunks: KvConnector | None) -> KvTier | None:
         admin=chunks.store.admin,
         fingerprint=chunks.fingerprint,
         tenant_bytes=chunks.config.tenant_bytes,
-        settle_saves=chunks.saver.settle,
+        flush_saves=chunks.saver.flush,
     )
 
 
@@ -214,10 +214,10 @@ def fork_session(asked: AskedEngine, query: ForkSession) -> KnownSession | None:
 
 
 @_answers(SetNote)
-def note_session(asked: AskedEngine, query: SetNote) -> bool:
-    noted = asked.between_steps(lambda engine: engine.sessions.note(query.key, query.note))
+def set_note(asked: AskedEngine, query: SetNote) -> bool:
+    noted = asked.between_steps(lambda engine: engine.sessions.set_note(query.key, query.note))
     if noted and asked.durable is not None:
-        asked.durable.writer.flush(_SETTLE_S)  # what cannot be written is a counter, as with turns
+        asked.durable.writer.flush(_FLUSH_S)  # what cannot be written is a counter, as with turns
     return noted
 
 
@@ -328,7 +328,7 @@ def delete_sequence_pages(asked: AskedEngine, query: DeleteSequencePages) -> Dro
             engine.forest.delete(log, log.root)
 
     deleted = asked.between_steps(lambda engine: _deleted_pages(engine, delete))
-    _settle(asked)
+    _flush(asked)
     return deleted
 
 
@@ -342,13 +342,13 @@ def delete_tenant_pages(asked: AskedEngine, query: DeleteTenantPages) -> Dropped
         engine.forest.drop_salts(lambda other: tenant_of(other) == tenant)
 
     deleted = asked.between_steps(lambda engine: _deleted_pages(engine, delete))
-    _settle(asked)
+    _flush(asked)
     return deleted
 
 
-@_answers(SettleSaves)
-def settle_saves(asked: AskedEngine, query: SettleSaves) -> None:
-    _settle(asked)
+@_answers(FlushSaves)
+def flush_saves(asked: AskedEngine, query: FlushSaves) -> None:
+    _flush(asked)
 
 
 @_answers(DeleteKv)
@@ -418,8 +418,8 @@ def _describe(engine: Engine, key: SessionKey) -> KnownSession | None:
     }
 
 
-def _settle(asked: AskedEngine) -> None:
-    if asked.kv_tier is not None and not asked.kv_tier.settle_saves(_SETTLE_S):
+def _flush(asked: AskedEngine) -> None:
+    if asked.kv_tier is not None and not asked.kv_tier.flush_saves(_FLUSH_S):
         raise ReplicaUnavailable("what is being saved takes long, and would come after the deletion; try again")
 
 

@@ -36,6 +36,11 @@ from typing import TYPE_CHECKING, Any
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.primitives import LazyHeap
+from mneme.replicas.blend.asked import AskedBeginnings
+from mneme.replicas.blend.auto import Controller
+from mneme.replicas.blend.blend import Blend, decide
+from mneme.replicas.blend.gate import NO_REPORT, Gate
+from mneme.replicas.blend.order import best_order
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import HISTORY, LEARNED_POSITIONS, NOT_SHARED, SLIDING_WINDOW, Declined
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
@@ -43,16 +48,11 @@ from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import COPY_OUT_BELOW, PrefixForest
 from mneme.replicas.forest.paths import learn
-from mneme.replicas.fuse.asked import AskedBeginnings
-from mneme.replicas.fuse.blend import Blend, decide
-from mneme.replicas.fuse.controller import Controller
-from mneme.replicas.fuse.order import best_order
-from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import End, Sequence, StepRows
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, root_turn, turn_name
@@ -153,7 +153,7 @@ class Engine:
             decode=None if tokenizer is None else tokenizer.decode,
             on_drop=lambda log: self.forest.abandon(log.root, owner=log),
             on_delete=self._delete_kv,
-            journal=None if durable is None else durable.writer,
+            log_writer=None if durable is None else durable.writer,
         )
         self._blends, self._asked = Controller(gate, self.costs), AskedBeginnings()
         self._cannot_blend = None if config.prefix_sharing else NOT_SHARED
@@ -272,15 +272,15 @@ class Engine:
             self.scheduler.shrink()
             self.runner.free_memory()
             self._compute_again("the device is out of memory")
-        return self.take_events()
+        return self.pop_events()
 
     def _step(self) -> None:
         self._tidy()
-        before = self._take_flight()
+        before = self._pop_flight()
         try:
             with self._expecting(before) as expected:
                 batch = self.scheduler.schedule(() if before is None else before.ending)
-                self._outbox.note_begun(batch)
+                self._outbox.mark_begun(batch)
                 flight, logits = self._launch(batch, expected)
         except BaseException:
             if before is not None:  # its tokens are right
@@ -292,19 +292,19 @@ class Engine:
         self.num_ahead += before is not None
         # What a step loads may not come, and nobody else is to hold it before that is known.
         if not (self.runner.runs_ahead and batch) or self._flight.is_special or self._flight.has_loads:
-            self._settle()
+            self._commit_flight()
 
-    def _settle(self) -> None:
+    def _commit_flight(self) -> None:
         """Commit the step that is under way, if there is one."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._commit(flight)
 
-    def _take_flight(self) -> _Flight | None:
+    def _pop_flight(self) -> _Flight | None:
         """Take the step under way; None if there is none, or if it had to be committed before anything is scheduled."""
         if self._flight is not None and self._must_wait(self._flight):
             self._flight.is_timed = False  # it may have been done for long
-            self._settle()
+            self._commit_flight()
         flight, self._flight = self._flight, None
         return flight
 
@@ -409,7 +409,7 @@ class Engine:
                 self._finish(sequence, "error", message)
         self.forest.clear(is_trusted=False)
         self.pins.renew()
-        return self.take_events()
+        return self.pop_events()
 
     def _start(self, request: GenerationRequest, prompt: TurnPrompt, parent: Sequence | None = None) -> None:
         sequence = make_sequence(
@@ -491,7 +491,7 @@ class Engine:
         if sequence.root is not None:
             return 0
         request = sequence.request
-        return self._asked.note(request.salt, sequence.context, request.documents, root_turn(request))
+        return self._asked.record(request.salt, sequence.context, request.documents, root_turn(request))
 
     def _can_wait(self, sequence: Sequence, end: int) -> bool:
         """Return whether its first tokens may be computed when it has ended: if documents among them have KV.
@@ -513,7 +513,7 @@ class Engine:
 
     def _tidy(self) -> None:
         """Do what goes before each step; no placeholder is anywhere."""
-        self.limits.note_step()
+        self.limits.measure_queue()
         self._expire()
         if self.connector is not None:
             self.connector.look_again(self.scheduler.waiting, self.forest)
@@ -532,9 +532,9 @@ class Engine:
             self.connector.end_step(unsound, self.scheduler.retract, has_loads=flight.has_loads)
         if flight.is_timed and not flight.has_loads:  # else it may have waited
             self._learn(batch, self._committed_s - began_s)
-        for part, scores in self.runner.take_scores() if flight.is_special else ():
+        for part, scores in self.runner.pop_scores() if flight.is_special else ():
             sequence = part.sequence
-            if sequence.path is not None and sequence.blend.note_scores(scores, is_last=part.is_last):
+            if sequence.path is not None and sequence.blend.add_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             # One that went back as its chunks did not come computes this token again; one that was suspended does not.
@@ -563,7 +563,7 @@ class Engine:
             if not (part.is_shifted or part.num_compared or part.sequence.request.leaves_nothing)
         ]
         if self.costs is not None and rows and len(rows) == len(batch):
-            self.costs.note_step(rows, took_s)
+            self.costs.learn_step(rows, took_s)
 
     def _compute_again(self, why: str) -> None:
         """Queue what ran to be computed again: the step failed, so no page is trusted."""
@@ -596,7 +596,7 @@ class Engine:
 
     def _expire(self) -> None:
         """End what has missed its deadline, waiting or running; a session keeps what the turn has so far."""
-        for request_id in self.deadlines.take_below(self.clock()) if self.deadlines else ():
+        for request_id in self.deadlines.pop_below(self.clock()) if self.deadlines else ():
             self.num_missed_deadlines += 1
             self._end(request_id, "error", DeadlineExceeded())
 
@@ -663,9 +663,9 @@ class Engine:
         if self._on_close is not None:
             self._on_close()
 
-    def take_events(self) -> list[TokenEvent]:
+    def pop_events(self) -> list[TokenEvent]:
         """Take the events since the last call; `step` returns them too."""
-        return self._outbox.take()
+        return self._outbox.pop_events()
 
     def _encode(self, text: str) -> list[int]:
         """Encode text that goes on where other text ended."""

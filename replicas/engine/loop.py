@@ -25,9 +25,9 @@ from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
 from mneme.replicas.engine.stats import beside_steps, engine_stats, rss_bytes
-from mneme.replicas.queries import Query, SettleSaves
+from mneme.replicas.queries import FlushSaves, Query
 from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent, session_key
-from mneme.replicas.sessions.token_log import Recalled
+from mneme.replicas.sessions.token_log import RecalledSession
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class EngineLoop:
         self.reporter = Reporter(engine, self.epoch, node if self.kv_tier is not None else "")
         self._condition = threading.Condition()
         if engine.connector is not None:
-            engine.connector.tell(self._wake)
+            engine.connector.set_on_answer(self._wake)
         self._inbox: list[Callable[[], None]] = []
         self._stopping = False
         self._subscribers: dict[str, Subscriber] = {}
@@ -134,13 +134,13 @@ class EngineLoop:
 
         def end_all() -> list[TokenEvent]:
             self._abort(list(self._subscriber_by_request))
-            return self.engine.take_events()
+            return self.engine.pop_events()
 
         try:
             events = self._ask(end_all)
         except ReplicaUnavailable:  # it has stopped, and ended them
             return 0
-        self.query(SettleSaves())  # an error says that it takes long: they are computed again then
+        self.query(FlushSaves())  # an error says that it takes long: they are computed again then
         self._post(lambda: self._deliver(events))
         return sum(event.finish_reason == "abort" for event in events)
 
@@ -162,7 +162,7 @@ class EngineLoop:
         found = self._recall(recalled)
 
         def ask() -> T:
-            if self.engine.sessions.take_over(found):
+            if self.engine.sessions.restore_all(found):
                 raise ReplicaUnavailable("the session's log cannot be read now")
             return question(self.engine)
 
@@ -233,7 +233,7 @@ class EngineLoop:
             if not self._can_step and gc.get_count()[0] > _YOUNG:
                 gc.collect(1)
         self._abort(list(self._subscriber_by_request))
-        self._deliver(self.engine.take_events())
+        self._deliver(self.engine.pop_events())
         self.engine.close()  # all logs are written then
         self._withheld.release(everything=True)
 
@@ -281,12 +281,14 @@ class EngineLoop:
         finally:
             self._step_s = time.perf_counter() - started_s
 
-    def _recall(self, keys: Iterable[SessionKey | None]) -> list[Recalled]:
+    def _recall(self, keys: Iterable[SessionKey | None]) -> list[RecalledSession]:
         """Read what is written of these sessions and not known to the engine, which goes on with its steps."""
         return [] if self.durable is None else self.durable.recall(keys, self.engine.sessions.version_of)
 
-    def _submit_all(self, requests: Sequence[GenerationRequest], recalled: list[Recalled]) -> list[MnemeError | None]:
-        unread = self.engine.sessions.take_over(recalled)
+    def _submit_all(
+        self, requests: Sequence[GenerationRequest], recalled: list[RecalledSession]
+    ) -> list[MnemeError | None]:
+        unread = self.engine.sessions.restore_all(recalled)
         return [self._submit(request, is_unread=session_key(request) in unread) for request in requests]
 
     def _submit(self, request: GenerationRequest, *, is_unread: bool) -> MnemeError | None:

@@ -16,7 +16,7 @@ from mneme.replicas.queries import ExplainedPrompt, ExplainedRange, ExplainedSam
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent, is_of_request
 from mneme.replicas.sequence import End, Sequence, StepRows
-from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
+from mneme.replicas.sessions.token_log import ClientText, FinishedTurn, VisibleTokens
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import history_note
@@ -39,7 +39,7 @@ class BlendCounts:
         self.tokens: Counter[str] = Counter()  # as `BlendUsage.token_counts`
         self.declined: Counter[str] = Counter()  # requests that reused none, by reason
 
-    def note(self, blend: BlendUsage) -> None:
+    def add(self, blend: BlendUsage) -> None:
         self.tokens.update(blend.token_counts())
         if blend.declined is not None:
             self.declined[blend.declined] += 1
@@ -66,11 +66,11 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._events)
 
-    def take(self) -> list[TokenEvent]:
+    def pop_events(self) -> list[TokenEvent]:
         events, self._events = self._events, []
         return events
 
-    def note_begun(self, batch: Iterable[StepRows]) -> None:
+    def mark_begun(self, batch: Iterable[StepRows]) -> None:
         """Note when sequences first have rows: in the step of this batch."""
         begun = [part.sequence for part in batch if part.sequence.begun_s is None]
         if begun:
@@ -91,7 +91,7 @@ class Outbox:
             self._report_next(sequence)
             return
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
-        usage = sequence.take_usage()
+        usage = sequence.pop_usage()
         if usage is not None and sequence.begun_s is not None:
             request = sequence.request
             usage = usage._replace(
@@ -103,8 +103,8 @@ class Outbox:
             alone = max(details["device"] - sequence.request.elsewhere_tokens, 0)
             self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, alone=alone, **details)
             if usage.blend is not None:
-                self.blends.note(usage.blend)
-            self.explanations.note(sequence, usage)
+                self.blends.add(usage.blend)
+            self.explanations.record(sequence, usage)
         logprobs = tuple(sequence.drawing.logprobs) if sequence.request.sampling.logprobs is not None else None
         sequence.drawing.logprobs.clear()
         sequence.num_reported += len(fresh)
@@ -116,8 +116,8 @@ class Outbox:
         refusal = error if isinstance(error, MnemeError) else None
         message = None if error is None else str(error)
         scoring = sequence.scoring if fresh else None
-        embedding = None if scoring is None else scoring.take_embedding()
-        of_prompt = None if scoring is None or usage is None else scoring.take_prompt_logprobs()
+        embedding = None if scoring is None else scoring.pop_embedding()
+        of_prompt = None if scoring is None or usage is None else scoring.pop_prompt_logprobs()
         told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding, of_prompt)
         self._events.append(TokenEvent(*told))
 
@@ -143,7 +143,7 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
     sees_all = sequence.context is sequence.ids and not (sequence.root is not None and sequence.root.is_blend)
     # An answer without a root has computed all it sees anew.
     stored = b"" if sequence.num_output else sequence.view.event
-    seen = None if sees_all else Seen(array("i", sequence.context), sequence.root, stored)
+    seen = None if sees_all else VisibleTokens(array("i", sequence.context), sequence.root, stored)
     history, note = sequence.request.history, b""
     if history is not None and said is not None and tokenizer is not None:
         note = history_note(tokenizer, history, said.text)
@@ -152,7 +152,9 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
     )
 
 
-def said_to_client(tokenizer: Tokenizer, params: SamplingParams, ids: list[int], stream: TextStream | None) -> Said:
+def said_to_client(
+    tokenizer: Tokenizer, params: SamplingParams, ids: list[int], stream: TextStream | None
+) -> ClientText:
     """Return the text of an answer of these ids as its client got it, and how many of the ids stand for it.
 
     A last token that is not shown is not counted: it closes the answer, the next prompt's template writes it again, and
@@ -165,9 +167,9 @@ def said_to_client(tokenizer: Tokenizer, params: SamplingParams, ids: list[int],
         return tokenizer.decode(ids[:num_ids], skip_special_tokens=params.skip_special_tokens)
 
     if stream is not None and stream.stopped:
-        return Said(text(stream.num_whole_tokens), stream.num_whole_tokens)
+        return ClientText(text(stream.num_whole_tokens), stream.num_whole_tokens)
     is_closed = params.skip_special_tokens and bool(ids) and ids[-1] in tokenizer.special_token_ids
-    return Said(text(len(ids)), len(ids) - is_closed)
+    return ClientText(text(len(ids)), len(ids) - is_closed)
 
 
 class Explanations:
@@ -180,7 +182,7 @@ class Explanations:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def note(self, sequence: Sequence, usage: PromptUsage) -> None:
+    def record(self, sequence: Sequence, usage: PromptUsage) -> None:
         """Keep where the KV of a computed prompt came from."""
         request = sequence.request
         ranges: list[ExplainedRange] = [

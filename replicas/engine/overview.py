@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_of
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
+from mneme.replicas.forest.tree import DEVICE, HOST, Page, Root
 from mneme.replicas.queries import GetTree, Run, Tree
 
 _MAX_PAGES, _RUN_COST = 20_000, 12  # that are walked for one question, between two steps of the engine: 22 ms

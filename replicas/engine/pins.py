@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
-from mneme.cachetier.pins import PinBook, PinName
+from mneme.cachetier.pin_book import PinBook, PinName
 from mneme.errors import InvalidRequest, MnemeError, PinRefused
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import Path
@@ -119,7 +119,7 @@ class Pins:
         entry = self._entry_by_request.pop(end.sequence.request.request_id, None)
         if entry is not None:
             self._computed(entry, end)
-        if end.sequence.request.kept and end.is_sound:
+        if end.sequence.request.pinned and end.is_sound:
             self._keep(end.sequence)
 
     def _computed(self, entry: _Entry, end: End) -> None:
@@ -144,7 +144,7 @@ class Pins:
         if sequence.context is not sequence.ids or sequence.root is not None:
             return  # what is seen is not what was said, or not exact
         self.expire()
-        for num_tokens, ttl_s in request.kept:
+        for num_tokens, ttl_s in request.pinned:
             ids = _agreeing(sequence.ids, request.prompt_token_ids[:num_tokens])
             if ids:
                 self._mark(request.salt, ids, self._entries.end_s(ttl_s))

@@ -15,7 +15,7 @@ from typing import Any
 
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import backlog_s, num_queued_tokens
-from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
+from mneme.replicas.forest.tree import DEVICE, HOST, Page, Root
 from mneme.replicas.report import BLOCK_TOKENS, ReplicaReport, first_digest, next_digest, pack
 
 REPORT_S = 0.05  # reports are at least so far apart
@@ -85,7 +85,7 @@ class Reporter:
         return ReplicaReport(
             epoch=self._epoch,
             seq=self._seq,
-            queue_s=self._queue_s(queued_tokens, running, context_tokens),
+            backlog_s=self._backlog_s(queued_tokens, running, context_tokens),
             queued_tokens=queued_tokens,
             running=running,
             waiting=waiting,
@@ -113,7 +113,7 @@ class Reporter:
             round((pages["free"] + pages["cached"]) / pages["total"], 3),
         )
 
-    def _queue_s(self, queued_tokens: int, running: int, context_tokens: int) -> float:
+    def _backlog_s(self, queued_tokens: int, running: int, context_tokens: int) -> float:
         costs = self._engine.costs
         return math.nan if costs is None else backlog_s(costs, queued_tokens, running, context_tokens)
 

@@ -21,7 +21,7 @@ class StartReport:
         self._used_bytes, self._clock = used_bytes, clock
         self._before = clock(), used_bytes()
 
-    def note(self, stage: str, num_bytes: int | None = None) -> None:
+    def end_phase(self, stage: str, num_bytes: int | None = None) -> None:
         """What was done since the last note was of this stage; `num_bytes`: of it, where used memory does not tell."""
         now = self._clock(), self._used_bytes()
         phase = self.phases.setdefault(stage.removeprefix("loading "), {"seconds": 0.0, "bytes": 0})

@@ -23,7 +23,7 @@ from mneme.kernels.ops import draw_tokens
 from mneme.kernels.triton.modules import triton_module, triton_trouble
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import Progress
+from mneme.replicas.model.directory import Progress
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 

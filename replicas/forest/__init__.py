@@ -1,5 +1,5 @@
 """The prefix cache: pages of all live and finished sequences as one forest, shared token by token. No tensors.
 
-Public: `forest.PrefixForest`, `pages`, `paths`. Imports `cachetier.policy`; `schedule`, `sessions` and the engine
+Public: `forest.PrefixForest`, `tree`, `paths`. Imports `cachetier.policy`; `schedule`, `sessions` and the engine
 import it. ChunkAttention 3.1 (the prefix tree), Pensieve 4.3 (holes and tiers).
 """

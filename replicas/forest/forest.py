@@ -12,9 +12,9 @@ Every token that a running sequence has computed, or computes in the step being 
 sequences of one step already share. A sequence whose next token is here follows this page instead of writing its
 own; slots above its position are hidden from it by causality, so its mask stays whole until it leaves the page.
 
-A page's KV may be on the device, on the host, on both, or on neither: a hole (`forest/store.py`, `forest/paths.py`).
+A page's KV may be on the device, on the host, on both, or on neither: a hole (`page_store.py`, `paths.py`).
 States of a device page: free (on the free list), in use (of a page that a sequence or a pin holds), cached (of a page
-that nobody holds, still matching; `forest/store.py` says which goes when). `free + cached + in_use == num_pages` is
+that nobody holds, still matching; `page_store.py` says which goes when). `free + cached + in_use == num_pages` is
 checked by `check()`. The pool never grows or gives memory back.
 
 Tenants have roots of their own. What an admin has had computed as public has one too (`PUBLIC_SALT`), and a tenant's
@@ -35,7 +35,7 @@ from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Resident, Root, common_prefix, resident
+from mneme.replicas.forest.page_store import PageStore, PageTier
 from mneme.replicas.forest.paths import (
     DocumentUse,
     Path,
@@ -43,13 +43,13 @@ from mneme.replicas.forest.paths import (
     is_lost,
     kept_by,
     moved_pages,
-    note_gaps,
     private_pages,
     references_of,
+    update_gaps,
     use_of,
     visible_gaps,
 )
-from mneme.replicas.forest.store import PageStore, Tier
+from mneme.replicas.forest.tree import DEVICE, HOST, Owner, Page, Resident, Root, common_prefix, resident
 
 _LEAST_PUBLIC = 8  # tokens: what is shorter, all chats of a model may begin with
 COPY_OUT_BELOW = 0.5  # share of pages, free or with a copy, under which idle ones are copied to the host (Pensieve 4.3)
@@ -86,8 +86,8 @@ class PrefixForest:
         self._clock = clock
         self._releases = itertools.count(1)
         self.owners = Owners()
-        self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), first_page=first_page)
-        self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy())
+        self.device = PageTier(DEVICE, num_pages, policy or LruPolicy(), first_page=first_page)
+        self.host = PageTier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy())
         self.page_size, self.window = page_size, window
         self.store = PageStore(
             self.device,
@@ -216,7 +216,7 @@ class PrefixForest:
         for kept in root.kept:
             self.store.hold(kept.page)
             path.append(kept.page, kept.mask(self.page_size))
-        note_gaps(path, 0)
+        update_gaps(path, 0)
         return path
 
     def truncate(self, path: Path, ranges: Spans, owner: Owner | None = None) -> Path | None:

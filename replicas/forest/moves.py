@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from mneme.cachetier.chunk.header import I32Array
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.tree import Page
 
 
 class LoadedPage(NamedTuple):

@@ -9,7 +9,7 @@ the same however many sessions own the page.
 
 from __future__ import annotations
 
-from mneme.replicas.forest.pages import Claim, Owner, Page
+from mneme.replicas.forest.tree import Claim, Owner, Page
 
 
 class Owners:

@@ -26,8 +26,8 @@ from mneme.cachetier.chunk.header import I32Array
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
-from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, NOWHERE, Kept, Page, Root, common_prefix
-from mneme.replicas.forest.store import OutOfPages, PageStore
+from mneme.replicas.forest.page_store import OutOfPages, PageStore
+from mneme.replicas.forest.tree import ALL_SLOTS, DEVICE, HOST, NOWHERE, Kept, Page, Root, common_prefix
 
 Runs = list[tuple[int, int, int]]  # (page id, first offset, number of tokens)
 Spans = list[tuple[int, int]]  # positions [start, end), in order
@@ -76,7 +76,7 @@ class Path:
         self.page_ids.append(NOWHERE if page_id is None else page_id)
         self.masks.append(mask)
 
-    def is_settled(self) -> bool:
+    def is_on_device(self) -> bool:
         """Return whether all that the path sees lies on the device, but for tokens that this step adds to pages."""
         return not self.gaps and not any(page_id in self.store.fresh for page_id in self.page_ids)
 
@@ -103,7 +103,7 @@ class Path:
             page = child
         if position > before:
             self.num_tokens = position
-            note_gaps(self, max(num_pages - 1, len(self.root.kept)))
+            update_gaps(self, max(num_pages - 1, len(self.root.kept)))
         return position - before
 
     def write_next(self, ids: Sequence[int]) -> tuple[int, int, int] | None:
@@ -226,7 +226,7 @@ class Path:
             assert twin is not None
             self.store.hold(twin)
             self.append(twin)
-        note_gaps(self, max(len(self.pages) - 1, len(self.root.kept)))
+        update_gaps(self, max(len(self.pages) - 1, len(self.root.kept)))
 
     def num_new_pages(self, ids: Sequence[int], end: int) -> int:
         """Count the pages that `take_rows` would take up to `end`, for what is to come back too."""
@@ -307,7 +307,7 @@ def learn(learned: Sequence[tuple[Path, int, int]]) -> None:
             path._name(placeholder)
 
 
-def note_gaps(path: Path, first: int) -> None:
+def update_gaps(path: Path, first: int) -> None:
     """Look at the path's pages from index `first` on, to which tokens were added."""
     lacking = [  # most pages are whole, whatever of them the path needs
         index

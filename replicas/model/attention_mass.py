@@ -21,8 +21,8 @@ import torch
 
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.rope import RopeTable
+from mneme.replicas.blend.selectors import FloatArray
 from mneme.replicas.forest.paths import Path, slots_of
-from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.model.decoder import Decoder, KvPool
 from mneme.replicas.sequence import StepRows
 

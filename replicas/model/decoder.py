@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
-from mneme.cachetier.pages.streams import CudaStreams, EventSpans, Streams
-from mneme.cachetier.pages.tier import Load
+from mneme.cachetier.host_pages.streams import CudaStreams, EventSpans, Streams
+from mneme.cachetier.host_pages.tier import Load
 from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.work import Share
-from mneme.replicas.fuse.fusor import Fusor
+from mneme.replicas.blend.fusor import Fusor
 from mneme.replicas.model.decoder_config import DecoderConfig, RopeConfig
 from mneme.replicas.model.parts import Attention, DecoderWeights
 from mneme.replicas.model.timeline import Timeline

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mneme.cachetier.pages.pinned_memory import make_tier
-from mneme.cachetier.pages.tier import Load, joined
+from mneme.cachetier.host_pages.cuda import make_tier
+from mneme.cachetier.host_pages.tier import Load, joined
 from mneme.kernels.attention import (
     PageTable,
     Plan,
@@ -35,13 +35,13 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import Lineages, ranges
 from mneme.kernels.upload import upload
 from mneme.kernels.work import Share
+from mneme.replicas.blend.fusor import DocumentRows, Fusor
+from mneme.replicas.blend.selectors import FloatArray
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.forest.pages import NOWHERE
 from mneme.replicas.forest.paths import Path, slots_of
-from mneme.replicas.fuse.fusor import DocumentRows, Fusor
-from mneme.replicas.fuse.selectors import FloatArray
+from mneme.replicas.forest.tree import NOWHERE
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.draws import Draws, Expected, SampleRow
@@ -59,7 +59,7 @@ _MAX_LOGITS = 1 << 24  # of prompts at a time: 64 MB, and as much again for thei
 _NO_PAGES = PageTable.own([])  # of sequences that pad a step
 
 
-class _Seen(NamedTuple):
+class _PlannedPath(NamedTuple):
     """Holds what a path was when the kept plan was made."""
 
     path: Path
@@ -113,7 +113,7 @@ class Runner:
         self._compared: list[tuple[StepRows, DocumentRows]] = []
         self._fusor: Fusor | None = None
         self._plan: Plan | None = None
-        self._seen: list[_Seen] = []
+        self._seen: list[_PlannedPath] = []
 
     @property
     def can_copy(self) -> bool:
@@ -206,8 +206,8 @@ class Runner:
         """Return whether a step failed because the device had no memory for it."""
         return isinstance(error, torch.OutOfMemoryError)
 
-    def take_scores(self) -> list[tuple[StepRows, FloatArray]]:
-        """Take what rows of the last step found of documents: see `Blend.note_scores`."""
+    def pop_scores(self) -> list[tuple[StepRows, FloatArray]]:
+        """Take what rows of the last step found of documents: see `Blend.add_scores`."""
         observers, compared = self._observers, self._compared
         self._observers, self._compared = [], []
         scores = [(observer.part, observer.scores()) for observer in observers]
@@ -422,7 +422,7 @@ class Runner:
         plan = self._appended(paths, rows, len(ordered) + num_padding)
         if plan is None:
             self._plan = self._new_plan(paths, rows, num_padding)
-            self._seen = [_Seen(path, len(path.page_ids), path.num_changes) for path in paths]
+            self._seen = [_PlannedPath(path, len(path.page_ids), path.num_changes) for path in paths]
         else:
             self._plan = plan.with_rows(rows)
         return self._plan
@@ -449,7 +449,7 @@ class Runner:
             self._plan = plan
             for index in indices:
                 path = paths[index]
-                all_seen[index] = _Seen(path, len(path.page_ids), path.num_changes)
+                all_seen[index] = _PlannedPath(path, len(path.page_ids), path.num_changes)
         return plan
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int) -> Plan:
@@ -509,7 +509,7 @@ def _path(part: StepRows) -> Path:
     return part.sequence.path
 
 
-def _is_moved(seen: _Seen) -> bool:
+def _is_moved(seen: _PlannedPath) -> bool:
     """Return whether a path may stand elsewhere among others than it did when it was seen."""
     path = seen.path
     if path.num_changes == seen.num_changes and len(path.pages) == seen.num_pages:

@@ -51,7 +51,7 @@ def uniform(seed: int, choice_index: int, position: int) -> float:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Told:
+class _RowLogprobs:
     """Holds what the model said of rows that want log-probabilities, on its way to the host."""
 
     rows: list[int]
@@ -63,7 +63,7 @@ class _Told:
 class TensorDraws:
     """`Draws` of a device: on CUDA they come to the host beside what is launched behind them."""
 
-    def __init__(self, tokens: torch.Tensor, params: Sequence[SamplingParams], told: _Told | None) -> None:
+    def __init__(self, tokens: torch.Tensor, params: Sequence[SamplingParams], told: _RowLogprobs | None) -> None:
         """
         tokens  int32 [rows], on the logits' device; -1 where nothing could be drawn
         """
@@ -109,7 +109,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> TensorDraws:
     tokens = _draw_by_kernel(logits, rows) if logits.is_cuda else None
     if tokens is None:
         tokens = upload(np.array(_draw(logits, rows), np.int32), logits.device)
-    return TensorDraws(tokens, params, None if raw is None or at is None else _tell(raw, tokens[at], told, params))
+    return TensorDraws(
+        tokens, params, None if raw is None or at is None else _row_logprobs(raw, tokens[at], told, params)
+    )
 
 
 def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
@@ -265,7 +267,9 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
-def _tell(raw: torch.Tensor, tokens: torch.Tensor, told: list[int], params: Sequence[SamplingParams]) -> _Told:
+def _row_logprobs(
+    raw: torch.Tensor, tokens: torch.Tensor, told: list[int], params: Sequence[SamplingParams]
+) -> _RowLogprobs:
     """Send for what the model said of some rows before anything was edited.
 
     raw     float32 [rows, vocab_size]
@@ -275,7 +279,7 @@ def _tell(raw: torch.Tensor, tokens: torch.Tensor, told: list[int], params: Sequ
     logprobs = raw.log_softmax(dim=-1)
     top, top_ids = logprobs.topk(max(params[index].logprobs or 0 for index in told))
     own = logprobs.gather(-1, tokens.clamp(min=0).long()[:, None])
-    return _Told(rows=told, own=download(own), top=download(top), top_ids=download(top_ids))
+    return _RowLogprobs(rows=told, own=download(own), top=download(top), top_ids=download(top_ids))
 
 
 @torch.inference_mode()

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mneme.cachetier.pages.streams import CudaStreams, Event, Streams
+from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
 from mneme.kernels.linear import make_linear
 from mneme.replicas.card import GGUF, read_json, shard_paths
-from mneme.replicas.model.config import Progress, silent
 from mneme.replicas.model.decoder_config import DecoderConfig
+from mneme.replicas.model.directory import Progress, silent
 from mneme.replicas.model.families.family import Family
 from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.formats.gguf_file import ROTATIONS, GgufFile

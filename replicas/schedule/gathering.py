@@ -73,7 +73,7 @@ class Gathering:
                 for child in children:
                     for start, end, source in child.origins.ranges(child.num_prompt):
                         loaded[source] += end - start
-                parent.blend.note_loading(loaded)
+                parent.blend.apply_loading(loaded)
                 for child in children:
                     self._arrived(child)
         return len(self._num_missing) < num_waiting
@@ -84,7 +84,7 @@ class Gathering:
             return
         first, shift = parent.blend.place(child.ids[: child.num_prompt], parent.context)
         for start, end, source in child.origins.ranges(child.num_prompt):
-            parent.note_origin(max(start + shift, first), end + shift, source)
+            parent.add_origin(max(start + shift, first), end + shift, source)
         self._num_missing[parent] -= 1
         if not self._num_missing[parent]:
             del self._num_missing[parent]

@@ -114,7 +114,7 @@ class PathOpener:
 
         The last token of a turn has none yet, and no mass.
         """
-        is_known = path.num_tokens >= num_history - 1 and path.is_settled() and not path.root.is_blend
+        is_known = path.num_tokens >= num_history - 1 and path.is_on_device() and not path.root.is_blend
         if truncation.keep != "important" or self._attention_mass is None or not is_known:
             return None
         try:

@@ -146,25 +146,25 @@ class WaitingQueue:
         sequence = self.head
         if self._suspended:
             self._suspended.pop(0)
-            self._note_taken(sequence)
+            self._count_taken(sequence)
         else:
             self._chosen = None
-            self._take(sequence, num_computed)
+            self._remove(sequence, num_computed)
         return sequence
 
     def overtake(self, sequence: Sequence, num_computed: int) -> None:
         """Take one out to run that is behind the head, which stays the head, and is not suspended."""
         assert sequence is not self.head
-        self._take(sequence, num_computed)
+        self._remove(sequence, num_computed)
 
-    def _take(self, sequence: Sequence, num_computed: int) -> None:
+    def _remove(self, sequence: Sequence, num_computed: int) -> None:
         flow = self._flows[_flow_key(sequence.request)]
         flow.waiting.remove(sequence)
         self._last_taken = flow
         self.charge(sequence, max(num_computed, 1))
-        self._note_taken(sequence)
+        self._count_taken(sequence)
 
-    def _note_taken(self, sequence: Sequence) -> None:
+    def _count_taken(self, sequence: Sequence) -> None:
         self.num_taken_tokens += self._uncount(sequence)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:

@@ -29,9 +29,9 @@ import numpy as np
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.moves import Graft
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.page_store import OutOfPages
 from mneme.replicas.forest.paths import Path
-from mneme.replicas.forest.store import OutOfPages
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.load import Load
 from mneme.replicas.schedule.gathering import Gathering
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
@@ -130,7 +130,7 @@ class Scheduler:
             self._refused = None
             self.waiting.remove(sequence)
         else:
-            self._give_back(sequence)
+            self._release(sequence)
             self.waiting.end(sequence)
 
     def pin(self, salt: str, ids: list[int], *, num_kept_tokens: int) -> Path:
@@ -198,7 +198,7 @@ class Scheduler:
         budget = self._budget = self._make_budget(decodes)
         order = running
         if self._costs is not None and prefills:
-            order = [*loading, *decodes, *sorted(prefills, key=self._note_due)]
+            order = [*loading, *decodes, *sorted(prefills, key=self._set_due)]
         for sequence in order:
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
@@ -219,7 +219,7 @@ class Scheduler:
             if part is not None:
                 batch.append(part)
                 if not is_decode:
-                    budget.take(part, self._num_missing_pages)
+                    budget.add(part, self._num_missing_pages)
         for sequence in [s for s in loading if s.path is not None]:
             self._graft_more(sequence, batch)
         self._admit(batch, budget)
@@ -249,7 +249,7 @@ class Scheduler:
         least = -(-self._max_batch_tokens // _MOST_SHRUNK)
         self._shrunk_tokens, self._num_shrunk = max(before // 2, least), _SHRUNK_STEPS
 
-    def _note_due(self, sequence: Sequence) -> float:
+    def _set_due(self, sequence: Sequence) -> float:
         """Note and return by when its prompt would be done, had what is left of it begun as it came."""
         assert self._costs is not None
         assert sequence.path is not None
@@ -325,7 +325,7 @@ class Scheduler:
         elif has_room and sequence.root is None:
             graft = path.graft(sequence.context, load, limit)
         for piece in () if graft is None else graft.pieces:
-            sequence.note_origin(piece.start, piece.end, load.source_of(piece.chunk))
+            sequence.add_origin(piece.start, piece.end, load.source_of(piece.chunk))
         if graft is None:
             sequence.drop_load()
             return
@@ -350,7 +350,7 @@ class Scheduler:
     def _comes_whole(self, sequence: Sequence) -> bool:
         """Return whether one that does not run yet would wait neither for its chunks nor for a step to load them."""
         load = sequence.load
-        if load is None or not load.is_settled:
+        if load is None or not load.is_decided:
             return load is None
         limit = self._load_limit(load)
         return limit is None or len(load.spans) <= limit
@@ -394,7 +394,7 @@ class Scheduler:
             part = self._take_rows(sequence, limit) if limit else None
             if part is not None:
                 batch.append(part)
-                budget.take(part, self._num_missing_pages)
+                budget.add(part, self._num_missing_pages)
 
     def _widen(self, batch: list[StepRows], budget: StepBudget) -> None:
         """Give the rows that are left to prompts that were cut, the oldest first."""
@@ -410,7 +410,7 @@ class Scheduler:
                 continue
             with contextlib.suppress(OutOfPages):  # it has its share
                 rows = path.take_rows(ids, num_rows)
-                part.sequence.note_rows(rows)
+                part.sequence.add_origins(rows)
                 batch[index] = wider = part.with_rows(rows)
                 budget.spend(wider.num_rows - part.num_rows, part.end)
 
@@ -484,7 +484,7 @@ class Scheduler:
                 return None
             budget = min(budget, load.num_rows_before(path.num_tokens))
         rows = path.take_rows(ids, budget)
-        sequence.note_rows(rows)
+        sequence.add_origins(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
         if load is not None:
             if not sequence.view.event:  # what it computes is a part of what is found
@@ -500,7 +500,7 @@ class Scheduler:
         assert path is not None
         num_text = path.num_pending(ids) - (len(ids) - path.num_tokens)
         rows = path.take_rows(ids, min(num_text, budget))
-        sequence.note_rows(rows)
+        sequence.add_origins(rows)
         positions = sequence.blend.next_compared(max(budget - num_text, 0))
         pieces = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
         spans = [*rows.spans, *((int(piece[0]), int(piece[-1]) + 1) for piece in pieces)]
@@ -535,12 +535,12 @@ class Scheduler:
         return sequence.blend.num_to_compare + sequence.path.num_pending(sequence.context)
 
     def _suspend(self, sequence: Sequence) -> None:
-        self._give_back(sequence)
+        self._release(sequence)
         sequence.drop_load()
         self.num_suspensions += 1
         self.waiting.put_back(sequence)
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """Release its path, the session's if it is the first choice of a turn: the session goes on from that."""
         assert sequence.path is not None
         self._refused = None

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.replicas.forest.pages import Page
 from mneme.replicas.forest.paths import Path
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.sequence import Sequence, StepRows
 
 _STEP_S = 0.05  # beside streams, if decodes take little of it
@@ -84,7 +84,7 @@ class StepBudget:
         others = num_reserved if self._costs is not None else rows - rows // 2 if has_others else 0
         return min(rows, max(rows - others, self._page_size))
 
-    def take(self, part: StepRows, num_new_pages: Callable[[Sequence], int]) -> None:
+    def add(self, part: StepRows, num_new_pages: Callable[[Sequence], int]) -> None:
         """Give these rows; `num_new_pages`: what the rest of a sequence's prompt will take."""
         self.spend(part.num_rows, part.end - part.num_rows)
         if not part.is_last:

@@ -1,5 +1,5 @@
-"""Conversations: their token ids, the turns that wait for each other, and the journal that lets them outlive a replica.
+"""Conversations: their token ids, the turns that wait for each other, and the logs that let them outlive a replica.
 
-Public: `sessions.Sessions`, `token_log.TokenLog`, `journal.DurableSessions`. Imports `forest` and
-`cachetier.sessions`; the engine imports it. Pensieve 3 (stateful serving).
+Public: `sessions.Sessions`, `token_log.TokenLog`, `durable.DurableSessions`. Imports `forest` and
+`cachetier.session_log`; the engine imports it. Pensieve 3 (stateful serving).
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections.abc
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Resident, Root
+from mneme.replicas.forest.tree import Resident, Root
 from mneme.replicas.sequence import Sequence
-from mneme.replicas.sessions.token_log import Seen, TokenLog
+from mneme.replicas.sessions.token_log import TokenLog, VisibleTokens
 
 
 def abandon_roots(
@@ -23,7 +23,9 @@ def abandon_roots(
             forest.abandon(root, now)
 
 
-def resident_of(forest: PrefixForest, salt: str, ids: collections.abc.Sequence[int], seen: Seen | None) -> Resident:
+def resident_of(
+    forest: PrefixForest, salt: str, ids: collections.abc.Sequence[int], seen: VisibleTokens | None
+) -> Resident:
     """Count what the tiers have of what a session sees of `ids`."""
     if seen is None:
         return forest.resident(salt, ids)

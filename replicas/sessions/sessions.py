@@ -16,20 +16,20 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import islice
 
-from mneme.cachetier.sessions.rows import SessionState
+from mneme.cachetier.session_log.rows import SessionState
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.primitives import LazyHeap
 from mneme.replicas.documents import shifted
 from mneme.replicas.request import GenerationRequest, SessionKey, session_key
-from mneme.replicas.sessions.journal import SessionLogWriter
+from mneme.replicas.sessions.durable import SessionLogWriter
 from mneme.replicas.sessions.token_log import (
     FinishedTurn,
     Mark,
-    Recalled,
+    RecalledSession,
     RunningTurn,
-    Seen,
     TokenLog,
     TurnPrompt,
+    VisibleTokens,
     root_turn,
     turn_name,
 )
@@ -58,7 +58,7 @@ class Sessions:
         decode: Callable[[list[int]], str] | None = None,
         on_drop: Callable[[TokenLog], None] = lambda log: None,
         on_delete: Callable[[TokenLog], None] = lambda log: None,
-        journal: SessionLogWriter | None = None,
+        log_writer: SessionLogWriter | None = None,
     ) -> None:
         """`decode` gives the text of ids, special tokens included; without it a log is known up to its last mark."""
         self._encode, self._decode = encode, decode
@@ -69,7 +69,7 @@ class Sessions:
         self._max_tokens = max_tokens
         self._on_drop = on_drop  # told of every session that is forgotten
         self._on_delete = on_delete  # told before that of those whose owner wants nothing kept, and of their last turn
-        self._journal = journal
+        self._log_writer = log_writer
         self.num_tokens = 0  # in all logs, and in what is noted with them (`TokenLog.num_kept`)
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self.queued = TurnQueue()
@@ -124,8 +124,8 @@ class Sessions:
         running.answering.add(request.request_id)
         self._log_by_key[key] = log
         self._touch(key, log, request.session_ttl_s)
-        if self._journal is not None and request.choice_index == 0:
-            self._journal.began(key, log, running, request)
+        if self._log_writer is not None and request.choice_index == 0:
+            self._log_writer.began(key, log, running, request)
         new = [each for each in request.documents if each.char_start >= num_chars]
         return log.prompt(ids, shifted(new, len(ids) - len(request.prompt_token_ids)))
 
@@ -143,10 +143,10 @@ class Sessions:
             before = log.state()
             self.num_tokens += len(turn.ids) - len(log.ids)
             log.keep(turn, request, running.num_marks)
-            log.note_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
+            log.add_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
             log.num_base, log.last_turn = running.num_base, root_turn(request)
-            if self._journal is not None:
-                self._journal.ended(key, log, before)
+            if self._log_writer is not None:
+                self._log_writer.ended(key, log, before)
         running.answering.discard(request.request_id)
         self._touch(key, log)
         return [] if running.answering else self._next_turn(key, log, running)
@@ -161,8 +161,8 @@ class Sessions:
         log = self.get(key)
         if log is None:
             return False
-        if self._journal is not None and not is_elsewhere:
-            self._journal.deleted(key, log)
+        if self._log_writer is not None and not is_elsewhere:
+            self._log_writer.deleted(key, log)
         self._on_delete(log)
         self._forget_ids(log)
         if log.running is None:
@@ -191,16 +191,16 @@ class Sessions:
         forked.version = existing.version
         if so_far is not None and log.running is not None:
             turn, asked = so_far
-            seen = None if turn.seen is None else Seen(turn.seen.ids, None)
+            seen = None if turn.seen is None else VisibleTokens(turn.seen.ids, None)
             forked.keep(turn._replace(seen=seen), asked, log.running.num_marks)
         if not forked.ids:
             raise ReplicaUnavailable("nothing was said in the session yet")
         self._add(new_key, forked)
-        if self._journal is not None:
-            self._journal.forked(new_key, forked)
+        if self._log_writer is not None:
+            self._log_writer.forked(new_key, forked)
         self.expire()
 
-    def note(self, key: SessionKey, note: bytes) -> bool:
+    def set_note(self, key: SessionKey, note: bytes) -> bool:
         """Keep an API's bytes with a session that is idle, in its log too; whether there is such a session."""
         log = self.get(key)
         if log is None or log.running is not None:
@@ -209,8 +209,8 @@ class Sessions:
         log.note = note
         self.num_tokens += log.num_kept - num_before
         self._touch(key, log)
-        if self._journal is not None:
-            self._journal.noted(key, log, before)
+        if self._log_writer is not None:
+            self._log_writer.noted(key, log, before)
         self.expire()
         return True
 
@@ -230,7 +230,7 @@ class Sessions:
             self._drop(key, log)
         self._add(key, TokenLog.restored(state._replace(version=version)))
 
-    def take_over(self, recalled: Iterable[Recalled]) -> frozenset[SessionKey]:
+    def restore_all(self, recalled: Iterable[RecalledSession]) -> frozenset[SessionKey]:
         """Restore what durable logs have; returns sessions of which nothing is known, and whose logs were not read."""
         unread: list[SessionKey] = []
         for key, state, version in recalled:
@@ -264,7 +264,7 @@ class Sessions:
         return 0.0 if log.running is not None else self._clock() - log.last_used_s
 
     def _expire_own(self, now: float) -> None:
-        for key in self._deadlines.take_below(now):
+        for key in self._deadlines.pop_below(now):
             log = self._log_by_key[key]
             assert log.ttl_s is not None, "it stands in the heap"
             due_s = log.ttl_s + (log.last_used_s if log.running is None else now)
@@ -282,7 +282,7 @@ class Sessions:
                 self._drop(key, log)
             return []
         log.running = RunningTurn(ended.name, 0, 0, queue=ended.queue)
-        return self.queued.take_turn(log.running)
+        return self.queued.start_turn(log.running)
 
     def _add(self, key: SessionKey, log: TokenLog) -> None:
         """Add a session that has a past."""
@@ -437,7 +437,7 @@ class TurnQueue:
         self.num_tokens -= len(request.prompt_token_ids)
         return request
 
-    def take_turn(self, running: RunningTurn) -> list[GenerationRequest]:
+    def start_turn(self, running: RunningTurn) -> list[GenerationRequest]:
         """Return the requests of the next turn behind this one, which are answering from now on."""
         running.name = turn_name(running.queue[0])
         turn: list[GenerationRequest] = []

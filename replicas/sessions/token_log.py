@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.sessions.rows import SessionState
+from mneme.cachetier.session_log.rows import SessionState
 from mneme.replicas.documents import DocumentSpan, shifted
-from mneme.replicas.forest.pages import Owner, Root
+from mneme.replicas.forest.tree import Owner, Root
 from mneme.replicas.request import GenerationRequest, SessionKey
 from mneme.replicas.text.tool_calls import HISTORY_NOTE
 
@@ -42,7 +42,7 @@ class Mark(NamedTuple):
     num_ids: int
 
 
-class Recalled(NamedTuple):
+class RecalledSession(NamedTuple):
     """Says what the durable log of a session has."""
 
     key: SessionKey
@@ -50,7 +50,7 @@ class Recalled(NamedTuple):
     version: int = 0  # with which the session goes on here
 
 
-class Seen(NamedTuple):
+class VisibleTokens(NamedTuple):
     """Holds what a truncated or blended conversation goes on from, in the place of all its ids."""
 
     ids: array[int]
@@ -68,10 +68,10 @@ class TurnPrompt(NamedTuple):
 
     ids: list[int]  # all that was said
     context: list[int]  # what is seen of it
-    root: Root | None  # as in `Seen`
+    root: Root | None  # as in `VisibleTokens`
     num_history: int  # of `context`, what was there before the turn
     documents: tuple[DocumentSpan, ...] = ()  # of `context`, those of this turn
-    event: bytes = b""  # as in `Seen`
+    event: bytes = b""  # as in `VisibleTokens`
 
     @property
     def is_blended(self) -> bool:
@@ -80,7 +80,7 @@ class TurnPrompt(NamedTuple):
         return is_whole or (self.root is not None and self.root.is_blend)
 
 
-class Said(NamedTuple):
+class ClientText(NamedTuple):
     """Holds an answer as its client got it."""
 
     text: str
@@ -93,8 +93,8 @@ class FinishedTurn(NamedTuple):
     ids: list[int]  # prompt, then output
     num_prompt: int
     num_cached: int  # prompt tokens that it did not compute
-    said: Said | None  # None: its text is not known
-    seen: Seen | None = None  # what is seen of `ids`; None: all
+    said: ClientText | None  # None: its text is not known
+    seen: VisibleTokens | None = None  # what is seen of `ids`; None: all
     num_unseen: int = 0  # prompt tokens that were truncated
     note: bytes = b""  # `history_note` of the answer
 
@@ -127,7 +127,7 @@ class TokenLog(Owner):
     ttl_s: float | None = None  # its own, where it has one
     version: int = 0  # of the durable log, as of the last record that was made for it
     running: RunningTurn | None = None
-    seen: Seen | None = None  # None: all ids
+    seen: VisibleTokens | None = None  # None: all ids
     note: bytes = b""  # what an API keeps with it; a fork has none
 
     @property
@@ -191,7 +191,7 @@ class TokenLog(Owner):
         new = shifted([each for each in documents if each.start >= num_known], len(context) - len(ids))
         return TurnPrompt(ids, context, self.seen.root, len(self.seen.ids), new, self.seen.event)
 
-    def note_hit(self, num_prompt: int, num_cached: int) -> None:
+    def add_hit(self, num_prompt: int, num_cached: int) -> None:
         self.hits = (self.hits + struct.pack("<II", num_prompt, num_cached))[-8 * MAX_HITS :]
 
     def hit_history(self) -> list[tuple[int, int]]:
@@ -200,7 +200,8 @@ class TokenLog(Owner):
 
     def forked(self) -> TokenLog:
         """Make a session of its own with the same past."""
-        seen = None if self.seen is None else Seen(self.seen.ids[:], None)  # approximate KV stays in its session
+        # Approximate KV stays in its session.
+        seen = None if self.seen is None else VisibleTokens(self.seen.ids[:], None)
         return TokenLog(
             ids=self.ids[:],
             marks=self.marks,
@@ -242,7 +243,9 @@ class TokenLog(Owner):
             last_turn=state.last_turn,
             ttl_s=state.ttl_s,
             version=state.version,
-            seen=None if is_exact else Seen(state.ids if state.seen_ids is None else state.seen_ids, None, state.event),
+            seen=None
+            if is_exact
+            else VisibleTokens(state.ids if state.seen_ids is None else state.seen_ids, None, state.event),
             note=state.note,
         )
 

@@ -122,7 +122,7 @@ class LazyHeap(Generic[Key]):
             heapq.heappush(self._entries, entry)
         return found
 
-    def take_below(self, rank: float) -> Iterator[Key]:
+    def pop_below(self, rank: float) -> Iterator[Key]:
         """Take out each key of a smaller rank; what is pushed meanwhile must not be one."""
         while self._serial_by_key and (first := self.first())[0] < rank:
             self.discard(first[1])
@@ -145,10 +145,10 @@ class Worker:
     """
 
     def __init__(
-        self, name: str, step: Callable[[], float | None], on_error: Callable[[], None], *, settle_s: float = 0.0
+        self, name: str, step: Callable[[], float | None], on_error: Callable[[], None], *, wake_delay_s: float = 0.0
     ) -> None:
-        """`settle_s`: after a wake it waits so long before it begins."""
-        self._name, self._step, self._on_error, self._settle_s = name, step, on_error, settle_s
+        """`wake_delay_s`: after a wake it waits so long before it begins."""
+        self._name, self._step, self._on_error, self._wake_delay_s = name, step, on_error, wake_delay_s
         self._event = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -179,8 +179,8 @@ class Worker:
                 wait_s = _AFTER_ERROR_S
             if wait_s != 0 and not self._is_closed:
                 is_woken = self._event.wait(wait_s)
-                if is_woken and self._settle_s and not self._is_closed:
-                    time.sleep(self._settle_s)
+                if is_woken and self._wake_delay_s and not self._is_closed:
+                    time.sleep(self._wake_delay_s)
 
 
 class Workers:

@@ -14,8 +14,8 @@ from bench_truncation import (
     streams,
 )
 
-from mneme.replicas.model.config import model_directory
 from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.truncation import Truncation
 
 WINDOW, MODEL = 96, model_directory("mneme-tiny")

@@ -6,8 +6,8 @@ import random
 import sys
 
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.rows import SessionState, rows_of
+from mneme.cachetier.session_log.log import SessionLogs
+from mneme.cachetier.session_log.rows import SessionState, rows_of
 from tests.cachetier.session_records import begin_turn, end_turn, ids_of, key_number
 
 NUM_SESSIONS = 4

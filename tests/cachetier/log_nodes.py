@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
-from mneme.cachetier.sessions.log import SessionLogs
+from mneme.cachetier.session_log.log import SessionLogs
 
 
 class Handle:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mneme.cachetier.pages.tier import KvTier
+from mneme.cachetier.host_pages.tier import KvTier
 from tests.cachetier.pools import NUM_LAYERS, Pool, random_page
 
 

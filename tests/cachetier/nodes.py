@@ -37,10 +37,10 @@ class RefusingMemory(ProcessMemory):
 
     is_full = False
 
-    def take(self, payload: object) -> object:
+    def accept(self, payload: object) -> object:
         if self.is_full:
             raise MemoryError
-        return super().take(payload)
+        return super().accept(payload)
 
     def keep(self, layers: Any) -> object:
         if self.is_full:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
-from mneme.cachetier.sessions.log_store import LogKey, log_key
-from mneme.cachetier.sessions.rows import LogRows, SessionState, next_version, rows_of
+from mneme.cachetier.session_log.log_store import LogKey, log_key
+from mneme.cachetier.session_log.rows import LogRows, SessionState, next_version, rows_of
 
 KEY = log_key(b"model", "salt", "public:s")
 

@@ -16,10 +16,10 @@ import uvicorn
 import yaml
 from starlette.testclient import TestClient
 
+from mneme.cluster.api_keys import ApiKey
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend, ServedModel
-from mneme.cluster.keys import ApiKey
 from mneme.cluster.serve.http_protocol import HttpProtocol
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer

@@ -162,7 +162,7 @@ class FakeEngineClient:
     def home_of(self, key: SessionKey) -> str | None:
         return self.forks.get(key)
 
-    def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
+    def record_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         self.noted.append((tuple(token_ids), replica_id, salt))
 
     def cached_tokens(self, salt: str, ids: tuple[int, ...]) -> int:
@@ -234,7 +234,7 @@ class _Speaker:
         self._usage: PromptUsage | None = usage._replace(queue_s=client.timing[0], prefill_s=client.timing[1])
         self._num_said = 0
         self.is_finished = False
-        client.explanations.note(self._sequence(self._usage), self._usage)
+        client.explanations.record(self._sequence(self._usage), self._usage)
 
     def turn(self) -> FinishedTurn:
         said = [self._ids[i % len(self._ids)] for i in range(self._num_said)]
@@ -248,7 +248,7 @@ class _Speaker:
         sequence = RunningSequence(
             request=self.request, ids=self._prompt, num_prompt=num_prompt, max_tokens=self._limit, arrival=0
         )
-        sequence.origins.note(usage.cached_tokens, num_prompt, "recomputed")
+        sequence.origins.add(usage.cached_tokens, num_prompt, "recomputed")
         return sequence
 
     def say(self) -> TokenEvent:

@@ -12,7 +12,7 @@ from mneme.cluster.cli.main import main
 from mneme.cluster.config import ClusterConfig, load_config
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 
 
 def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from mneme.replicas.config import EMBEDDED_MODEL
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from tests.cluster.bad_request_checks import check_error_object
 from tests.e2e.conftest import KEY, PAGE_SIZE, SMALL_PAGES
 from tests.e2e.server_process import SERVE, SERVE_FAKE, ServerProcess, free_port, running

@@ -182,7 +182,7 @@ class FakeEngineLoop:
 def load_fake_engine(
     model: str, config: object, *, on_progress: Callable[[str, float], None], **options: object
 ) -> FakeEngineLoop:
-    """In the place of `load_engine_loop`; `MNEME_FAKE_FAULT` says what goes wrong."""
+    """In the place of `build_engine_loop`; `MNEME_FAKE_FAULT` says what goes wrong."""
     fault = os.environ.get("MNEME_FAKE_FAULT")
     on_progress("weights", 0.4)
     if fault == "killed":

@@ -10,4 +10,4 @@ from tests.fakes.fake_api import build_fake_api
 from tests.fakes.fake_engine import load_fake_engine
 
 if __name__ == "__main__":
-    sys.exit(serve(load_config(None, sys.argv[1:]), load_engine=load_fake_engine, build_api=build_fake_api))
+    sys.exit(serve(load_config(None, sys.argv[1:]), build_engine=load_fake_engine, build_api=build_fake_api))

@@ -27,10 +27,10 @@ def fault_file(directory: str | Path, pid: int) -> Path:
 
 def load_faulty_engine(*args: Any, **options: Any) -> EngineLoop:
     from mneme.replicas.engine import loop as loop_module
-    from mneme.replicas.engine.load import load_engine_loop
+    from mneme.replicas.engine.build import build_engine_loop
 
     loop_module.HUNG_S = 15.0
-    loop = load_engine_loop(*args, **options)
+    loop = build_engine_loop(*args, **options)
     threading.Thread(target=_watch, args=(loop,), daemon=True).start()
     return loop
 
@@ -46,4 +46,4 @@ def _watch(loop: EngineLoop) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("MNEME_FAULTS", tempfile.gettempdir())
-    sys.exit(serve(load_config(None, sys.argv[1:]), load_engine=load_faulty_engine))
+    sys.exit(serve(load_config(None, sys.argv[1:]), build_engine=load_faulty_engine))

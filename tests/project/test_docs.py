@@ -14,7 +14,7 @@ from mneme.errors import MnemeError
 from tests.cluster.api_fixtures import get
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[ckr]*/README.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 def anchors(page: Path) -> set[str]:
@@ -32,6 +32,14 @@ def test_local_links_lead_somewhere() -> None:
             if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
                 broken.append(f"{page.name}: {link}")
     assert not broken
+
+
+@pytest.mark.parametrize("room", ["router", "replicas", "kernels", "cluster", "cachetier"])
+def test_a_room_names_each_of_its_files_once(room: str) -> None:
+    rows = re.findall(r"^\| (`[^|]+`) \| ", (ROOT / room / "README.md").read_text(), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([\w/]+\.\w+)`", row)]
+    files = [path.relative_to(ROOT / room) for ext in ("py", "cpp", "h") for path in (ROOT / room).rglob(f"*.{ext}")]
+    assert sorted(named) == sorted(str(path) for path in files if path.name != "__init__.py")
 
 
 def test_the_tests_that_the_security_page_names_are_there() -> None:

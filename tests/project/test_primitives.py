@@ -26,7 +26,7 @@ def test_a_heap_is_a_dictionary_of_ranks_in_order(calls: list[tuple[str, int, in
     heap, ranks = LazyHeap[int](), dict[int, float]()
     for call, key, rank in calls:
         if call == "take":
-            taken = list(heap.take_below(rank))
+            taken = list(heap.pop_below(rank))
             assert taken == sorted((each for each in ranks if ranks[each] < rank), key=ranks.__getitem__)
             for each in taken:
                 del ranks[each]

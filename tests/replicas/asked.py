@@ -24,7 +24,7 @@ class Asked:
     def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
         if self.durable is not None:
             sessions = self.engine.sessions
-            sessions.take_over(self.durable.recall(recalled, sessions.version_of))
+            sessions.restore_all(self.durable.recall(recalled, sessions.version_of))
         return question(self.engine)
 
 

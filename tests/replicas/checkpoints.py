@@ -12,8 +12,8 @@ import transformers
 from mneme.kernels.work import Share
 from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, StepInputs
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.draws import Expected
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights

@@ -71,7 +71,7 @@ class FakeStore:
     def stats(self) -> dict[str, int]:
         return {"reads": self.num_reads}
 
-    def settle(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         return True
 
     def close(self) -> None:
@@ -125,5 +125,5 @@ class SlowRows(CostModel):
             Calibration(prefill=terms, decode=terms, edges=edges, step_rows=step_rows, kv_bytes_per_token=1)
         )
 
-    def note_step(self, sequences: Sequence[tuple[int, int]], seconds: float) -> None:
+    def learn_step(self, sequences: Sequence[tuple[int, int]], seconds: float) -> None:
         pass

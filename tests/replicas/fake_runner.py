@@ -20,7 +20,7 @@ import numpy as np
 from mneme.errors import TransferFailed
 from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.forest.pages import NOWHERE
+from mneme.replicas.forest.tree import NOWHERE
 from mneme.replicas.model.draws import Expected, Sampled, SampleRow
 from mneme.replicas.sequence import StepRows
 
@@ -143,7 +143,7 @@ class FakeRunner:
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, MemoryError)
 
-    def take_scores(self) -> list[tuple[Any, Any]]:
+    def pop_scores(self) -> list[tuple[Any, Any]]:
         """Any numbers for what is asked of documents."""
         scores = [(part, np.random.default_rng(5).random(_num_scored(part))) for part in self._probing]
         self._probing = []

@@ -17,7 +17,7 @@ import pytest
 import mneme
 from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.text.calls.answer_parser import whole_calls
 from mneme.replicas.text.tool_calls import Dialect

@@ -169,7 +169,7 @@ def test_an_aborted_request_leaves_nothing_and_one_that_breaks_ends_alone(llm: L
     llm.engine.submit(_request("aborted", llm, grammar=Grammar("regex", "[a-z]{100}")))
     llm.engine.step()
     llm.engine.abort("aborted")
-    assert llm.engine.take_events()[-1].finish_reason == "abort"
+    assert llm.engine.pop_events()[-1].finish_reason == "abort"
 
     broken, sound = _request("broken", llm, grammar=Grammar("regex", "[a-z]{9}")), _request("sound", llm)
     for request in (broken, sound):

@@ -1,6 +1,7 @@
 """A CPU without a compiler: torch and numpy in the place of the compiled kernels, wherever the engine calls those.
 
-Kernel by kernel both are held against references in `tests/kernels` and `tests/cachetier/pages`; here are all together.
+Kernel by kernel both are held against references in `tests/kernels` and `tests/cachetier/host_pages`; here are all
+together.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ import torch
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostModel
+from mneme.replicas.blend.gate import NO_REPORT, Gate
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import connect
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.engine.load import connect
 from mneme.replicas.forest.forest import COPY_OUT_BELOW
-from mneme.replicas.forest.pages import DEVICE, HOST, Page, common_prefix
-from mneme.replicas.fuse.report import NO_REPORT, Gate
+from mneme.replicas.forest.tree import DEVICE, HOST, Page, common_prefix
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint

@@ -16,8 +16,8 @@ from mneme.router.score import (
     UNKNOWN,
     Asked,
     Loads,
-    PolicyName,
     RouterConfig,
+    RoutingPolicy,
     load_bound,
     prices,
     rendezvous,
@@ -260,7 +260,7 @@ def test_a_hint_follows_the_kv_that_load_has_moved() -> None:
 
 
 @pytest.mark.parametrize("policy", ["random", "least-loaded", "hash"])
-def test_by_a_rule_who_is_there_is_chosen(policy: PolicyName) -> None:
+def test_by_a_rule_who_is_there_is_chosen(policy: RoutingPolicy) -> None:
     router, rng = chooser(*REPLICAS, config=RouterConfig(policy=policy)), random.Random(0)
     held: list[Reservation] = []
     there = list(REPLICAS)
@@ -278,7 +278,7 @@ def test_by_a_rule_who_is_there_is_chosen(policy: PolicyName) -> None:
 
 
 def test_the_rules_spread_load_or_keep_sessions() -> None:
-    def homes(policy: PolicyName, session: str | None, replicas: list[str] = REPLICAS) -> Counter[str]:
+    def homes(policy: RoutingPolicy, session: str | None, replicas: list[str] = REPLICAS) -> Counter[str]:
         router = ReplicaChooser(RouterConfig(policy=policy), rng=random.Random(1))
         router.set_replicas(replicas)
         return Counter(choose(router, [1] * 640, session).replica_id for _ in range(80))
@@ -292,8 +292,8 @@ def test_the_rules_spread_load_or_keep_sessions() -> None:
 def test_the_least_loaded_is_so_by_what_others_sent_too() -> None:
     router = chooser("a", "b", config=RouterConfig(policy="least-loaded"))
     report = ReplicaReport(
-        epoch="e", seq=0, queue_s=0.0, queued_tokens=0, running=2, waiting=1, context_tokens=0, free_page_share=1.0,
+        epoch="e", seq=0, backlog_s=0.0, queued_tokens=0, running=2, waiting=1, context_tokens=0, free_page_share=1.0,
         is_snapshot=True,
     )  # fmt: skip
-    router.take_report("a", report)
+    router.apply_report("a", report)
     assert [choose(router, [1]).replica_id for _ in range(3)] == ["b"] * 3

@@ -42,7 +42,14 @@ BLOCKS = block_hashes(PROMPT)
 def report(seq: int = 0, *, epoch: str = "one", **values: Any) -> ReplicaReport:
     """An idle replica's, unless it is said otherwise."""
     blocks = {name: pack(h.to_bytes(8, "little") for h in values.pop(name, ())) for name in ("device", "host", "gone")}
-    idle = {"queue_s": 0.0, "queued_tokens": 0, "running": 0, "waiting": 0, "context_tokens": 0, "free_page_share": 1.0}
+    idle = {
+        "backlog_s": 0.0,
+        "queued_tokens": 0,
+        "running": 0,
+        "waiting": 0,
+        "context_tokens": 0,
+        "free_page_share": 1.0,
+    }
     return ReplicaReport(epoch=epoch, seq=seq, **{**idle, **values}, **blocks)
 
 
@@ -57,7 +64,7 @@ class Played:
             self.take(replica, report(is_snapshot=True, cost=cost()))
 
     def take(self, replica: str, said: ReplicaReport) -> bool:
-        return self.chooser.take_report(replica, said)
+        return self.chooser.apply_report(replica, said)
 
     def choose(self, tokens: Sequence[int] = PROMPT, **options: Any) -> Reservation:
         reservation = self.chooser.select_and_reserve(tokens, **options)
@@ -105,7 +112,7 @@ def test_what_waits_in_a_long_queue_is_not_forgotten(has_choices: bool) -> None:
         if has_choices:
             played.choose([9] * 100).release()
         else:
-            played.take("a", report(number, queue_s=100.0, waiting=1))
+            played.take("a", report(number, backlog_s=100.0, waiting=1))
     assert played.choose().matched_tokens == 1024
     waiting.release()
 
@@ -158,7 +165,7 @@ def test_host_tiers_and_nodes_caches_count_as_loads_where_that_is_sooner() -> No
     played.take("a", report(1, node="x", device=BLOCKS))
     played.take("b", report(1, node="x"))
     played.take("c", report(1, node="y"))
-    busy = {"queue_s": 5.0, "running": 3, "waiting": 1, "context_tokens": 3000}
+    busy = {"backlog_s": 5.0, "running": 3, "waiting": 1, "context_tokens": 3000}
     played.take("a", report(2, node="x", **busy))
     chosen = played.choose()
     assert chosen.replica_id == "b"  # its node has what `a` computed
@@ -205,7 +212,7 @@ def test_a_session_whose_kv_no_report_has_stays_where_that_is() -> None:
         first.started(0, is_private=is_private)
         first.release()
         played.now_s += 3 * SENT_S
-        played.take(first.replica_id, report(1, queue_s=0.05))
+        played.take(first.replica_id, report(1, backlog_s=0.05))
         assert (played.choose(session_id="s").replica_id == first.replica_id) == is_private
         elsewhere = played.choose(session_id="t", exclude=[first.replica_id])
         assert (elsewhere.replica_id, elsewhere.matched_tokens > 0) == (other, not is_private)
@@ -223,7 +230,7 @@ def test_a_burst_is_spread_where_the_first_waits_long() -> None:
     first = played.choose()
     other = ({"a", "b"} - {first.replica_id}).pop()
     assert played.choose().replica_id == first.replica_id
-    played.take(first.replica_id, report(1, queue_s=9.0, running=2, waiting=9))  # others came before it
+    played.take(first.replica_id, report(1, backlog_s=9.0, running=2, waiting=9))  # others came before it
     assert played.choose().replica_id == other
 
 
@@ -234,7 +241,7 @@ def test_a_load_counts_what_was_reserved_since_it_was_said() -> None:
     first.admitted()
     assert played.choose([2] * 100).replica_id == idle
     played.now_s += 1.0
-    played.take(busy, report(1, queue_s=0.0))  # it is computed already
+    played.take(busy, report(1, backlog_s=0.0))  # it is computed already
     assert played.choose([3] * 10_000).replica_id == busy
 
 
@@ -243,8 +250,8 @@ def test_nonsense_in_a_report_counts_as_not_said(bad: float) -> None:
     played = Played("a", "b")
     for seq, wrong in enumerate(
         (
-            {"queue_s": bad, "queued_tokens": 100_000},
-            {"queue_s": bad, "queued_tokens": -5, "running": -3, "context_tokens": -7, "free_page_share": bad},
+            {"backlog_s": bad, "queued_tokens": 100_000},
+            {"backlog_s": bad, "queued_tokens": -5, "running": -3, "context_tokens": -7, "free_page_share": bad},
             {"cost": (bad, bad, bad, *cost()[3:])},
             {"cost": (*cost()[:-1], bad)},
             {"cost": ()},
@@ -267,7 +274,7 @@ def test_a_clock_that_jumps_harms_nothing() -> None:
     held: list[Reservation] = []
     for seq in range(1, 60):
         played.now_s = rng.choice([-1e9, 0.0, 5.0, 1e6, 1e12])
-        played.take("a", report(seq, queue_s=rng.random()))
+        played.take("a", report(seq, backlog_s=rng.random()))
         held.append(played.choose([seq] * 300, session_id=f"s{seq % 5}"))
         if len(held) > 4:
             held[-5].started(0)
@@ -407,11 +414,11 @@ def test_ingresses_converge_under_loss_gaps_and_disorder(seed: int, loss: float,
                 rng.shuffle(way)
                 continue  # they come later
             for each in way:
-                wants[index] = not ingress.take_report("r", each)
+                wants[index] = not ingress.apply_report("r", each)
             way.clear()
     for index, ingress in enumerate(ingresses):
         if wants[index]:
-            assert ingress.take_report("r", replica.snapshot())
+            assert ingress.apply_report("r", replica.snapshot())
     expected = 0
     while expected < len(BLOCKS) and BLOCKS[expected] in replica.there:
         expected += 1

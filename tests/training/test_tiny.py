@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from mneme.lab.quality.coreference import px_cases
-from mneme.replicas.engine.load import model_fingerprint
-from mneme.replicas.fuse.report import QualityReport, measured_on, read_gate, report_path
-from mneme.replicas.model.config import load_model_config
+from mneme.replicas.blend.gate import QualityReport, measured_on, read_gate, report_path
+from mneme.replicas.engine.build import model_fingerprint
+from mneme.replicas.model.directory import load_model_config
 from tests.budget import examples
 
 ROOT = Path(__file__).resolve().parents[2]

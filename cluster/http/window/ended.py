@@ -11,7 +11,7 @@ from starlette.requests import Request
 from mneme.cluster.http.body import ClientGone
 from mneme.cluster.http.completion_answers import usage_object
 from mneme.cluster.http.stream import RunResponse
-from mneme.cluster.metrics.traces import Times, trace_id_of
+from mneme.cluster.metrics.spans import Times, trace_id_of
 from mneme.cluster.wire.answers import ExplainedRoute
 from mneme.cluster.wire.overview import ShownRequest
 from mneme.errors import MnemeError

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from mneme.cluster.http.api_state import ApiState, Service
 from mneme.cluster.http.sessions import session_name, session_object
 from mneme.cluster.http.window.requests import Listener
+from mneme.cluster.metrics.exposition import SOURCES
 from mneme.cluster.metrics.families import FAULTS, summed
-from mneme.cluster.metrics.page import SOURCES
 from mneme.cluster.serve.engine_client import ask_tier, newest
 from mneme.cluster.tenancy import kv_salt
 from mneme.cluster.wire.overview import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mneme.errors import CheckpointError
-from mneme.replicas.model.config import weights_of_groups
+from mneme.replicas.model.directory import weights_of_groups
 from mneme.replicas.model.tensors import Files
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight numbers of a word lie

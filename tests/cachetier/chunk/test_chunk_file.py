@@ -20,8 +20,8 @@ from mneme.cachetier.chunk.header import (
     MAGIC,
     Chunk,
     ChunkHeader,
+    ExpectedChunk,
     LayerOffsets,
-    Wanted,
     checksum,
     encode_header,
     make_chunk,
@@ -134,7 +134,7 @@ def test_a_beginning_of_the_tokens_is_enough_and_no_other_tokens_are(path: Path,
 )
 def test_a_chunk_of_another_model_under_the_right_name_is_a_miss(path: Path, chunk: Chunk, other: object) -> None:
     assert open_chunk(FILES, str(path), wanted(chunk, other)) is Miss.OTHER_MODEL  # type: ignore[arg-type]
-    other_key = Wanted(key=bytes(16), fingerprint=FINGERPRINT, token_ids=[5])
+    other_key = ExpectedChunk(key=bytes(16), fingerprint=FINGERPRINT, token_ids=[5])
     assert open_chunk(FILES, str(path), other_key) is Miss.OTHER_KEY
 
 

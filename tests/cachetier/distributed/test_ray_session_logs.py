@@ -14,7 +14,7 @@ from mneme.cachetier.distributed import session_logs as ray_session_logs
 from mneme.cachetier.distributed.nodes import rendezvous
 from mneme.cachetier.distributed.session_logs import LogRead
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log_store import LogKey
+from mneme.cachetier.session_log.log_store import LogKey
 from tests.cachetier.log_nodes import LogCluster, LogNode, eventually
 from tests.cachetier.session_records import conversation, key_number
 

@@ -17,7 +17,7 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed import ray_store
-from mneme.cachetier.distributed.actor import Found, PutAnswer
+from mneme.cachetier.distributed.actor import ChainAnswer, PutAnswer
 from mneme.cachetier.distributed.directory import Span
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import LoadNotices
@@ -47,7 +47,7 @@ class FakeNode:
         self.num_loads = 0
         self.loads = SimpleNamespace(remote=self.note_load)
         self.forget = SimpleNamespace(remote=self.forgotten.extend)
-        self.locate = SimpleNamespace(remote=lambda query, timeout_s: Found([], (), {}, self.epoch))
+        self.locate = SimpleNamespace(remote=lambda query, timeout_s: ChainAnswer([], (), {}, self.epoch))
 
     def note_load(self) -> None:
         self.num_loads += 1
@@ -188,7 +188,7 @@ def test_what_lies_behind_a_chunk_that_is_usable_in_part_is_not_used(
     for name, peer in peers.items():
         located = [Located(chunk.header, CHUNK_TOKENS, "host", None, None) for chunk in has[name]]
         peer.locate_here = SimpleNamespace(remote=lambda query, timeout_s, located=located: located)
-    found = Found([], (Span("a", 0, 2), Span("b", 2, 2)), peers, node.epoch)
+    found = ChainAnswer([], (Span("a", 0, 2), Span("b", 2, 2)), peers, node.epoch)
     monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
     sources = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 1.0)
     assert [source.num_usable for source in sources] == [CHUNK_TOKENS, 3]
@@ -202,7 +202,7 @@ def test_a_peer_is_not_asked_when_no_time_is_left(
     """What it could not look for would be taken for a fault of the directory."""
     asked: list[ChainQuery] = []
     peer = SimpleNamespace(locate_here=SimpleNamespace(remote=lambda query, timeout_s: asked.append(query)))
-    found = Found([], (Span("a", 0, 2),), {"a": peer}, node.epoch)
+    found = ChainAnswer([], (Span("a", 0, 2),), {"a": peer}, node.epoch)
     monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
     query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS)
     assert store.locate(query, 0.0) == []
@@ -217,7 +217,7 @@ def test_a_node_hears_that_its_files_are_read(
     path = tmp_path / "chunk.kv"
     write_chunk(FileOperations(), str(tmp_path / "temporary"), str(path), CHAIN[0])
     here = [Located(CHAIN[0].header, CHUNK_TOKENS, "disk", None, str(path))]
-    found = Found(here, (), {}, node.epoch)
+    found = ChainAnswer(here, (), {}, node.epoch)
     monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
     (source,) = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 10.0)
     assert node.num_loads == 0
@@ -246,17 +246,17 @@ def test_what_was_seen_long_ago_is_put_again() -> None:
     """Who has a chunk on its device does not ask for it: to put it is what keeps it from expiring."""
     clock = Clock()
     known = KnownKeys(max_age_s=10, clock=clock)
-    known.note({b"1": b"0", b"2": b"1"})
+    known.add({b"1": b"0", b"2": b"1"})
     clock.now_s += 9
     assert known.among([b"1", b"2"]) == {b"1", b"2"}
-    known.note({b"1": b"0"})
+    known.add({b"1": b"0"})
     clock.now_s += 9
     assert known.among([b"1", b"2"]) == {b"1"}
 
 
 def test_what_is_gone_is_not_known() -> None:
     known = KnownKeys()
-    known.note({b"1": b"0", b"2": b"1"})
+    known.add({b"1": b"0", b"2": b"1"})
     known.drop([b"1", b"never seen"])
     assert known.among([b"1", b"2"]) == {b"2"}
     known.clear()
@@ -265,7 +265,7 @@ def test_what_is_gone_is_not_known() -> None:
 
 def test_a_chain_is_dropped_up_to_what_is_not_known_anyway() -> None:
     known = KnownKeys()
-    known.note({b"1": b"0", b"3": b"2", b"4": b"3", b"5": b"4", b"x": b"3"})
+    known.add({b"1": b"0", b"3": b"2", b"4": b"3", b"5": b"4", b"x": b"3"})
     known.drop_chain(b"4")
     assert known.among([b"1", b"3", b"4", b"5", b"x"]) == {b"1", b"5", b"x"}
 
@@ -306,12 +306,12 @@ def test_a_put_is_under_way_until_it_is_answered_or_lost(
     node = Node()
     assert puts.put(node, CHUNK, LINEAGE)
     assert not puts.put(node, CHUNK, LINEAGE)  # no room
-    assert not puts.settle(0.0)
+    assert not puts.flush(0.0)
     node.answers[0].set_result(ANSWER)
-    assert puts.settle(0.0)
+    assert puts.flush(0.0)
     assert puts.put(node, CHUNK, LINEAGE)
     node.answers[1].set_exception(ActorDiedError())
-    assert puts.settle(0.0)
+    assert puts.flush(0.0)
     assert heard == [(CHUNK.header, ANSWER), (CHUNK.header, None)]
     assert puts.stats() == {"put_bytes_under_way": 0, "put_dropped": 1, "put_taken": 1, "put_lost": 1}
 

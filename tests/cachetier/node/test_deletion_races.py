@@ -35,9 +35,9 @@ class InterruptedMemory(ProcessMemory):
     def __init__(self, interruption: Interruption) -> None:
         self._interruption = interruption
 
-    def take(self, payload: object) -> object:
+    def accept(self, payload: object) -> object:
         self._interruption()
-        return super().take(payload)
+        return super().accept(payload)
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from mneme.cachetier.chunk.file import file_bytes
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import prefix_lineage
-from mneme.cachetier.chunk.syscalls import FileOperations, PatientFiles
+from mneme.cachetier.chunk.syscalls import FileOperations, LockWaitingFiles
 from mneme.cachetier.config import DiskTierConfig
-from mneme.cachetier.names import PolicyName
+from mneme.cachetier.names import EvictionPolicyName
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import descendants
 from mneme.cachetier.policy.eviction import LruPolicy, make_policy
@@ -86,7 +86,7 @@ def test_a_tier_waits_for_a_lock_that_is_about_to_be_let_go(tmp_path: Path) -> N
     first = make_tier(tmp_path)
     tries = []
 
-    class Files(PatientFiles):
+    class Files(LockWaitingFiles):
         def lock(self, path: str) -> int:
             tries.append(path)
             threading.Timer(0.1, first.close).start()
@@ -144,7 +144,7 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead"])
-def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: PolicyName) -> None:
+def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: EvictionPolicyName) -> None:
     clock, chance = Clock(), random.Random(3)
     config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=9 * BLOCK + 100)
     tier = DiskTier(config, make_policy(policy, clock, 9), clock=clock, max_files=7)

@@ -22,7 +22,7 @@ from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.names import tenant_id
 from mneme.cachetier.node import node_admin
 from mneme.cachetier.node.node_admin import NodeAdmin
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.budget import examples
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint
@@ -192,15 +192,15 @@ def test_too_much_is_not_pinned_and_what_was_stays() -> None:
 def test_a_pin_that_is_taken_back_leaves_the_one_before(node: Node) -> None:
     node.put([1] * 16)
     node.put([2] * 8)
-    assert not node.admin.take_back_pin(PIN)
+    assert not node.admin.revert_pin(PIN)
     for ids, num_keys in (([1] * 8, 1), ([1] * 16, 2)):
         node.admin.pin(PIN, query(ids), 60)
         assert node.cache.stats()["pins"]["keys"] == num_keys
     node.admin.pin(PIN, query([2] * 8), None)
-    assert node.admin.take_back_pin(PIN)
+    assert node.admin.revert_pin(PIN)
     assert [(pin.num_tokens, pin.expires_in_s) for pin in node.admin.pins(OWNER)] == [(16, 60)]
     assert node.cache.stats()["pins"]["keys"] == 2
-    assert node.admin.take_back_pin(PIN)  # one before is remembered, no more
+    assert node.admin.revert_pin(PIN)  # one before is remembered, no more
     assert node.admin.pins(OWNER) == []
     assert node.cache.stats()["pins"]["keys"] == 0
 

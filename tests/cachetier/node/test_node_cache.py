@@ -237,9 +237,9 @@ class BusyMemory(ProcessMemory):
 
     meanwhile: Callable[[], object] = staticmethod(lambda: None)
 
-    def take(self, payload: object) -> object:
+    def accept(self, payload: object) -> object:
         self.meanwhile()
-        return super().take(payload)
+        return super().accept(payload)
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -577,8 +577,8 @@ def test_a_node_knows_four_gone_chunks_for_each_that_it_has_and_at_least_a_thous
 ) -> None:
     index = NodeIndex(Clock())
     tier = BlockTier(index, "host", num_chunks, make_policy("lru", Clock(), num_chunks))
-    assert all(tier.take(number.to_bytes(8), b"") for number in range(num_chunks))
+    assert all(tier.add_block(number.to_bytes(8), b"") for number in range(num_chunks))
     gone = [b"gone %d" % number for number in range(3000)]
     for key in gone:
-        index.note_gone(key)
+        index.mark_gone(key)
     assert [index.was_here(key) for key in gone] == [False] * (3000 - num_known) + [True] * num_known

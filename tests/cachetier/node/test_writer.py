@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from mneme.cachetier.node.index import Change
-from mneme.cachetier.node.tiers import ChangeLog
+from mneme.cachetier.node.node_tiers import ChangeLog
 from mneme.cachetier.node.writer import Pending, WriteBehind
 from mneme.primitives import Worker
 from tests.cachetier.chunks import CHUNK_TOKENS, chunk_of
@@ -157,7 +157,7 @@ def test_changes_are_told_in_order_one_batch_at_a_time() -> None:
 
     def work(number: int) -> None:
         for count in range(200):
-            log.note(Change(bytes([number]), "host", count, True))
+            log.add(Change(bytes([number]), "host", count, True))
             log.announce()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

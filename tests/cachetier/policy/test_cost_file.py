@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> CostFile:
 def test_costs_are_found_again(file: CostFile, caplog: pytest.LogCaptureFixture) -> None:
     assert file.read() is None
     costs = make_costs()
-    costs.note_step([(100, 0)], 1.0)
+    costs.learn_step([(100, 0)], 1.0)
     file.write(costs)
     found = file.read()
     assert found is not None
@@ -110,7 +110,7 @@ def test_the_newest_files_of_a_folder_are_kept(tmp_path: Path) -> None:
 
 def test_a_simulation_takes_its_costs_from_it(file: CostFile) -> None:
     kept = make_costs(prefill=(0.5, 1e-3, 1e-6), host=(0.0, 0.0, 1 / 2e9), disk=(0.0, 0.0, 1 / 5e8))
-    kept.note_edge("disk", 500_000_000, 1, 3.0)
+    kept.learn_edge("disk", 500_000_000, 1, 3.0)
     file.write(kept)
     costs = load_costs(file.path)
     assert costs.prefill_s(3000, 5000) == pytest.approx(kept.prefill_s(3000, 5000))

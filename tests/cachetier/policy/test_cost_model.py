@@ -46,11 +46,11 @@ def test_steps_teach_their_own_kind() -> None:
     costs = make_costs()
     prefill_s, decode_s = costs.prefill_s(512, 1000), costs.decode_s(4, 4 * 1001)
     for _ in range(30):
-        costs.note_step([(512, 1000)], 3 * prefill_s)
+        costs.learn_step([(512, 1000)], 3 * prefill_s)
     assert costs.prefill_s(512, 1000) == pytest.approx(3 * prefill_s, rel=0.01)
     assert costs.decode_s(4, 4004) == pytest.approx(decode_s)
     for _ in range(30):
-        costs.note_step([(1, 1000)] * 4, decode_s / 2)
+        costs.learn_step([(1, 1000)] * 4, decode_s / 2)
     assert costs.decode_s(4, 4004) == pytest.approx(decode_s / 2, rel=0.01)
     assert costs.step_scales == pytest.approx((3, 0.5), rel=0.01)
     assert set(costs.accuracy()) == {"prefill", "decode"}
@@ -60,7 +60,7 @@ def test_a_mixed_step_teaches_each_kind_by_its_part() -> None:
     costs = make_costs()
     decodes = [(1, 1000)] * 2
     predicted_s = costs.prefill_s(2048, 0) + costs.decode_s(2, 2002) - DECODE[0]
-    costs.note_step([(2048, 0), *decodes], 2 * predicted_s)
+    costs.learn_step([(2048, 0), *decodes], 2 * predicted_s)
     prefill, decode = costs.step_scales
     assert prefill > 1.13 > 1.02 > decode > 1
     found = costs.accuracy()["mixed"]
@@ -74,7 +74,7 @@ def test_an_edge_follows_and_drifts_back_alone() -> None:
     costs = make_costs(clock)
     before_s, host_s = costs.edge_s("disk", 1 << 24, 4), costs.edge_s("host", 1 << 24, 4)
     for _ in range(8):
-        costs.note_edge("disk", 1 << 24, 4, 10 * before_s)
+        costs.learn_edge("disk", 1 << 24, 4, 10 * before_s)
     assert costs.edge_s("disk", 1 << 24, 4) == pytest.approx(10 * before_s, rel=0.1)
     assert costs.edge_s("host", 1 << 24, 4) == host_s
     clock.now_s += 900
@@ -85,7 +85,7 @@ def test_what_is_found_costs_the_mean_of_memory_and_disk() -> None:
     costs = make_costs()
     assert costs.found_terms("host") == costs.terms_of("host")
     for _ in range(100):
-        costs.note_found(["disk", "disk", "disk", "host", "peer_host"])
+        costs.learn_found(["disk", "disk", "disk", "host", "peer_host"])
     mean = [0.25 * near + 0.75 * far for near, far in zip(costs.terms_of("host"), costs.terms_of("disk"), strict=True)]
     assert costs.found_terms("host") == pytest.approx(mean, rel=1e-3)
     assert costs.found_terms("peer_host") == costs.terms_of("peer_host")
@@ -94,9 +94,9 @@ def test_what_is_found_costs_the_mean_of_memory_and_disk() -> None:
 def test_what_was_learned_survives_json() -> None:
     clock = PlayedClock()
     costs = make_costs(clock, disk=(1e-3, 2e-3, 1e-9))
-    costs.note_step([(100, 0)], 1.0)
-    costs.note_edge("host", 1 << 24, 4, 1.0)
-    costs.note_found(["host", "disk", "peer_disk"])
+    costs.learn_step([(100, 0)], 1.0)
+    costs.learn_edge("host", 1 << 24, 4, 1.0)
+    costs.learn_found(["host", "disk", "peer_disk"])
     again = CostModel.from_mapping(json.loads(json.dumps(costs.as_mapping())), clock)
     assert again.calibration == costs.calibration
     assert again.as_mapping()["scales"] == pytest.approx(costs.as_mapping()["scales"])
@@ -189,15 +189,15 @@ def test_the_scale_follows_within_few_notes(factor: float) -> None:
     cost, terms, draw = LearnedCost(PREFILL, PlayedClock(), weight=0.35), SHAPES[4], random.Random(2)
     true_s = factor * cost.seconds(terms)
     for _ in range(3):
-        cost.note(true_s * draw.lognormvariate(0, 0.05) / cost.seconds(terms))
+        cost.learn(true_s * draw.lognormvariate(0, 0.05) / cost.seconds(terms))
     assert cost.seconds(terms) == pytest.approx(true_s, rel=0.2)
 
 
 def test_one_measurement_that_is_far_off_moves_little() -> None:
     cost = LearnedCost(PREFILL, PlayedClock(), weight=0.2)
-    cost.note(1e6)
+    cost.learn(1e6)
     assert 1 < cost.scale < 2
-    cost.note(1e-12)
+    cost.learn(1e-12)
     assert cost.scale == pytest.approx(1)
 
 
@@ -206,7 +206,7 @@ def test_a_scale_drifts_back_with_its_half_life() -> None:
     cost = LearnedCost(PREFILL, clock, weight=1.0, half_life_s=60)
     lasting = LearnedCost(PREFILL, clock, weight=1.0)
     for each in (cost, lasting):
-        each.note(9.0)
+        each.learn(9.0)
     clock.now_s += 60
     assert cost.scale == pytest.approx(3)
     clock.now_s += 600
@@ -220,8 +220,8 @@ def test_a_guess_is_replaced_by_the_first_measurement() -> None:
     clock = PlayedClock()
     cost = LearnedCost(PREFILL, clock, weight=0.35, is_calibrated=False)
     assert not cost.is_measured
-    cost.note(100)
+    cost.learn(100)
     assert cost.scale == pytest.approx(100)
-    cost.note(1 / 4)
+    cost.learn(1 / 4)
     assert cost.scale == pytest.approx(100 * 0.25**0.35)
     assert cost.is_measured

@@ -143,10 +143,10 @@ def test_a_lookup_is_waited_for_a_hundredth_and_used_as_long_as_rows_are_left() 
 def test_an_answer_that_is_learned_to_take_longer_than_a_step_more_is_not_waited_for() -> None:
     costs = make_costs()  # 5 ms for each step
     controller = LoadController(costs)
-    costs.note_lookup(0.0035)
+    costs.learn_lookup(0.0035)
     assert controller.lookup_wait_s(0, 10) > 0.005
     costs = make_costs()
-    costs.note_lookup(0.02)
+    costs.learn_lookup(0.02)
     controller = LoadController(costs)
     assert controller.lookup_wait_s(0, 10) == 0
     assert controller.lookup_wait_s(0, 100_000) > 0.02  # a hundredth of what computing takes
@@ -179,7 +179,7 @@ def test_a_sessions_history_is_loaded_unless_that_takes_twice_as_long_as_computi
 
 def test_who_loads_all_neither_weighs_nor_gives_up() -> None:
     costs = make_costs(disk=(1.0, 1.0, 1e-3))  # far slower than computing
-    costs.note_edge("disk", 1, 1, 100.0)
+    costs.learn_edge("disk", 1, 1, 100.0)
     plan = LoadController(costs, num_layers=NUM_LAYERS, loads_all=True).plan(
         0, 1000, chunks_of(900, "disk"), is_alone=False
     )
@@ -213,7 +213,7 @@ def serve(world: World, costs: CostModel, plan: LoadPlan, chunks: list[Loadable]
     """Seconds to the first token under a plan."""
     computing_s = world.compute_s(0, num_tokens)
     if not plan.num_chunks:
-        costs.note_step([(num_tokens, 0)], computing_s)
+        costs.learn_step([(num_tokens, 0)], computing_s)
         return computing_s
     loaded = chunks[: plan.num_chunks]
     edge, num_bytes = loaded[0].edge, sum(chunk.num_bytes for chunk in loaded)
@@ -223,9 +223,9 @@ def serve(world: World, costs: CostModel, plan: LoadPlan, chunks: list[Loadable]
     waited_s = overlapped_s(load_s, tail_s, NUM_LAYERS) - tail_s
     if waited_s > plan.may_wait_s:
         come = max(plan.may_wait_s / load_s, 1e-3)
-        costs.note_edge(edge, int(num_bytes * come), plan.num_chunks * come, plan.may_wait_s)
+        costs.learn_edge(edge, int(num_bytes * come), plan.num_chunks * come, plan.may_wait_s)
         return plan.may_wait_s + computing_s
-    costs.note_edge(edge, num_bytes, plan.num_chunks, load_s)
+    costs.learn_edge(edge, num_bytes, plan.num_chunks, load_s)
     return waited_s + tail_s
 
 
@@ -259,7 +259,7 @@ def test_what_made_an_edge_look_slow_is_forgotten() -> None:
     controller = LoadController(costs, num_layers=NUM_LAYERS)
     true_s = costs.edge_s("disk", CHUNK * TOKEN_BYTES)
     for _ in range(12):
-        costs.note_edge("disk", CHUNK * TOKEN_BYTES, 1, 2000 * true_s)
+        costs.learn_edge("disk", CHUNK * TOKEN_BYTES, 1, 2000 * true_s)
     chunks = chunks_of(4096, "disk")
     assert controller.plan(0, 4160, chunks).num_chunks <= 1
     waited = 0
@@ -277,7 +277,7 @@ def test_an_edge_that_was_never_measured_is_tried_before_it_is_given_up() -> Non
     chunks, num_tokens = chunks_of(32_768, "peer_host", token_bytes=8192), 33_000
     plan = controller.plan(0, num_tokens, chunks)
     assert plan.num_chunks == 1
-    costs.note_edge("peer_host", chunks[0].num_bytes, 1, costs.edge_s("peer_host", chunks[0].num_bytes))
+    costs.learn_edge("peer_host", chunks[0].num_bytes, 1, costs.edge_s("peer_host", chunks[0].num_bytes))
     assert controller.plan(0, num_tokens, chunks).num_chunks == 0
     clock.now_s += 600
     assert controller.plan(0, num_tokens, chunks).num_chunks == 1

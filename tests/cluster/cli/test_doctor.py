@@ -12,7 +12,7 @@ from mneme.cluster.cli import doctor as doctor_command
 from mneme.cluster.cli.doctor import doctor
 
 pytestmark = pytest.mark.engine
-LOADS = "mneme.replicas.engine.load.cuda_trouble"
+LOADS = "mneme.replicas.engine.build.cuda_trouble"
 
 
 def findings(capsys: pytest.CaptureFixture[str], *, is_fine: bool) -> dict[str, dict[str, Any]]:
@@ -53,7 +53,7 @@ def test_what_keeps_replicas_from_their_gpus_is_a_problem(
 
 @pytest.mark.parametrize("room", [2**36, 10])
 def test_a_model_fits_or_not(room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("mneme.replicas.engine.load.available_bytes", lambda: room)
+    monkeypatch.setattr("mneme.replicas.engine.build.available_bytes", lambda: room)
     monkeypatch.setattr(doctor_command, "count_gpus", lambda: 0)
     monkeypatch.setattr(doctor_command, "_examinations", lambda port: [])
     assert doctor(port=1, as_json=True, model="mneme-tiny") == (0 if room > 10 else 1)

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from mneme.cluster.cli.main import main
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 
 
 @pytest.fixture(autouse=True)

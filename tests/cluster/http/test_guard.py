@@ -13,13 +13,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from mneme.cluster.api_keys import ApiKey, sha256_of
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import body as body_module
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.cluster.http.body import BodyReader, HeldBody
 from mneme.cluster.http.guard import OPEN_PATHS
-from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.grammar import GrammarChecker
@@ -282,7 +282,7 @@ def test_a_tenant_leaves_room_for_the_bodies_of_others() -> None:
     held = [filled(tenant) for tenant in "abcd"]
     assert [len(bodies) for bodies in held] == [4, 2, 1, 1]
     for body in held[0]:
-        body.take()
+        body.pop()
     assert len(filled("b")) == 1  # it has three then, and there are three left
 
 

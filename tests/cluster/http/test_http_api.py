@@ -246,7 +246,7 @@ def test_prompt_tokens_that_one_choice_computed_are_not_cached() -> None:
         request = GenerationRequest(request_id=f"r.{index}", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
         made = Choice(index=index, prompt_index=index // 2, request=request, tokenizer=TOKENIZER)
         made.add(TokenEvent(request.request_id, (5,), None, None, PromptUsage(3, cached)))
-        assert [delta.num_tokens for delta in made.take()] == [1]
+        assert [delta.num_tokens for delta in made.pop_deltas()] == [1]
         return made
 
     for first, second in ((2, 0), (0, 2)):

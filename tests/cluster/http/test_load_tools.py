@@ -17,7 +17,7 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
 from mneme.replicas.choices import MAX_DELTAS, Choice
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, Server, get, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
@@ -100,7 +100,7 @@ def test_a_client_that_is_behind_gets_what_it_missed_in_one_chunk() -> None:
     for token_id in said:
         choice.add(TokenEvent("r.0", (token_id,), None, (Logprobs(token_id, -0.5, ()),), None))
     choice.add(TokenEvent("r.0", (), "length", None, None))
-    deltas = list(choice.take())
+    deltas = list(choice.pop_deltas())
     assert len(said) > 2 * MAX_DELTAS >= 2 * len(deltas)
     assert "".join(delta.text for delta in deltas) == TOKENIZER.decode(said, skip_special_tokens=False)
     assert [item.token_id for delta in deltas for item in delta.logprobs or ()] == said

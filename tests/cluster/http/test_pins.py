@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from mneme.cluster.api_keys import ApiKey, sha256_of
 from mneme.cluster.http import kv
-from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.replicas.queries import DeletePin, Query
-from mneme.replicas.text.parts import encode_parts, prompt_parts
+from mneme.replicas.text.document_parts import encode_parts, prompt_parts
 from tests.cluster.api_fixtures import TOKENIZER, api, keys_file
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from mneme.cluster.metrics import page as metrics_page
-from mneme.cluster.metrics.page import cache_metrics
+from mneme.cluster.metrics import exposition as metrics_page
+from mneme.cluster.metrics.exposition import cache_metrics
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.queries import Query
 from tests.cluster.api_fixtures import TOKENIZER, api, get

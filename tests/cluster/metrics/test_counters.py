@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from mneme.cluster.metrics.page import MetricsPage
-from mneme.cluster.serve import client as ray_engine_client
-from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.metrics.exposition import MetricsPage
+from mneme.cluster.serve import ray_client as ray_engine_client
+from mneme.cluster.serve.ray_client import RayEngineClient
 from tests.cluster.metric_samples import samples_of, totals_of
 from tests.cluster.serve.scenarios import request, run, tokens, until
 from tests.fakes.direct_calls import DirectCalls

@@ -10,8 +10,8 @@ import pytest
 from ray._private import services
 
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.run import lifecycle
-from mneme.cluster.run.lifecycle import LocalCluster, StartFailed
+from mneme.cluster.run import local_cluster
+from mneme.cluster.run.local_cluster import LocalCluster, StartFailed
 from tests.e2e.server_process import free_port
 
 pytestmark = pytest.mark.engine
@@ -42,7 +42,7 @@ def test_auto_is_the_cluster_that_this_machine_joined(machine: Path) -> None:
 
 def test_auto_where_something_else_listens(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says nothing, for which Ray's own client would try for minutes."""
-    monkeypatch.setattr(lifecycle, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(local_cluster, "_CONNECT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         (machine / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{server.getsockname()[1]}")
         assert "what listens there does not answer as Ray" in join_failure()

@@ -11,11 +11,11 @@ import pytest
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.node.folder import DiskFolder
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.run.lifecycle import check_files
+from mneme.cluster.run.local_cluster import check_files
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
 from mneme.replicas.config import EMBEDDED_MODEL
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 
 
 @pytest.fixture

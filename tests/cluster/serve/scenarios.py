@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.router.score import RouterConfig
 from tests.fakes.direct_calls import DirectCalls

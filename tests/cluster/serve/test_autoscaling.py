@@ -61,7 +61,7 @@ def test_a_replica_reports_the_share_of_time_that_it_computes_prompts_and_what_i
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     noted: list[int] = []
-    monkeypatch.setattr(autoscaling, "note_wanted", lambda _, wanted: noted.append(wanted))
+    monkeypatch.setattr(autoscaling, "write_wanted", lambda _, wanted: noted.append(wanted))
     monkeypatch.setattr(autoscaling, "stop_first", lambda *_: None)
     return noted
 

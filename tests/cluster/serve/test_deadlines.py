@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
-from mneme.cluster.serve.client import PlacedChoice, RayEngineClient
+from mneme.cluster.serve.ray_client import PlacedChoice, RayEngineClient
 from mneme.errors import DeadlineExceeded, MnemeError, Overloaded
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, post, serving

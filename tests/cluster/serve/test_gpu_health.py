@@ -10,7 +10,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from mneme.cluster.metrics.page import MetricsPage
+from mneme.cluster.metrics.exposition import MetricsPage
 from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import ReplicaUnavailable

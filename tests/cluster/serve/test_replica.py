@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.distributed import lifecycle as ray_tier
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cluster.serve import ray_private, replica
 from mneme.cluster.serve.calls import WrongReplica
 from mneme.cluster.serve.replica import ReplicaServer
@@ -32,11 +32,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def load(loaded: dict[str, Any], device: str, gpus: float, cache: dict[str, Any]) -> None:
-    def load_engine(model: str, engine: EngineConfig, **options: Any) -> FakeEngineLoop:
+    def build_engine(model: str, engine: EngineConfig, **options: Any) -> FakeEngineLoop:
         loaded.update(options, device=engine.device)
         return FakeEngineLoop()
 
-    replica.EngineReplica({"model": "m", "cache": cache}, device, gpus, load_engine)
+    replica.EngineReplica({"model": "m", "cache": cache}, device, gpus, build_engine)
 
 
 def test_the_caches_folder_is_that_of_the_replicas_node_for_whoever_reads_it(

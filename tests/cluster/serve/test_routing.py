@@ -12,7 +12,7 @@ import pytest
 
 from mneme.cluster.serve import link, replica
 from mneme.cluster.serve.autoscaling import LoadMeter
-from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import loop as loop_module
@@ -251,14 +251,14 @@ async def test_a_replica_whose_reports_are_lost_is_not_taken_for_idle(
     await cluster.ask([1, 2, 3])
     monkeypatch.setattr(cluster.loops["a"], "_report", lambda: None)
     ingress, heard = cluster.ingresses[0], asyncio.Event()
-    note = ingress.chooser.note_silence
+    note = ingress.chooser.mark_silent
 
     def note_and_tell(_: object, name: str) -> None:
         note(name)
         if name == "a":
             heard.set()
 
-    monkeypatch.setattr(type(ingress.chooser), "note_silence", note_and_tell)
+    monkeypatch.setattr(type(ingress.chooser), "mark_silent", note_and_tell)
     async with asyncio.timeout(30):
         await heard.wait()
     cluster.later_s += 2 * SILENT_S

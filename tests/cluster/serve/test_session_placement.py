@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mneme.cluster.serve import client as ray_engine_client
-from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve import ray_client as ray_engine_client
 from mneme.cluster.serve.engine_client import newest
+from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.queries import DeleteSession, GetSession, LeaveSession
 from mneme.replicas.request import GenerationRequest
@@ -171,6 +171,6 @@ async def test_a_request_goes_where_its_prefix_was_warmed(
 ) -> None:
     await all_open(client)
     ids = tuple(range(200))
-    client.note_prefix(ids, holder, salt="x")
+    client.record_prefix(ids, holder, salt="x")
     await tokens(client, replace(request("one.0"), prompt_token_ids=(*ids, 7), salt="x"))
     assert admitted(calls)[holder] == ["one.0"]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from mneme.cluster.serve import client as ray_engine_client
 from mneme.cluster.serve import link as replica_link
+from mneme.cluster.serve import ray_client as ray_engine_client
 from mneme.cluster.serve.calls import WrongReplica
-from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.engine_client import Condition
+from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
-from mneme.replicas.queries import SettleSaves
+from mneme.replicas.queries import FlushSaves
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams
 from tests.cluster.serve.scenarios import ENDLESS, all_open, expected, over, request, run, running, tokens, until
@@ -452,7 +452,7 @@ async def test_a_client_that_stops_ends_what_runs_and_takes_no_more(
     assert ids
     assert (last.finish_reason, last.error) == ("error", "the server is stopping")
     assert not client.num_ready()
-    assert all(isinstance(engine.queries[-1], SettleSaves) for engine in calls.engines.values())
+    assert all(isinstance(engine.queries[-1], FlushSaves) for engine in calls.engines.values())
 
 
 def test_a_snapshot_that_cannot_be_taken_is_not_asked_for_at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:

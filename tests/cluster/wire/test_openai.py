@@ -21,7 +21,7 @@ from mneme.cluster.wire.openai import (
     validate,
 )
 from mneme.errors import InvalidRequest
-from mneme.replicas.text.parts import StandIns
+from mneme.replicas.text.document_parts import StandIns
 from tests.budget import examples
 
 JSON = st.recursive(

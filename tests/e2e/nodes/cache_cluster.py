@@ -34,8 +34,8 @@ from mneme.cachetier.distributed.lifecycle import (
 )
 from mneme.cachetier.distributed.nodes import node_actor_name
 from mneme.cachetier.names import Appended, Miss
-from mneme.cachetier.sessions.log_store import LogKey
-from mneme.cachetier.sessions.rows import LogRows
+from mneme.cachetier.session_log.log_store import LogKey
+from mneme.cachetier.session_log.rows import LogRows
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.cluster.serve.ray_private import single_node
 from tests.cachetier.chunks import chunk_of

@@ -15,7 +15,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.ray_admin import RayCacheAdmin
 from mneme.cachetier.names import tenant_id
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.e2e.nodes.cache_cluster import CHUNK_TOKENS, LARGE, MARKS, SMALL, CacheCluster, call, eventually, kill

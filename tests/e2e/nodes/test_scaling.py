@@ -15,7 +15,7 @@ import pytest
 from ray import serve
 
 from mneme.cluster.app import build
-from mneme.cluster.run.lifecycle import APPLICATION
+from mneme.cluster.run.local_cluster import APPLICATION
 from tests.e2e.metrics import read_metrics
 from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, eventually
 from tests.e2e.server_process import free_port

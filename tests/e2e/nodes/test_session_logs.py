@@ -10,8 +10,8 @@ import pytest
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log_store import LogKey
-from mneme.cachetier.sessions.rows import LogRows, SessionState, rows_of
+from mneme.cachetier.session_log.log_store import LogKey
+from mneme.cachetier.session_log.rows import LogRows, SessionState, rows_of
 from tests.cachetier.session_records import conversation, ids_of, key_number
 from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, LogProcess, call, eventually, kill
 

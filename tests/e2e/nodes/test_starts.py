@@ -11,7 +11,7 @@ from ray.util import list_named_actors
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_session_logs
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.rows import SessionState, rows_of
+from mneme.cachetier.session_log.rows import SessionState, rows_of
 from mneme.errors import ConfigError
 from tests.cachetier.session_records import ids_of, key_number
 from tests.e2e.nodes.cache_cluster import (

@@ -14,10 +14,10 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.lab.cache.costs import Rates, stands_still
 from mneme.lab.cache.synthetic import SyntheticShape, make_trace
 from mneme.lab.cache.traces import PacedRequest, TraceRequest
-from mneme.lab.cluster.play import ClusterShape, Simulation
-from mneme.lab.cluster.replica import DEFAULT_RATES, EngineShape, Replica
 from mneme.lab.cluster.routers import ROUTERS
 from mneme.lab.cluster.scenarios import SCENARIOS
+from mneme.lab.cluster.simulated_replica import DEFAULT_RATES, EngineShape, Replica
+from mneme.lab.cluster.simulation import ClusterShape, Simulation
 from mneme.lab.cluster.workload import Turn, infinite_hit_ratio, scaled, turns_of
 from mneme.router.autoscaler import AutoscaleConfig
 from tests.budget import rarer

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from mneme.lab.cluster.policies import Policy, World
-from mneme.lab.cluster.replica import DEFAULT_RATES
 from mneme.lab.cluster.routers import ROUTERS
+from mneme.lab.cluster.simulated_replica import DEFAULT_RATES
 from mneme.lab.cluster.workload import Turn
-from mneme.replicas.forest.pages import DEVICE, HOST
+from mneme.replicas.forest.tree import DEVICE, HOST
 
 REPLICAS = range(4)
 OTHERS = [name for name in ROUTERS if name not in ("mneme", "random", "hash")]

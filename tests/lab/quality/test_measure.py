@@ -10,9 +10,9 @@ from mneme.errors import ConfigError
 from mneme.lab.quality.measure import Arm, best_scores, measure
 from mneme.lab.quality.tasks import read_task
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import load_engine
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.text.tokenizer import Tokenizer
 
 TASK = read_task("coreference:8x4", 20)
@@ -27,7 +27,7 @@ def tokenizer() -> Iterator[Tokenizer]:
 
 def engine_of(tokenizer: Tokenizer, **options: bool) -> Engine:
     config = EngineConfig(device="cpu", dtype="float32", num_pages=256, **options)
-    return load_engine("mneme-tiny", config, tokenizer=tokenizer)
+    return build_engine("mneme-tiny", config, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mneme.cluster.cli.main import main
-from mneme.replicas.fuse.report import QualityReport
+from mneme.replicas.blend.gate import QualityReport
 
 QUICK = ["quality", "mneme-tiny", "--task", "coreference:4x3", "--cases", "2", "--dtype", "float32", "--device", "cpu"]
 

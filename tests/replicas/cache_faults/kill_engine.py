@@ -13,8 +13,8 @@ import torch
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.weights import load_weights
 from tests.replicas.chunk_stores import CHUNK_TOKENS
 from tests.replicas.tiered_engine import draw, make_cached_engine, run, submit

@@ -11,7 +11,7 @@ import pytest
 
 from mneme.errors import CheckpointError, InvalidRequest
 from mneme.replicas.card import sampling_defaults, shard_paths
-from mneme.replicas.model.config import model_directory
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import SamplingParams, Weighing
 
 INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from mneme.replicas.card import sampling_defaults
-from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.text.tool_calls import FORMATS, Dialect

@@ -24,7 +24,7 @@ from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.save import SaveCounts, SaveJob
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Graft
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.tree import Page
 from mneme.replicas.load import Load, ReadBudget
 from mneme.replicas.request import SessionKey, TokenEvent
 from tests.replicas.chunk_stores import FakeStore, SlowRows
@@ -57,8 +57,8 @@ class PlayedWorkers:
 class PlayedBudget(ReadBudget):
     """Whoever would have to wait for room is let in."""
 
-    def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
-        return super().take(num_bytes, lambda: True, is_over)
+    def reserve(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
+        return super().reserve(num_bytes, lambda: True, is_over)
 
 
 class PlayedCache:
@@ -168,7 +168,7 @@ class FakeLoader:
 
     def _taken(self, load: Load, index: int) -> list[Content] | None:
         """What each slot held; None if a layer does not come."""
-        layers = [load.take(index, layer) for layer in range(LAYOUT.num_layers)]
+        layers = [load.read(index, layer) for layer in range(LAYOUT.num_layers)]
         if any(isinstance(layer, Miss) for layer in layers):
             return None
         told = [_decoded(layer) for layer in layers if not isinstance(layer, Miss)]

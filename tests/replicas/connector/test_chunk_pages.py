@@ -15,13 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier.host_pages.streams import CudaStreams
 from mneme.cachetier.names import Miss
-from mneme.cachetier.pages.streams import CudaStreams
 from mneme.replicas.connector import step_load
+from mneme.replicas.connector.chunk_pages import ChunkPages, ChunkTokens
 from mneme.replicas.connector.device_pages import CpuChunkPages, DeviceBatch, DeviceChunkPages, make_chunk_pages
-from mneme.replicas.connector.pages import ChunkPages, ChunkTokens
 from mneme.replicas.connector.step_load import StepLoad
-from mneme.replicas.engine import load
+from mneme.replicas.engine import build
 from mneme.replicas.engine.calibration import bringing
 from mneme.replicas.forest.moves import Graft, GraftPiece
 from tests.budget import examples
@@ -170,14 +170,14 @@ class PlayedLoad:
 
     def pause(self) -> None: ...
 
-    def take(self, index: int, layer: int) -> np.ndarray | Miss:
+    def read(self, index: int, layer: int) -> np.ndarray | Miss:
         self.before_take(layer)
         is_missing = (index, layer) == self._missing
         return Miss.ABSENT if is_missing else layer_of(self._chunks[index], self._pool, 10 * index + layer)
 
     def begin(self, end: int) -> None: ...
 
-    def note_copy(self, index: int, seconds: float) -> None: ...
+    def add_copy(self, index: int, seconds: float) -> None: ...
 
     def lose_from(self, index: int) -> None: ...
 
@@ -374,7 +374,7 @@ def test_engines_save_and_load_through_a_devices_pages(
         gather(self, layer, into, after)
 
     monkeypatch.setattr(DeviceBatch, "gather", gather_behind)
-    monkeypatch.setattr(load, "make_chunk_pages", make)
+    monkeypatch.setattr(build, "make_chunk_pages", make)
     decoder, store, ids = load_decoder("llama-3", tmp_path), FakeStore(), draw(1, 250)
     for number in range(2):
         engine = make_cached_engine(decoder, store)
@@ -382,7 +382,7 @@ def test_engines_save_and_load_through_a_devices_pages(
         events = run(engine)
         assert answers(events)["a"] == full_prefill(decoder, ids, 3)[0]
         assert (usages(events)["a"].cached_tokens > 200) == (number == 1 and fault is None)
-        assert engine.connector.saver.settle(60.0)
+        assert engine.connector.saver.flush(60.0)
         engine.close()
         assert len(store.chunks) >= 4
 

@@ -173,7 +173,7 @@ def test_an_interrupt_in_the_midst_of_saves_lets_go_of_pages(
         with pytest.raises(KeyboardInterrupt):
             run(engine)
         engine.fail_all("interrupted")
-    assert engine.connector.saver.settle(5.0)
+    assert engine.connector.saver.flush(5.0)
     engine.connector.saver.before_reuse(np.arange(64))  # returns
     engine.close()
     check_closed(engine, store)
@@ -248,7 +248,7 @@ def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
     run(engine)
     assert gate.has_come.wait(WAIT_S)
     admin, fingerprint = NodeAdmin(make_node(), "node"), engine.connector.fingerprint
-    tier = KvTier(admin=admin, fingerprint=fingerprint, settle_saves=engine.connector.saver.settle)
+    tier = KvTier(admin=admin, fingerprint=fingerprint, flush_saves=engine.connector.saver.flush)
     num_there: list[int] = []
 
     def delete() -> None:

@@ -45,10 +45,10 @@ class Costs(SlowRows):
         self.told: list[tuple[Edge, int, float, float]] = []
         self.meanwhile: Any = lambda: None
 
-    def note_lookup(self, seconds: float) -> None:
+    def learn_lookup(self, seconds: float) -> None:
         pass
 
-    def note_edge(self, edge: Any, num_bytes: int, num_chunks: float, seconds: float) -> None:
+    def learn_edge(self, edge: Any, num_bytes: int, num_chunks: float, seconds: float) -> None:
         self.told.append((edge, num_bytes, num_chunks, seconds))
         self.meanwhile()
 
@@ -72,7 +72,7 @@ def test_a_read_that_ends_after_its_load_does_not_disturb_what_is_told_of_it() -
 
     def read_late() -> None:
         store.edge = "host"
-        load.take(0, 0)
+        load.read(0, 0)
 
     costs.meanwhile = read_late
     load.close()
@@ -93,7 +93,7 @@ def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
     """Computing takes longer than loading here: all but the first layer comes meanwhile."""
     store, seen = FakeStore(edge="disk"), list[bool]()
     loads = make_loads(store, Costs(), PlayedClock())
-    store.before_read = lambda _layer: seen.extend(load.is_settled for load in loads._open)
+    store.before_read = lambda _layer: seen.extend(load.is_decided for load in loads._open)
     load = loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, [*IDS, 1], CHUNK_TOKENS), 0, is_alone=False)
     assert seen == [False] * 3 + [True] * 3 * (NUM_LAYERS - 1)
     load.close()
@@ -135,7 +135,7 @@ def test_a_read_that_hangs_when_its_load_is_given_up_counts_with_the_time_it_too
     """From memory; it ends after its load."""
     store, costs, clock = FakeStore(edge="host"), Costs(), PlayedClock()
     load = begin(make_loads(store, costs, clock))
-    load.take(0, 0)
+    load.read(0, 0)
 
     def hang(layer: int) -> None:
         clock.now_s += 100.0
@@ -143,7 +143,7 @@ def test_a_read_that_hangs_when_its_load_is_given_up_counts_with_the_time_it_too
         load.close()
 
     store.before_read = hang
-    load.take(0, 1)
+    load.read(0, 1)
     ((edge, num_bytes, _, seconds),) = costs.told
     assert (edge, num_bytes) == ("host", 2 * load.sources[0].header.layer_bytes)
     assert seconds >= 100.0
@@ -158,7 +158,7 @@ def test_who_waits_for_the_budget_hears_of_urgency(is_over: bool, is_taken: bool
         return urgent.is_set()
 
     with ThreadPoolExecutor(1) as threads:
-        taken = threads.submit(budget.take, 100, is_urgent, lambda: is_over and urgent.is_set())
+        taken = threads.submit(budget.reserve, 100, is_urgent, lambda: is_over and urgent.is_set())
         assert asked.wait(TIMEOUT_S)
         urgent.set()
         budget.wake()
@@ -197,9 +197,9 @@ def test_a_further_part_is_not_ready_before_it_is_in_memory() -> None:
     asked = threading.Event()
 
     class SeenBudget(ReadBudget):
-        def take(self, *args: Any) -> bool:
+        def reserve(self, *args: Any) -> bool:
             asked.set()
-            return super().take(*args)
+            return super().reserve(*args)
 
     store, parts = FakeStore(edge="disk"), [range(1), range(1, 3)]
     store.chunks = {chunk.header.key: chunk for chunk in chain_of(IDS)}
@@ -222,9 +222,9 @@ def test_a_further_part_is_not_ready_before_it_is_in_memory() -> None:
         assert not load.is_ready(is_alone=False)
         assert asked.wait(TIMEOUT_S)
         assert not load.is_ready(is_alone=False)
-        budget.give(chain_of(IDS)[0].header.payload_bytes)
+        budget.release(chain_of(IDS)[0].header.payload_bytes)
         for layer in range(NUM_LAYERS):
-            load.take(0, layer)
+            load.read(0, layer)
         reading[0].result(TIMEOUT_S)
         assert (load.is_ready(is_alone=False), load.num_at_once(5), len(reading)) == (True, 2, 1)
         load.close()

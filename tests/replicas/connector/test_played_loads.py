@@ -11,7 +11,7 @@ import pytest
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.names import Miss
-from mneme.cachetier.sessions.rows import SessionState
+from mneme.cachetier.session_log.rows import SessionState
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
@@ -114,7 +114,7 @@ def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: 
     """These begin when the answer is overdue, or at once if answers take as long as five rows (`is_slow`)."""
     case = Played(store)
     if is_slow:
-        case.cache.cache.costs.note_lookup(5.5)
+        case.cache.cache.costs.learn_lookup(5.5)
     case.submit("a", IDS[:30])
     assert case.engine.is_blocked != is_slow
     case.cache.now_s += 0 if is_slow else LONG_S
@@ -158,7 +158,7 @@ def test_a_session_waits_for_its_stored_history_as_long_as_computing_that_would_
 ) -> None:
     """A row takes a second; anybody else would wait for one, or begin at once, as answers take five."""
     case = Played(store)
-    case.cache.cache.costs.note_lookup(5.5)
+    case.cache.cache.costs.learn_lookup(5.5)
     case.engine.sessions.restore(("", "s"), SessionState(version=1, ids=array("i", IDS[:25]), num_turns=1), 2)
     case.submit("a", IDS[25:30], session_id="s", append=True)
     case.cache.now_s += 24.0

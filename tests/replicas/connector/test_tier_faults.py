@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.pages.host_memory import DevicePool, HostMemory
-from mneme.cachetier.pages.tier import KvTier, NoTier
+from mneme.cachetier.host_pages.cpu import DevicePool, HostMemory
+from mneme.cachetier.host_pages.tier import KvTier, NoTier
 from mneme.kernels.native.kv import gather_chunk, scatter_chunk
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop

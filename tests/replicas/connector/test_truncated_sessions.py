@@ -99,7 +99,7 @@ class Conversation:
         self.dense.forget(start)
 
     def close(self) -> None:
-        assert self.engine.connector.saver.settle(60)
+        assert self.engine.connector.saver.flush(60)
         self.engine.close()
         assert self.store.num_open == 0
 
@@ -137,7 +137,7 @@ def test_who_looks_a_session_up_finds_what_its_next_turn_would(checkpoint: tuple
     shown = answer(talk.engine, GetSession(KEY))["kv"]
     assert (found["device"], found["host"]) == (shown["device"], shown["host"])
     assert found["device"] > 100 > answer(talk.engine, LookUpPages(KEY[0], known.ids))["device"]
-    assert talk.engine.connector.saver.settle(60)
+    assert talk.engine.connector.saver.flush(60)
     nobody: Any = None
     tier = KvTier(admin=nobody, fingerprint=fingerprint_of(talk.decoder))
     chain = tier.chain(KEY[0], known.ids, KEY, known.event)

@@ -28,8 +28,8 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import warm_up
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model import decoder as model
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.graphs import Run, StepGraphs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights

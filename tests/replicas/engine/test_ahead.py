@@ -339,7 +339,7 @@ def test_a_step_costs_what_lies_between_two_ends() -> None:
     noted, clock = list[float](), Clock()
     engine = make_engine(runner=FakeRunner(64, 4, runs_ahead=True), clock=clock, max_step_ms=0)
     engine.costs: Any = SimpleNamespace(
-        note_step=lambda _rows, seconds: noted.append(seconds), prefill_s=lambda *_: 0.0, decode_s=lambda *_: 0.0
+        learn_step=lambda _rows, seconds: noted.append(seconds), prefill_s=lambda *_: 0.0, decode_s=lambda *_: 0.0
     )
     for name in "ab":
         engine.submit(make_request(name, [1, 2, 3, ord(name) % 5], SamplingParams(temperature=0, max_tokens=8)))

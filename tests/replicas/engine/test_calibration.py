@@ -19,6 +19,7 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.share_cost import TRITON
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import calibration as module
+from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.calibration import (
     calibrate,
     features_of,
@@ -28,7 +29,6 @@ from mneme.replicas.engine.calibration import (
     remembered_costs,
 )
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.reporter import Reporter
 from mneme.replicas.engine.stats import engine_stats
 from tests.replicas.tiered_engine import run, submit
@@ -47,7 +47,7 @@ SMALL = EngineConfig(
 
 
 def small_engine(**changes: Any) -> Engine:
-    return load_engine("mneme-tiny", replace(SMALL, **changes))
+    return build_engine("mneme-tiny", replace(SMALL, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def settled(engine: Engine) -> dict[str, Any]:
 
 def test_an_engine_that_serves_learns_costs_without_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
-    assert load_engine("mneme-tiny", SMALL).costs is None  # answers batches
-    engine = load_engine("mneme-tiny", SMALL, cache=CacheConfig(enabled=False))
+    assert build_engine("mneme-tiny", SMALL).costs is None  # answers batches
+    engine = build_engine("mneme-tiny", SMALL, cache=CacheConfig(enabled=False))
     submit(engine, "a", [5] * 40, 3)
     run(engine)
     counts = {kind: each["count"] for kind, each in engine.costs.accuracy().items()}
@@ -113,7 +113,7 @@ def test_an_earlier_start_is_remembered(engine: Engine, tmp_path: Path, monkeypa
     assert again.calibration == first.calibration
     assert not measured
     for _ in range(10):  # it turns out that the machine was busy then
-        again.note_step([(50, 0)], again.prefill_s(50, 0) / 20)
+        again.learn_step([(50, 0)], again.prefill_s(50, 0) / 20)
     file.write(again)
     assert remembered_costs(runner, SMALL, file, budget_s=0.1).calibration == measured[0]
 
@@ -205,7 +205,7 @@ def test_constants_of_sharing_are_kept_with_the_costs(
 def test_a_gpu_measures_its_own_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
     config = replace(SMALL, device="cuda", dtype="bfloat16", num_pages=256)
-    engine = load_engine("mneme-tiny", config, cache=CacheConfig(enabled=False))
+    engine = build_engine("mneme-tiny", config, cache=CacheConfig(enabled=False))
     engine.close()
     (file,) = tmp_path.glob("costs-*.json")
     kept = json.loads(file.read_text())["share_cost"]

@@ -127,7 +127,7 @@ def test_computed_ranges_are_those_that_were_computed(rows: list[tuple[int, int]
     sequence = Sequence(request=make_request("r", [1]), ids=[1] * 20, num_prompt=20, max_tokens=4, arrival=0)
     expected = ["device"] * 20
     for start, count in rows:
-        sequence.note_rows(Rows([(start, start + count)], [], 0, [], [0]))
+        sequence.add_origins(Rows([(start, start + count)], [], 0, [], [0]))
         for position in range(start, min(start + count, 20)):
             expected[position] = "recomputed"
     if "recomputed" in expected:
@@ -139,5 +139,7 @@ def test_computed_ranges_are_those_that_were_computed(rows: list[tuple[int, int]
     assert [each.source for each in ranges for _ in range(each.start, each.end)] == expected
     assert sequence.usage == PromptUsage(20, expected.count("device"))
     sequence.append(1)
-    sequence.note_rows(Rows([(0, 20)], [], 0, [], [0]))  # suspended in decode: no longer the prompt's first computation
+    sequence.add_origins(
+        Rows([(0, 20)], [], 0, [], [0])
+    )  # suspended in decode: no longer the prompt's first computation
     assert sequence.origins.ranges(20) == ranges

@@ -90,12 +90,12 @@ def test_abort_ends_a_request_and_frees_its_pages(loop: EngineLoop) -> None:
 def test_what_is_handed_over_ends_once_it_is_saved(loop: EngineLoop) -> None:
     messages, waiting = subscribe(loop, ""), queue.Queue[StepMessage]()
 
-    def settle(timeout_s: float) -> bool:
+    def flush(timeout_s: float) -> bool:
         while not messages.empty():
             waiting.put(messages.get())
         return True
 
-    loop.kv_tier = KvTier(admin=None, fingerprint=None, settle_saves=settle)  # type: ignore[arg-type]
+    loop.kv_tier = KvTier(admin=None, fingerprint=None, flush_saves=flush)  # type: ignore[arg-type]
     loop.submit_many([make_request("long", [1], LONG)])
     assert loop.hand_over() == 1
     while not waiting.empty():
@@ -168,7 +168,7 @@ def test_a_thread_that_has_ended_is_noticed_by_all_who_wait(monkeypatch: pytest.
 
 
 def test_the_thread_that_makes_an_engine_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a thread has of its own is then warm when requests come: see `load_engine_loop`."""
+    """What a thread has of its own is then warm when requests come: see `build_engine_loop`."""
     made_by: list[int] = []
     stepped_by: list[int] = []
     step = Engine.step

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
-from mneme.cachetier.pins import PinName
+from mneme.cachetier.pin_book import PinName
 from mneme.config import parse
 from mneme.errors import (
     ConfigError,
@@ -24,9 +24,9 @@ from mneme.errors import (
     SessionNotFound,
 )
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import warm_before_traffic
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import warm_before_traffic
-from mneme.replicas.request import KeptPrefix, SamplingParams, TokenEvent
+from mneme.replicas.request import PinnedPrefix, SamplingParams, TokenEvent
 from mneme.replicas.text.prompts import conversation_prefix
 from tests.budget import examples
 from tests.replicas.fake_runner import Clock, FakeRunner, continuation
@@ -346,7 +346,7 @@ def test_no_pin_ends_or_refuses_what_was_taken_before_it(
 
 
 def keeping(name: str, ids: list[int], *kept: tuple[int, float], **more: Any) -> Any:
-    return replace(make_request(name, ids, **more), kept=tuple(KeptPrefix(*each) for each in kept))
+    return replace(make_request(name, ids, **more), pinned=tuple(PinnedPrefix(*each) for each in kept))
 
 
 def marks(engine: Engine) -> list[int]:

@@ -118,10 +118,10 @@ def test_idle_time_does_not_slow_the_measured_rate() -> None:
     clock = Clock()
     rate = DrainRate(clock)
     for taken in (0, 100, 200):
-        rate.note(taken, is_waiting=taken < 200)
+        rate.measure(taken, is_waiting=taken < 200)
         clock.now_s += 1
     clock.now_s += 1000
-    rate.note(200, is_waiting=True)
+    rate.measure(200, is_waiting=True)
     assert rate.drain_s(500) == pytest.approx(5.0)
 
 

@@ -13,7 +13,7 @@ from mneme.kernels.attention import build_plan
 from mneme.kernels.segments import Lineages
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import NOWHERE
+from mneme.replicas.forest.tree import NOWHERE
 from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import SamplingParams

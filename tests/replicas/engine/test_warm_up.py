@@ -17,8 +17,8 @@ from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.errors import ConfigError
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.engine.warm_up import largest_step_bytes, warm_up
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
@@ -38,7 +38,7 @@ CONFIG = EngineConfig(page_size=16, max_batch_tokens=64, max_running=8)
 
 def test_a_new_engine_has_no_trace_of_what_warmed_it(tmp_path: Path) -> None:
     disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 24)
-    engine = load_engine("mneme-tiny", EngineConfig(num_pages=64, dtype="float32"), cache=CacheConfig(disk=disk))
+    engine = build_engine("mneme-tiny", EngineConfig(num_pages=64, dtype="float32"), cache=CacheConfig(disk=disk))
     try:
         stats = engine_stats(engine)
         assert (engine.num_steps, dict(engine.num_tokens), dict(engine.num_finished)) == (0, {}, {})
@@ -179,7 +179,7 @@ def test_the_variants_that_are_compiled_are_those_that_traffic_launches(model: s
 def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
     reported: list[str] = []
     config = EngineConfig(num_pages=256, max_running=8, device="cuda")
-    engine = load_engine("mneme-tiny", config, on_progress=lambda what, _share: reported.append(what))
+    engine = build_engine("mneme-tiny", config, on_progress=lambda what, _share: reported.append(what))
     assert {"kernels", "CUDA graphs"} <= set(reported)
     graphs = engine.runner.graphs  # what nobody is told
     assert graphs.num_graphs >= 31

@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner, Page
+from mneme.replicas.forest.page_store import OutOfPages
 from mneme.replicas.forest.paths import Path
-from mneme.replicas.forest.store import OutOfPages
+from mneme.replicas.forest.tree import Owner, Page
 from tests.budget import examples
 from tests.replicas.fake_runner import Clock
 

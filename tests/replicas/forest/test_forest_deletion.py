@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_of
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import Resident, common_prefix
+from mneme.replicas.forest.tree import Resident, common_prefix
 from mneme.replicas.request import SamplingParams
 from tests.budget import examples
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import DEVICE
+from mneme.replicas.forest.tree import DEVICE
 from mneme.replicas.model.decoder import Decoder
 from tests.budget import examples
 from tests.replicas.tiered_engine import (

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Page
+from mneme.replicas.forest.page_store import OutOfPages
 from mneme.replicas.forest.paths import Path
-from mneme.replicas.forest.store import OutOfPages
+from mneme.replicas.forest.tree import Page
 from tests.budget import examples
 
 PAGE_SIZE = 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.truncation import Truncation
 from tests.budget import rarer
@@ -95,14 +95,14 @@ def test_what_is_not_computed_yet_has_no_mass(checkpoints: dict[str, tuple[Path,
     submit(engine, "t", draw(2, 100), 20)
     chunks = engine.scheduler.schedule()
     [sequence] = engine.scheduler.running
-    assert not sequence.path.is_settled()
+    assert not sequence.path.is_on_device()
     inputs = engine.runner.prepare(chunks, engine.forest.drain_moves())
     engine.runner.forward(inputs)
-    assert sequence.path.is_settled()
+    assert sequence.path.is_on_device()
     assert masses_of(engine) is not None
     sequence.append(7)
     engine.scheduler.schedule()  # takes a slot in a page that is there
-    assert sequence.path.is_settled()
+    assert sequence.path.is_on_device()
     assert masses_of(engine) is None
 
 

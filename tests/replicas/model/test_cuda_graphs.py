@@ -18,8 +18,8 @@ from mneme.kernels.attention import attend
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.device_pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
+from mneme.replicas.engine.build import connect
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import connect
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import CudaCapture, Graph, MakeGraphs, Run, StepGraphs, step_graphs_for

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mneme.cachetier.pages.host_memory import HostMemory
-from mneme.cachetier.pages.tier import Load
+from mneme.cachetier.host_pages.cpu import HostMemory
+from mneme.cachetier.host_pages.tier import Load
 from mneme.errors import TransferFailed
 from mneme.kernels.attention import PageTable, QueryRows, attend, build_plan, mark_free, mark_written, new_slot_position
 from mneme.kernels.native.kv import scatter_chunk

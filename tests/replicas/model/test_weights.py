@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mneme.errors import CheckpointError
-from mneme.replicas.engine import load as load_module
-from mneme.replicas.engine.load import choose_dtype
-from mneme.replicas.model.config import load_model_config, parse_model_config
+from mneme.replicas.engine import build as load_module
+from mneme.replicas.engine.build import choose_dtype
+from mneme.replicas.model.directory import load_model_config, parse_model_config
 from mneme.replicas.model.weights import Upload, load_weights
 from tests.cachetier.played_streams import PlayedStreams
 from tests.replicas.checkpoints import write_checkpoint

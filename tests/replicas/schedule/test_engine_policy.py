@@ -13,7 +13,7 @@ from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 from tests.replicas.fake_runner import FakeRunner, continuation
 
 POLICIES = ["lru", "pensieve", "lookahead"]

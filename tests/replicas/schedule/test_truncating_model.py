@@ -10,9 +10,9 @@ import torch
 
 from mneme.errors import ConfigError, InvalidRequest
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import check_default_truncation
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.load import check_default_truncation
-from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.queries import ForkSession
 from mneme.replicas.truncation import Truncation, default_for
 from tests.replicas.asked import answer

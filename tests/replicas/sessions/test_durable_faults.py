@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log_store import LogKey, log_key
-from mneme.cachetier.sessions.rows import LogRows
-from mneme.replicas.sessions import journal as session_journal
-from mneme.replicas.sessions.journal import DurableSessions, SessionLogWriter
-from mneme.replicas.sessions.token_log import Recalled, TokenLog
+from mneme.cachetier.session_log.log_store import LogKey, log_key
+from mneme.cachetier.session_log.rows import LogRows
+from mneme.replicas.sessions import durable as durable_sessions
+from mneme.replicas.sessions.durable import DurableSessions, SessionLogWriter
+from mneme.replicas.sessions.token_log import RecalledSession, TokenLog
 from tests.replicas.sessions.test_durable_sessions import until
 
 MODEL = b"letters"
@@ -69,7 +69,7 @@ def test_whatever_a_read_raises_the_turn_goes_on(caplog: pytest.LogCaptureFixtur
     durable = DurableSessions(store, MODEL, 5, read_s=60)
     (key,) = keys(1)
     with caplog.at_level(logging.ERROR):
-        assert durable.recall([key], lambda _key: 0) == [Recalled(key, None)]
+        assert durable.recall([key], lambda _key: 0) == [RecalledSession(key, None)]
     assert durable.stats()["read"] == {"failed": 1}
     assert "could not be read" in caplog.text
     durable.close()
@@ -89,7 +89,7 @@ def test_reads_that_are_cancelled_fail_and_are_not_under_way_any_more() -> None:
     asking.join(60)
     assert not asking.is_alive()
     assert 1 <= len(found) == durable.stats()["read"]["failed"] <= 20  # the others have found nothing
-    assert durable.recall(keys(1), lambda _key: 0) == [Recalled(keys(1)[0], None)]  # closed: nothing is read
+    assert durable.recall(keys(1), lambda _key: 0) == [RecalledSession(keys(1)[0], None)]  # closed: nothing is read
 
 
 def test_all_sessions_of_a_burst_are_read() -> None:
@@ -106,10 +106,10 @@ def test_while_all_reads_hang_no_turn_waits_for_another() -> None:
     store = HeldStore()
     durable = DurableSessions(store, MODEL, 5, read_s=0.05)
     asked = keys(20)
-    assert durable.recall(asked, lambda _key: 0) == [Recalled(key, None) for key in asked]
+    assert durable.recall(asked, lambda _key: 0) == [RecalledSession(key, None) for key in asked]
     durable._read_s = 120.0
     began_s = time.monotonic()
-    assert durable.recall(asked[:1], lambda _key: 0) == [Recalled(asked[0], None)]
+    assert durable.recall(asked[:1], lambda _key: 0) == [RecalledSession(asked[0], None)]
     assert time.monotonic() - began_s < 100.0  # it did not wait `read_s`
     store.go.set()
     deadline_s = time.monotonic() + 60.0
@@ -121,7 +121,7 @@ def test_while_all_reads_hang_no_turn_waits_for_another() -> None:
 def test_a_read_that_hangs_does_not_hold_up_the_exit_of_the_process() -> None:
     script = """
 import threading
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 
 class Store:
     def read(self, key, newer_than=0):
@@ -136,7 +136,7 @@ durable.close()
 
 
 def test_no_deletion_is_lost_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 4)
+    monkeypatch.setattr(durable_sessions, "MAX_UNWRITTEN", 4)
     store = HeldStore()
     writer = SessionLogWriter(store, MODEL)
     writer.forked(("salt", "first"), TokenLog())
@@ -157,7 +157,7 @@ def test_a_session_that_changes_while_it_is_written_is_written_once_more_as_it_i
     monkeypatch: pytest.MonkeyPatch, outcome: Appended, is_deleted: bool
 ) -> None:
     """Behind its deletion, if it was deleted meanwhile."""
-    monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
+    monkeypatch.setattr(durable_sessions, "RETRY_S", 0.01)
     store, log = HeldStore(), TokenLog()
     store.outcomes = [outcome]
     writer = SessionLogWriter(store, MODEL)
@@ -180,7 +180,7 @@ def test_who_waits_for_a_record_hears_of_it_only_once_it_is_done_whatever_is_dro
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As many are dropped as are not done yet."""
-    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 4)
+    monkeypatch.setattr(durable_sessions, "MAX_UNWRITTEN", 4)
     store, heard = HeldStore(), threading.Event()
     writer = SessionLogWriter(store, MODEL)
     first, second, *others = keys(9)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from mneme.cachetier.names import Appended
-from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.log_store import LogKey, log_key
-from mneme.cachetier.sessions.rows import LogRows
+from mneme.cachetier.session_log.log import SessionLogs
+from mneme.cachetier.session_log.log_store import LogKey, log_key
+from mneme.cachetier.session_log.rows import LogRows
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.queries import GetSession
 from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 from tests.replicas.fake_runner import continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from mneme.cachetier.sessions.log import SessionLogs
+from mneme.cachetier.session_log.log import SessionLogs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import GetSession
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.durable import DurableSessions
 from tests.budget import examples
 from tests.replicas.asked import answer
 from tests.replicas.schedule.test_engine_policy import make_engine

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.names import Appended, tenant_id
-from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.rows import SessionState
+from mneme.cachetier.session_log.log import SessionLogs
+from mneme.cachetier.session_log.rows import SessionState
 from mneme.errors import InvalidRequest, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.queries import DeleteSession, DeleteTenantPages, ForkSession, GetSession, LeaveSession
 from mneme.replicas.request import SamplingParams
-from mneme.replicas.sessions import journal as session_journal
-from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions import durable as durable_sessions
+from mneme.replicas.sessions.durable import DurableSessions
 from mneme.replicas.truncation import Truncation
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import continuation
@@ -96,7 +96,7 @@ def say(engine: Engine, name: str, ids: list[int], *, max_tokens: int = 4, **mor
 
 def recall(engine: Engine, *sessions: str | None) -> None:
     keys = [None if session is None else (KEY[0], session) for session in sessions]
-    engine.sessions.take_over(engine.durable.recall(keys, engine.sessions.version_of))
+    engine.sessions.restore_all(engine.durable.recall(keys, engine.sessions.version_of))
 
 
 def flush(engine: Engine) -> None:
@@ -197,10 +197,10 @@ def test_a_session_that_only_its_log_has_can_be_deleted(cluster: Cluster) -> Non
 
 def test_what_is_noted_with_a_session_outlives_a_restart_and_stays_with_it_alone(cluster: Cluster) -> None:
     engine = cluster.engine()
-    assert not engine.sessions.note(KEY, b"of nobody")
+    assert not engine.sessions.set_note(KEY, b"of nobody")
     num_tokens = len(say(engine, "t0", [1, 2, 3])) + 3
     for note in (b"first" * 1000, b"second" * 100):
-        assert engine.sessions.note(KEY, note)
+        assert engine.sessions.set_note(KEY, note)
         assert engine.sessions.num_tokens == num_tokens + len(note) // 4
     engine = cluster.restart()
     recall(engine, KEY[1])
@@ -212,7 +212,7 @@ def test_what_is_noted_with_a_session_outlives_a_restart_and_stays_with_it_alone
     assert state_of(engine).note == b"second" * 100
     delete(engine)
     assert engine.sessions.num_tokens == num_tokens
-    assert not engine.sessions.note(KEY, b"of nobody")
+    assert not engine.sessions.set_note(KEY, b"of nobody")
 
 
 def test_a_stale_copy_of_a_deleted_session_goes_too(cluster: Cluster) -> None:
@@ -294,7 +294,7 @@ def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(clu
     assert [third.sessions.get((KEY[0], name)) for name in names] == [None] * 3
     with pytest.raises(SessionNotFound):
         say(third, "e", [1], append=True)
-    third.sessions.take_over(third.durable.recall([("neighbour", KEY[1])], third.sessions.version_of))
+    third.sessions.restore_all(third.durable.recall([("neighbour", KEY[1])], third.sessions.version_of))
     assert third.sessions.get(("neighbour", KEY[1])) is not None
 
 
@@ -389,7 +389,7 @@ def test_a_log_that_was_read_while_a_turn_ran_does_not_replace_what_that_left(cl
     assert [each.key for each in recalled] == [KEY]
     run(two)
     said += [3, *continuation([*said, 3], 4, 5)]
-    two.sessions.take_over(recalled)
+    two.sessions.restore_all(recalled)
     assert state_of(two).ids.tolist() == said
     assert say(two, "d", [4], append=True) == continuation([*said, 4], 4, 5)
 
@@ -400,7 +400,7 @@ def test_what_could_not_be_written_is_written_later(
 ) -> None:
     """Also if no turn follows, and the last one began and ended while the node's logs were away; at the latest when the
     engine ends."""
-    monkeypatch.setattr(session_journal, "RETRY_S", retry_s)
+    monkeypatch.setattr(durable_sessions, "RETRY_S", retry_s)
     one = cluster.engine()
     said = turns(one, "a", said=[1, 2])
     with monkeypatch.context() as patched:
@@ -416,7 +416,7 @@ def test_what_could_not_be_written_is_written_later(
 
 def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the engine still knows the session or not, and also if it could not be deleted at first."""
-    monkeypatch.setattr(session_journal, "RETRY_S", 0.2)
+    monkeypatch.setattr(durable_sessions, "RETRY_S", 0.2)
     one = cluster.engine()
     with monkeypatch.context() as patched:
         patched.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
@@ -439,7 +439,7 @@ def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: py
 def test_of_sessions_that_could_not_be_written_so_many_are_kept(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 2)
+    monkeypatch.setattr(durable_sessions, "MAX_UNWRITTEN", 2)
     one = cluster.engine()
     monkeypatch.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
     for number in range(5):

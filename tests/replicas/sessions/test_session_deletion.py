@@ -8,7 +8,7 @@ import pytest
 
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner
+from mneme.replicas.forest.tree import Owner
 from mneme.replicas.queries import DeleteSession
 from mneme.replicas.request import SamplingParams
 from tests.replicas.asked import answer

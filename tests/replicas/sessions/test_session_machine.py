@@ -156,7 +156,7 @@ class SessionMachine(RuleBasedStateMachine):
         return None
 
     def drain(self, events: list[TokenEvent]) -> None:
-        for event in [*events, *self.engine.take_events()]:
+        for event in [*events, *self.engine.pop_events()]:
             name, turn = next(
                 (name, turn)
                 for name, turns in self.turns.items()

@@ -12,7 +12,7 @@ from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.documents import DocumentSpan
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sessions.sessions import Sessions
-from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
+from mneme.replicas.sessions.token_log import ClientText, FinishedTurn, VisibleTokens
 from tests.replicas.fake_runner import Clock
 
 
@@ -47,7 +47,7 @@ def answer(sessions: Sessions, request: GenerationRequest, output_ids: list[int]
 def end(
     sessions: Sessions, request: GenerationRequest, ids: list[int], output_ids: list[int], text: str
 ) -> list[GenerationRequest]:
-    return sessions.end(request, FinishedTurn(ids + output_ids, len(ids), 0, Said(text, len(output_ids))))
+    return sessions.end(request, FinishedTurn(ids + output_ids, len(ids), 0, ClientText(text, len(output_ids))))
 
 
 def test_stored_ids_are_used_where_the_stored_text_begins_the_new_one() -> None:
@@ -379,8 +379,8 @@ def test_documents_of_a_turn_behind_a_truncation_stand_in_what_it_sees() -> None
     first = turn("1", "s", "abcdef")
     ids = begin(sessions, first)
     assert ids is not None
-    seen = Seen(array("i", [101, 102, 1000]), None)
-    sessions.end(first, FinishedTurn([*ids, 1000], len(ids), 0, Said("x", 1), seen))
+    seen = VisibleTokens(array("i", [101, 102, 1000]), None)
+    sessions.end(first, FinishedTurn([*ids, 1000], len(ids), 0, ClientText("x", 1), seen))
     prompt = sessions.begin(with_documents("2", ["abcdefxq", "NEW", "r"]))
     assert prompt.context == [101, 102, 1000, ord("q"), *(500 + i for i in encode("NEW")), ord("r")]
     assert [(span.start, span.end) for span in prompt.documents] == [(4, 7)]

@@ -89,7 +89,7 @@ def test_a_mark_on_a_note_keeps_the_prompt_up_to_it(template: str) -> None:
     marked = {"role": "system", "content": [text]}
     engine = FakeEngineClient(tiny_tokenizer(template))
     post("/v1/messages", {**BODY, "messages": [*SESSION[:4], marked, *SESSION[5:]]}, engine=engine)
-    ((num_tokens, _),) = engine.requests[0].kept
+    ((num_tokens, _),) = engine.requests[0].pinned
     kept = engine.tokenizer.decode(engine.requests[0].prompt_token_ids[:num_tokens])
     assert "Be quick." in kept
     assert "Done." not in kept

@@ -308,12 +308,12 @@ def test_a_mark_keeps_the_prompt_up_to_it_and_changes_no_token(changes: Any, end
     engine = FakeEngineClient(tiny_tokenizer(TEMPLATE))
     answer = post("/v1/messages", {**BODY, **changes}, engine=engine).json()
     request = engine.requests[0]
-    assert [ttl_s for _, ttl_s in request.kept] == [ttl_s for _, ttl_s in ends]
-    for (num_tokens, _), (end, _) in zip(request.kept, ends, strict=True):
+    assert [ttl_s for _, ttl_s in request.pinned] == [ttl_s for _, ttl_s in ends]
+    for (num_tokens, _), (end, _) in zip(request.pinned, ends, strict=True):
         kept = engine.tokenizer.decode(request.prompt_token_ids[:num_tokens])
         assert kept.endswith(end) or kept.removesuffix("\n").endswith(end)
     usage = answer["usage"]
-    assert usage["cache_creation_input_tokens"] == max(num_tokens for num_tokens, _ in request.kept)
+    assert usage["cache_creation_input_tokens"] == max(num_tokens for num_tokens, _ in request.pinned)
     assert usage["cache_creation_input_tokens"] == sum(usage["cache_creation"].values())
     plain = json.dumps({**BODY, **changes})
     for mark in (FIVE, HOUR):
@@ -336,7 +336,7 @@ def _result(*content: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
 def test_a_mark_within_a_tools_result_keeps_the_prompt_up_to_it(content: Any, end: str) -> None:
     engine = FakeEngineClient(tiny_tokenizer(TEMPLATE))
     post("/v1/messages", {**BODY, "messages": _result(*content)}, engine=engine)
-    ((num_tokens, ttl_s),) = engine.requests[0].kept
+    ((num_tokens, ttl_s),) = engine.requests[0].pinned
     kept = engine.tokenizer.decode(engine.requests[0].prompt_token_ids[:num_tokens])
     assert ttl_s == 300
     assert end in kept

@@ -202,12 +202,12 @@ def test_breakpoints_and_times_keep_a_prompt_and_change_no_token(engine: FakeEng
     create(client, input=[{"role": "user", "content": parts}], prompt_cache_options={"ttl": "30m"}, store=False)
     plain, marked = engine.requests
     assert marked.prompt_token_ids == plain.prompt_token_ids
-    assert not plain.kept
-    kept = {ttl_s: marked.prompt_token_ids[:num_tokens] for num_tokens, ttl_s in marked.kept}
+    assert not plain.pinned
+    kept = {ttl_s: marked.prompt_token_ids[:num_tokens] for num_tokens, ttl_s in marked.pinned}
     assert TOKENIZER.decode(list(kept[43200.0]), skip_special_tokens=True).endswith("a red fox")
     assert kept[1800.0] == marked.prompt_token_ids
     create(client, input=[{"role": "user", "content": parts}], prompt_cache_options={"mode": "explicit", "ttl": "30m"})
-    assert [ttl_s for _, ttl_s in engine.requests[-1].kept] == [43200.0]
+    assert [ttl_s for _, ttl_s in engine.requests[-1].pinned] == [43200.0]
 
 
 def test_a_prompt_is_warmed_without_output(engine: FakeEngineClient, client: TestClient) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from mneme.cluster.api_keys import ApiKey, sha256_of
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.window import overview
 from mneme.cluster.http.window import requests as window
-from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.cluster.tenancy import kv_salt, tenant_of_secret
 from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
 from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, keys_file, serving

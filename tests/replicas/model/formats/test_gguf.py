@@ -14,7 +14,7 @@ import torch
 
 from mneme.errors import CheckpointError
 from mneme.replicas.card import GGUF, shard_paths
-from mneme.replicas.model.config import load_model_config, model_directory, parse_model_config
+from mneme.replicas.model.directory import load_model_config, model_directory, parse_model_config
 from mneme.replicas.model.formats.gguf_file import GgufFile, card_of
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.text.tokenizer import Tokenizer

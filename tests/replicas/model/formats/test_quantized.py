@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mneme.errors import CheckpointError
-from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.weights import load_weights
 from tests.replicas.checkpoints import write_checkpoint
 

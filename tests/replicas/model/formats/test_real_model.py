@@ -9,7 +9,7 @@ import torch
 
 from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError
-from mneme.replicas.model.config import PACKAGED, load_model_config, model_directory
+from mneme.replicas.model.directory import PACKAGED, load_model_config, model_directory
 from mneme.replicas.model.weights import Checked, SafetensorsFiles, open_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

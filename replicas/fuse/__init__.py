@@ -1,6 +1,0 @@
-"""Decides how the KV of a prompt's documents is used again.
-
-Public: `asked.AskedBeginnings`, `order.best_order`, `blend.Blend`, `blend.decide`, `controller.Controller`,
-`report.read_gate`.
-Imported by the engine and what schedules. Policy only but for `fusor.py`: no tensors.
-"""
