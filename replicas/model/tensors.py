@@ -6,7 +6,7 @@ byte of a tensor is read, so a hostile file can make neither a large allocation 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -181,8 +181,8 @@ class Tensors:
     ) -> tuple[Tensor, Tensor | None]:
         weights = [self.tensor(f"{name}.weight", size, num_inputs) for name, size in size_by_name.items()]
         biases = [self.tensor(f"{name}.bias", size) for name, size in size_by_name.items()] if has_bias else None
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return weight, None if biases is None else biases[0] if len(biases) == 1 else torch.cat(biases)
+        weight = weights[0] if len(weights) == 1 else _joined(weights)
+        return weight, None if biases is None else biases[0] if len(biases) == 1 else _joined(biases)
 
     def _ungrouped(self, rows: Tensor) -> Tensor:
         """Put the queries of all groups first, then the keys, then the values."""
@@ -190,7 +190,7 @@ class Tensors:
         group = config.num_q_heads // config.num_kv_heads
         grouped = rows.view(config.num_kv_heads, group + 2, config.head_dim, *rows.shape[1:])
         parts = (grouped[:, :group], grouped[:, group : group + 1], grouped[:, group + 1 :])
-        return torch.cat([part.flatten(0, 2) for part in parts])
+        return _joined([part.flatten(0, 2) for part in parts])
 
     def _fused(self, name: str, num_experts: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
         """Return weights [E, outputs, inputs], which lie the other way round or in MXFP4, and biases [E, outputs]."""
@@ -205,6 +205,13 @@ class Tensors:
         return torch.ldexp(numbers, (scales.int() - 127)[..., None]).flatten(-2).to(bias.dtype), bias
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Join rows; torch's own way would import its compiler for tensors without memory: seconds, and a folder."""
+    if parts[0].is_meta:
+        return parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+    return torch.cat(list(parts))
+
+
 def _gates_first(rows: Tensor) -> Tensor:
     """Put even rows, which are gates, before odd ones."""
-    return torch.cat((rows[::2], rows[1::2]))
+    return _joined((rows[::2], rows[1::2]))
