@@ -17,12 +17,16 @@ class Foreign(NamedTuple):
 
 
 _REPLICAS = "in its place: device: an engine has one device, and `mneme serve --replicas N` runs several"
+_TLS = "TLS is a proxy's in front, or a Gateway's"
 FOREIGN = {
     "block_size": Foreign("page_size"),
     "chat_template": Foreign("it is the model's own"),
+    "compilation_config": Foreign("kernels are compiled, and graphs captured, when it starts"),
     "data_parallel_size": Foreign(_REPLICAS, ("1",)),
     "disable_log_requests": Foreign("prompts are never logged", ("true",), True),
+    "disable_log_stats": Foreign("figures are at /metrics", ("true",), True),
     "distributed_executor_backend": Foreign(_REPLICAS),
+    "download_dir": Foreign("HF_HOME says where the hub's files lie"),
     "enable_auto_tool_choice": Foreign("in its place: http.tool_call_parser: none", ("true",), True),
     "enable_chunked_prefill": Foreign("long prompts are always computed in parts", ("true",), True),
     "enable_expert_parallel": Foreign(_REPLICAS, ("false",), True),
@@ -32,15 +36,20 @@ FOREIGN = {
     "gpu_memory_utilization": Foreign("kv_cache_bytes"),
     "kv_cache_dtype": Foreign("KV has the model's dtype", ("auto",)),
     "kv_cache_memory_bytes": Foreign("kv_cache_bytes"),
+    "kv_transfer_config": Foreign("in its place: cache.disk: KV is shared between replicas and nodes by itself"),
     "load_format": Foreign("weights are safetensors", ("auto", "safetensors")),
+    "max_logprobs": Foreign("a request may ask for 20", ("20",)),
     "max_model_len": Foreign("max_context"),
     "max_num_batched_tokens": Foreign("max_batch_tokens"),
     "max_num_seqs": Foreign("max_running"),
     "pipeline_parallel_size": Foreign(_REPLICAS, ("1",)),
     "quantization": Foreign("a checkpoint's own is found, and read to engine.dtype", ("none",)),
     "revision": Foreign("a model is a directory"),
+    "root_path": Foreign("a proxy in front takes a prefix away"),
     "seed": Foreign("each request has its own: SamplingParams(seed=...)"),
     "speculative_config": Foreign("speculation is not supported", ("none",)),
+    "ssl_certfile": Foreign(_TLS),
+    "ssl_keyfile": Foreign(_TLS),
     "swap_space": Foreign("host_cache_bytes"),
     "tensor_parallel_size": Foreign(_REPLICAS, ("1",)),
     "tokenizer": Foreign("it is the model's own"),

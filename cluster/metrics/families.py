@@ -138,9 +138,13 @@ ENGINES = (
         )
         for name, key, description in (
             ("predictions", "count", "Steps and loads whose duration was predicted and measured."),
-            ("predicted_seconds", "predicted_s", "What they were predicted to take."),
-            ("actual_seconds", "actual_s", "What they took."),
-            ("relative_error", "relative_error_sum", "Sums of |predicted - actual| / actual."),
+            ("predicted_seconds", "predicted_s", "Predicted seconds of steps and loads."),
+            ("actual_seconds", "actual_s", "Measured seconds of steps and loads that had a prediction."),
+            (
+                "relative_error",
+                "relative_error_sum",
+                "Sum of |predicted - measured| / measured; divide by the predictions.",
+            ),
         )
     ),
     family("mneme_sessions", "Sessions whose token log is kept.", "sessions"),
@@ -167,11 +171,11 @@ ENGINES = (
         outcome=("restored", "unusable", "failed"),
     ),
     family("mneme_shared_segments", "Segments that two or more sequences read at once.", "shared_segments"),
-    family("mneme_cuda_graph_replays_total", "Steps that were replayed.", "graphs.replays"),
-    family("mneme_cuda_graph_failures_total", "Captures that failed.", "graphs.failed"),
-    family("mneme_cuda_graphs_off", "Whether it captures no more steps.", "graphs.off"),
+    family("mneme_cuda_graph_replays_total", "Engine steps that replayed a CUDA graph.", "graphs.replays"),
+    family("mneme_cuda_graph_failures_total", "CUDA graph captures that failed.", "graphs.failed"),
+    family("mneme_cuda_graphs_off", "Whether the replica has stopped capturing CUDA graphs.", "graphs.off"),
     family("mneme_resident_memory_bytes", "Resident memory of the replica's process.", "rss_bytes"),
-    family("mneme_report_age_seconds", "How old its figures are; 0: it has just said them.", "age_s"),
+    family("mneme_report_age_seconds", "Seconds since the replica last said its figures.", "age_s"),
 )
 # The names under which dashboards, autoscalers and load tools know the same figures of vLLM, with its labels
 # `model_name` and `engine`, a replica.
@@ -195,7 +199,7 @@ VLLM = (
         finished_reason=_REASONS,
     ),
     family("vllm:prefix_cache_queries_total", "Prompt tokens looked for.", "tokens.prompt"),
-    family("vllm:prefix_cache_hits_total", "Those found on the device.", "tokens.device"),
+    family("vllm:prefix_cache_hits_total", "Prompt tokens found on the device.", "tokens.device"),
     family(
         "vllm:external_prefix_cache_queries_total",
         "Prompt tokens that were not on the device.",
@@ -203,7 +207,7 @@ VLLM = (
     ),
     family(
         "vllm:external_prefix_cache_hits_total",
-        "Those that came from the host, a disk or another node.",
+        "Prompt tokens that came from the host, a disk or another node.",
         "tokens.host tokens.disk tokens.peer",
     ),
 )
@@ -233,10 +237,18 @@ ROUTING = (
         family(f"mneme_route_{name}_total", description, f"accuracy.{key}")
         for name, key, description in (
             ("predictions", "count", "Requests whose time to the first token was predicted and measured."),
-            ("predicted_ttft_seconds", "predicted_s", "What was predicted."),
-            ("actual_ttft_seconds", "actual_s", "What it took."),
+            ("predicted_ttft_seconds", "predicted_s", "Predicted seconds to their first token."),
+            (
+                "actual_ttft_seconds",
+                "actual_s",
+                "Measured seconds to the first token of requests that had a prediction.",
+            ),
             ("ttft_later", "later", "Requests that took longer than predicted: half of them if the median is right."),
-            ("ttft_relative_error", "relative_error", "Sums of |predicted - actual| / actual."),
+            (
+                "ttft_relative_error",
+                "relative_error",
+                "Sum of |predicted - measured| / measured; divide by the predictions.",
+            ),
         )
     ),
     family(
@@ -249,7 +261,7 @@ ROUTING = (
 CACHE_NODES = (
     family("mneme_cache_chunks", "Chunks in the cache tier.", "{tier}.chunks", tier=_TIERS),
     family("mneme_cache_bytes", "Bytes of the cache tier in use.", "{tier}.bytes", tier=_TIERS),
-    family("mneme_cache_capacity_bytes", "Bytes that it may use.", "{tier}.capacity_bytes", tier=_TIERS),
+    family("mneme_cache_capacity_bytes", "Bytes that the cache tier may use.", "{tier}.capacity_bytes", tier=_TIERS),
     Family(
         "mneme_cache_located_chunks_total",
         "Chunks that were found for requests.",

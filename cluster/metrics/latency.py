@@ -30,29 +30,33 @@ class Latencies:
         self._add(
             "ttft",
             "time_to_first_token_seconds",
-            "From the whole request to the first token of each choice, at this ingress.",
+            "Seconds from the whole request to the first token of each choice, at this ingress.",
             own="mneme_time_to_first_token_seconds",
         )
         self._add(
             "itl",
             "inter_token_latency_seconds",
-            "Between two events of one choice, per token of the second, at this ingress.",
+            "Seconds between two events of one choice, per token of the second, at this ingress.",
             own="mneme_inter_token_latency_seconds",
         )
         self._add(
             "e2e",
             "e2e_request_latency_seconds",
-            "From the whole request to the end of its answer, at this ingress.",
+            "Seconds from the whole request to the end of its answer, at this ingress.",
             own="mneme_request_seconds",
         )
         add = self._add
-        add("tpot", "request_time_per_output_token_seconds", "Mean of a choice, after its first token.")
-        add("queue", "request_queue_time_seconds", "From an engine's taking a choice to its first rows.")
-        add("prefill", "request_prefill_time_seconds", "From a choice's first rows to its first token.")
-        add("decode", "request_decode_time_seconds", "From a choice's first token to its last.")
-        add("inference", "request_inference_time_seconds", "From a choice's first rows to its last token.")
-        add("prompt_tokens", "request_prompt_tokens", "Of each choice.", buckets=_BUCKETS_TOKENS)
-        add("generation_tokens", "request_generation_tokens", "Of each choice.", buckets=_BUCKETS_TOKENS)
+        add(
+            "tpot",
+            "request_time_per_output_token_seconds",
+            "Mean seconds per output token of a choice, after its first.",
+        )
+        add("queue", "request_queue_time_seconds", "Seconds from an engine's taking a choice to its first rows.")
+        add("prefill", "request_prefill_time_seconds", "Seconds from a choice's first rows to its first token.")
+        add("decode", "request_decode_time_seconds", "Seconds from a choice's first token to its last.")
+        add("inference", "request_inference_time_seconds", "Seconds from a choice's first rows to its last token.")
+        add("prompt_tokens", "request_prompt_tokens", "Prompt tokens of each choice.", buckets=_BUCKETS_TOKENS)
+        add("generation_tokens", "request_generation_tokens", "Output tokens of each choice.", buckets=_BUCKETS_TOKENS)
 
     def of(self, model: str) -> ModelLatencies:
         return ModelLatencies(**{name: family.labels(self._ingress, model) for name, family in self._families.items()})
