@@ -59,7 +59,7 @@ def check_goes_on(found: dict[str, Any], num_history: int, *sources: str) -> Non
 
 def respond(http: httpx.Client, text: str, before: Any = None) -> Any:
     with OpenAI(
-        base_url=f"{http.base_url}v1", api_key="none", max_retries=NUM_TRIES, _strict_response_validation=True
+        base_url=f"{http.base_url}/v1", api_key="none", max_retries=NUM_TRIES, _strict_response_validation=True
     ) as client:
         previous = {} if before is None else {"previous_response_id": before.id}
         return client.responses.create(model=MODEL, input=text, max_output_tokens=24, temperature=0, **previous)

@@ -17,6 +17,7 @@ import pytest
 import mneme
 from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
+from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.text.calls.answer_parser import whole_calls
@@ -127,15 +128,15 @@ def test_the_package_lists_its_names() -> None:
     assert documented >= {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-def test_256_greedy_tokens_are_the_same_with_and_without_sharing() -> None:
+def test_256_greedy_tokens_are_the_same_with_and_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three prompts that share a long beginning; a penalty keeps the text from going round in circles."""
     params = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, repetition_penalty=1.3)
     beginning = "The server keeps a table of its sessions in memory. A session that is idle is written to disk. " * 8
     prompts = [beginning + end for end in ("", "Now Alice. She likes tea.", "The default value of this parameter")]
-    outputs = [
-        [out.outputs[0].token_ids for out in LLM(dtype="float32", config={"share": share}).generate(prompts, params)]
-        for share in ("always", "never")
-    ]
+    outputs = []
+    for share in ("always", "never"):
+        monkeypatch.setitem(Decoder.__init__.__kwdefaults__, "share", share)  # type: ignore[arg-type]
+        outputs.append([out.outputs[0].token_ids for out in LLM(dtype="float32").generate(prompts, params)])
     assert outputs[0] == outputs[1]
     assert {len(ids) for ids in outputs[0]} == {256}
     assert min(len(set(ids)) for ids in outputs[0]) > 60
