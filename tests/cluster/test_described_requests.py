@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
+from mneme.cluster.http.window import overview
 from tests.budget import examples
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, get
 from tests.cluster.fake_engine_client import FakeEngineClient
@@ -119,7 +120,10 @@ class Server:
 def servers() -> Iterator[tuple[Server, Server]]:
     """One that says something, and one that has KV."""
     engines = TwoEngines()
-    yield Server(FakeEngineClient(TOKENIZER)), Server(engines)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(overview, "_MAX_EVENTS_S", 0.0)  # whole answers are looked at
+        patched.setattr(overview, "_PAUSE_S", 0.01)
+        yield Server(FakeEngineClient(TOKENIZER)), Server(engines)
     engines.close()
 
 
