@@ -327,6 +327,7 @@ def delete_sequence_pages(asked: AskedEngine, query: DeleteSequencePages) -> Dro
         log = engine.sessions.get(query.session)
         if log is not None:
             engine.forest.delete(log, log.root)
+            engine.forest.drop_exact(query.salt, log.ids)  # what was asked again was computed exactly, too
 
     deleted = asked.between_steps(lambda engine: _deleted_pages(engine, delete))
     _flush(asked)
