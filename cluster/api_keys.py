@@ -238,6 +238,7 @@ class Keyring:
 
     def _replace_keys(self, of_file: Sequence[ApiKey]) -> None:
         keys = [*self._given, *of_file]
+        KeyList(keys=tuple(keys))  # a tenant of an admin's name would have its figures
         limited = [key for key in keys if key.requests_per_min or key.tokens_per_min or key.concurrency]
         self._meters = {key: self._meters.get(key) or Meter(key, self._clock) for key in limited}
         self._keys = keys

@@ -1,7 +1,7 @@
 """Where log lines go: those of an ingress or a replica to Serve's log of that process, those of `--local` to stderr.
 
 Serve takes the process's standard error apart into lines of its own; what goes there arrives in pieces. With
-`log_format: json` each line is an object; that of a request has what `request_line` says below `request`.
+`log_format: json` each line is an object; that of a request has what `log_request` is given below `request`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def log_to_stderr(log_format: str) -> None:
 def log_request(line: Mapping[str, Any]) -> None:
     """Log a request that has been answered, or whose client is gone: a line for each, never with text of it.
 
-    line  id, given_id, tenant, method, path, status, outcome, seconds, and of those that were generated for what
+    line  id, given_id, tenant, method, path, status, outcome, total_ms, and of those that were generated for what
           `ShownRequest` says of tokens by source, times and replica
     """
     _requests.info(

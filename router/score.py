@@ -164,8 +164,11 @@ class ShownRoute(TypedDict):
 
 def figures_of(cost: Sequence[float]) -> F64:
     """Check what a replica says of its costs (`CostModel.figures`); raises `ConfigError`."""
-    figures = np.array(cost, np.float64)
-    is_sound = len(figures) == len(UNKNOWN) and np.isfinite(figures).all() and (figures >= 0).all()
+    try:
+        figures = np.array(cost, np.float64)
+    except (TypeError, ValueError) as error:  # of a replica of another version
+        raise ConfigError("costs: must be numbers") from error
+    is_sound = figures.shape == UNKNOWN.shape and np.isfinite(figures).all() and (figures >= 0).all()
     if not (is_sound and figures[_PREFILL:_DECODE].any() and figures[_STEP_ROWS]):
         raise ConfigError("costs: must be finite, and a prefill must take time")
     return figures

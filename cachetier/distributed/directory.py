@@ -55,7 +55,7 @@ class Announcement:
 
     node: str
     epoch: int
-    seq: int  # of the epoch and shard: 0, 1, 2...
+    seq: int  # of the epoch: 0, 1, 2...
     changes: Sequence[Change] = ()
     is_first: bool = False  # of all that the node holds
     is_last: bool = False

@@ -6,6 +6,7 @@ its limits are checked, and only then is the body read.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
@@ -79,7 +80,11 @@ class Guard:
             await self._serve(scope, receive, response, body)
         except (ClientGone, OSError):
             response.outcome = "client_gone"
+        except asyncio.CancelledError:  # so Serve says that its client is gone
+            response.outcome = "client_gone"
+            raise
         except MnemeError as error:
+            response.outcome = error.code
             if response.status is None:
                 await self._bodies.skip(body, receive, waits=_waits_to_send(scope))
             await self._fail(error, scope, receive, response)
@@ -88,7 +93,7 @@ class Guard:
             await self._fail(MnemeError("internal error"), scope, receive, response)
         finally:
             body.pop()
-        self._end(scope, response, self._clock() - began_s)
+            self._end(scope, response, self._clock() - began_s)
 
     async def _serve(self, scope: Scope, receive: Receive, response: _Response, body: HeldBody) -> None:
         arrived_s = self._clock()

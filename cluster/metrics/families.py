@@ -316,7 +316,7 @@ CACHE_NODES = (
     family("mneme_cache_waiting_requests", "Requests that nodes look ahead for.", "waiting"),
     family(
         "mneme_cache_directory_faults_total",
-        "Calls of nodes to the directory that were in vain or not made, and how often a shard had to be told all.",
+        "Calls of nodes to the directory that were in vain or not made, and how often it had to be told all.",
         "directory.{fault}",
         fault=("lookup_unanswered", "lookup_not_asked", "announce_unanswered", "shard_lost", "told_all"),
     ),

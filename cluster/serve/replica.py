@@ -173,10 +173,15 @@ class ReplicaServer:
         if self._num_queries[lane] >= _LANES[lane][1]:
             return Overloaded("too many questions about KV at once")
         self._num_queries[lane] += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads[lane], self._engine.query, query)
-        finally:
-            self._num_queries[lane] -= 1
+        job = self._threads[lane].submit(self._engine.query, query)
+        loop = asyncio.get_running_loop()
+
+        def leave(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._num_queries.subtract, [lane])
+
+        job.add_done_callback(leave)  # not when who asks goes: the thread may work on
+        return await asyncio.wrap_future(job)
 
     async def drain(self, grace_s: float) -> None:
         """Take no more work; what has not ended within `grace_s` is saved, and ends as "abort": others go on with it.

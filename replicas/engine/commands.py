@@ -322,10 +322,12 @@ def delete_sequence_pages(asked: AskedEngine, query: DeleteSequencePages) -> Dro
             )
             engine.forest.drop_prefix(query.salt, query.token_ids)
             return
-        _save_no_more(engine, lambda sequence: session_key(sequence.request) == query.session)
+        parents = engine.scheduler.gathering.parent_by_child
+        _save_no_more(engine, lambda sequence: session_key(parents.get(sequence, sequence).request) == query.session)
         log = engine.sessions.get(query.session)
         if log is not None:
             engine.forest.delete(log, log.root)
+            engine.forest.drop_exact(query.salt, log.ids)  # what was asked again was computed exactly, too
 
     deleted = asked.between_steps(lambda engine: _deleted_pages(engine, delete))
     _flush(asked)

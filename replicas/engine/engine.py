@@ -386,8 +386,9 @@ class Engine:
     def _delete_kv(self, log: TokenLog) -> None:
         """Delete a session's pages. What runs of it is saved no more: it would come after the deletion."""
         self.forest.delete(log, log.root)
+        parents = self.scheduler.gathering.parent_by_child
         for sequence in self._sequence_by_id.values():
-            if sequence.owner is log:
+            if parents.get(sequence, sequence).owner is log:
                 sequence.chain = None
 
     def _first_choice(self, key: SessionKey) -> Sequence | None:
@@ -633,6 +634,8 @@ class Engine:
         sequence, blend = end.sequence, end.sequence.blend
         if not blend.num_asked or end.reason not in ("stop", "length") or sequence.request.choice_index:
             return
+        if self.connector is not None and sequence.chain is None:
+            return  # it was deleted meanwhile
         salt, ids = sequence.request.salt, sequence.context[: self.capacity - 1]
         is_known = sum(self.forest.resident(salt, ids)) >= blend.num_asked
         if not is_known and not self._is_coming(salt, ids[: blend.num_asked]):

@@ -346,6 +346,12 @@ class PrefixForest:
                 self.store.drop_below(page)
                 self.store.drop_everywhere(page)
 
+    def drop_exact(self, salt: str, ids: Sequence[int]) -> None:
+        """Delete of a prompt what nothing else is on, from its end up."""
+        if (root := self.roots.get(salt)) is not None:
+            page, position = follow(root, root.start, ids, salt)
+            self._drop_up(page, salt, position)
+
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
         """Delete a prompt: what begins with it, and of itself what nothing else is on."""
         for root in [each for each in (self.roots.get(salt), self.roots.get(PUBLIC_SALT)) if each is not None]:

@@ -105,6 +105,13 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not_taken(
     assert [may_call("a"), may_call("a")] == [False, False]  # no keys: nobody, and not everybody
 
 
+def test_a_tenant_of_an_admins_name_is_refused(tmp_path: Path) -> None:
+    """Logs and figures go by names."""
+    file = Path(keys_file(tmp_path, ApiKey(name="key-0", sha256=sha256_of("x"))))
+    with pytest.raises(ConfigError, match="two have the name key-0"):
+        HttpConfig(api_keys=("secret",), keys_file=str(file)).keyring()
+
+
 def test_a_file_that_is_bad_at_the_start_refuses_it(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mneme.cluster.http import body as body_module
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.cluster.http.body import BodyReader, HeldBody
-from mneme.cluster.http.guard import OPEN_PATHS
+from mneme.cluster.http.guard import OPEN_PATHS, Guard
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import Grammar
 from mneme.replicas.text.grammar import GrammarChecker
@@ -165,6 +166,36 @@ def test_each_request_has_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert first["first_token_ms"] <= first["total_ms"]
     assert (refused["tenant"], refused["status"], refused["outcome"]) == ("team-a", 400, "invalid_value")
     assert (unknown["tenant"], unknown["status"], unknown["outcome"]) == (None, 401, "invalid_api_key")
+
+
+def test_a_request_that_is_cancelled_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    """As Serve does it where the client is gone."""
+    caplog.set_level("INFO", "mneme.requests")
+    told: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["shown"] = {"completion_tokens": 3}
+        await asyncio.Event().wait()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    async def run() -> None:
+        guard = Guard(app, HttpConfig(), told.append, clock=time.monotonic)
+        scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "headers": []}
+        task = asyncio.create_task(guard(scope, receive, send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    (record,) = caplog.records
+    assert [record.request] == told
+    assert (told[0]["outcome"], told[0]["completion_tokens"]) == ("client_gone", 3)
 
 
 def test_figures_of_a_key(tmp_path: Path) -> None:

@@ -96,6 +96,27 @@ def test_a_slow_tier_holds_up_nobody_else() -> None:
     asyncio.run(scenario())
 
 
+def test_who_goes_leaves_the_place_of_its_question_taken_while_a_thread_is_at_it() -> None:
+    engine = SlowTier()
+
+    async def scenario() -> None:
+        server = ReplicaServer("r", engine)  # type: ignore[arg-type]
+        threads, most = replica._LANES["kv"]
+        waiting = [asyncio.create_task(server.query(replica_id="r", query=GetKvStats(""))) for _ in range(most)]
+        await asyncio.sleep(0)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        others = [asyncio.create_task(server.query(replica_id="r", query=GetKvStats(""))) for _ in range(most)]
+        async with asyncio.timeout(10):
+            refused = await asyncio.gather(*others[-threads:])
+            assert {type(each) for each in refused} == {Overloaded}
+            engine.may_answer.set()
+            assert set(await asyncio.gather(*others[:-threads])) == {"figures"}
+
+    asyncio.run(scenario())
+
+
 def test_a_call_for_another_replica_is_answered_so_and_raised_where_it_was_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,8 +16,10 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import ASKED_AGAIN, EXACT, BlendOptions, BlendUsage
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import engine_stats
+from mneme.replicas.queries import DeleteSequencePages
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from tests.budget import examples
+from tests.replicas.asked import answer
 from tests.replicas.blend.test_blended_traffic import blended, usage_of
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import run, tokens_of
@@ -70,6 +72,20 @@ def test_what_is_asked_again_is_computed_exactly_where_its_documents_are_gone() 
     assert (usage.cached_tokens, told.declined) == (0, "asked_again")
     assert {(each.outcome, each.why) for each in told.documents} == {("computed", ASKED_AGAIN.why)}
     assert asks(engine, parts)[1].declined == "exact"
+
+
+def test_a_sessions_deletion_takes_its_exact_beginning_along() -> None:
+    engine = make_engine()
+    for name in ("first", "second"):
+        engine.submit(blended(name, [SYSTEM, A, B, QUESTION], AUTO, 2, session_id=f"public:{name}"))
+        run(engine)
+    log = engine.sessions.get(("", "public:second"))
+    assert log is not None
+    ids = tuple(log.ids)
+    assert sum(engine.forest.resident("", ids)) == len(ids)
+    answer(engine, DeleteSequencePages("", ids, ("", "public:second")))
+    assert sum(engine.forest.resident("", ids)) <= 4  # the page of its first tokens, which documents are on
+    engine.forest.check()
 
 
 def test_who_asks_while_the_beginning_is_computed_follows() -> None:

@@ -14,9 +14,11 @@ from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.names import Miss
 from mneme.cachetier.node.node_admin import NodeAdmin
+from mneme.replicas.blend.gate import Gate as BlendGate
 from mneme.replicas.connector import save
 from mneme.replicas.connector.device_pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
+from mneme.replicas.documents import BlendOptions
 from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.llm import LLM
@@ -25,6 +27,7 @@ from mneme.replicas.queries import DeleteSequencePages, DeleteTenantPages
 from mneme.replicas.request import SamplingParams
 from tests.cachetier.nodes import make_node
 from tests.replicas.asked import answer
+from tests.replicas.blend.test_blended_traffic import blended
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.connector.test_chunk_cache import wait_for_store
 from tests.replicas.tiered_engine import answers, draw, full_prefill, make_cached_engine, run, submit
@@ -278,6 +281,35 @@ def test_a_turn_that_runs_while_its_kv_is_deleted_saves_none_afterwards(
     assert answers(run(engine))["a"]
     engine.close()
     assert store.chunks == {}
+
+
+@pytest.mark.parametrize("deletes", ["nothing", "running", "ended"])
+def test_what_was_asked_again_is_not_computed_behind_its_deletion(decoder: Decoder, deletes: str) -> None:
+    """Its prompt is begun as an exact one when it has ended, with its answer: both would come into the tier anew."""
+    store, allows = FakeStore(), BlendGate({"first-k": 0.5}, "", (0.5,))
+    engine = make_cached_engine(decoder, store, gate=allows, num_pages=128, max_batch_tokens=64, max_running=8)
+    parts = [tuple(draw(1, 8)), draw(2, 100), draw(3, 100), tuple(draw(4, 5))]
+    for name in ("first", "second"):
+        request = blended(name, parts, BlendOptions(min_tokens=2), NUM_NEW, session_id=f"public:{name}")
+        if name == "second":
+            assert engine.connector.saver.flush(WAIT_S)
+            store.chunks.clear()
+        engine.submit(request)
+        if name == "first":
+            run(engine)
+    while engine.is_blocked or not any(not s.request.request_id.count("/") for s in engine.scheduler.running):
+        engine.step()
+    if deletes == "running":
+        answer(engine, DeleteTenantPages(""))
+    while "second" in engine.in_flight:
+        engine.step()
+    if deletes == "ended":
+        answer(engine, DeleteSequencePages("", (), ("", "public:second")))
+    assert engine.connector.saver.flush(WAIT_S)
+    store.chunks.clear()  # its own, which the tier deletes then
+    run(engine)
+    engine.close()
+    assert bool(store.chunks) == (deletes == "nothing")
 
 
 @pytest.mark.parametrize(("last", "are_saved"), [(0, False), (1, True)])
