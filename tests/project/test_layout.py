@@ -94,7 +94,7 @@ CEILINGS = {
     "cluster": 950,
     "cluster/cli": 1100,
     "cluster/http": 4700,
-    "cluster/metrics": 900,
+    "cluster/metrics": 950,
     "cluster/run": 750,
     "cluster/serve": 2500,
     "cluster/wire": 3050,
