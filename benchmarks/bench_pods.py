@@ -4,8 +4,8 @@
 
 Pods are namespaces of this machine (`pods/namespaces.py`): a head with a Redis behind it and two workers, which have
 the commands, environment, probe and preStop of `k8s/kustomize/cpu`. Two ingresses, `mneme-tiny` in float32, KV on a
-folder that a pod finds again. Four clients stream 600 tokens of one greedy prompt, whose texts must all be alike;
-three talk in sessions of 20 turns, each of which appends. Every request is a new connection to a door that the
+folder that a pod finds again. Two clients stream 600 tokens of one greedy prompt, whose texts must all be alike;
+two talk in sessions of 20 turns, each of which appends. Every request is a new connection to a door that the
 service would choose.
 
 *failed*: requests that ended with an error or a broken connection; of a killed ingress those are the streams that it
@@ -48,7 +48,7 @@ def _small(args: dict[str, Any]) -> None:
 class _Play:
     def __init__(self, run: Run, pods: Pods) -> None:
         self._run, self._pods = run, pods
-        self.load = Load(pods.doors, 4, 3)
+        self.load = Load(pods.doors, 2, 2)
         self.rows: list[dict[str, Any]] = []
         self.text = ""
 

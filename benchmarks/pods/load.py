@@ -93,7 +93,7 @@ class Load:
             asked, events = self._ask("turn", "/v1/chat/completions", body)
             usage = next((event["usage"] for event in reversed(events) if event.get("usage")), None)
             if asked.problem is None and usage is not None:
-                found = usage["prompt_tokens_details"]["cached_tokens"] / history if history else None
+                found = min(usage["prompt_tokens_details"]["cached_tokens"] / history, 1.0) if history else None
                 self._note(asked._replace(found=found))
                 history, turn = usage["total_tokens"] - 1, turn + 1  # the last token has no KV yet
             else:

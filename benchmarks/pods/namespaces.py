@@ -91,6 +91,14 @@ class Pod:
         subprocess.run(["ip", "link", "del", f"mnv{self.number}"], check=False, stderr=subprocess.DEVNULL)
 
     def start(self) -> None:
+        """Start the container, again where it fails, as on a busy machine; return when it runs."""
+        for wait_s in (10, 20, 40):
+            with suppress(RuntimeError):
+                return self._start()
+            time.sleep(wait_s)
+        return self._start()
+
+    def _start(self) -> None:
         """Start Ray as KubeRay's command does, and return when it runs."""
         of_head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false"]
         where = of_head if self.number == 0 else [f"--address={self._owner.gcs}", "--num-cpus=3"]
