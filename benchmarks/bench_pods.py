@@ -1,6 +1,6 @@
 """What clients see while pods of the rendered chart are installed, changed, scaled, drained and lost.
 
-    python benchmarks/bench_pods.py [--quick] [--out DIR]
+    python benchmarks/bench_pods.py [--quick] [--only EVENT]... [--out DIR]
 
 Pods are namespaces of this machine (`pods/namespaces.py`): a head with a Redis behind it and two workers, which have
 the commands, environment, probe and preStop of `k8s/kustomize/cpu`. Two ingresses, `mneme-tiny` in float32, KV on a
@@ -130,7 +130,9 @@ class _Play:
 
 
 def main() -> None:
-    args = options_of(__doc__, quick="install, scale up, and a lost ingress alone", seed=False, out=True).parse_args()
+    parser = options_of(__doc__, quick="scaled up and ingress killed alone", seed=False, out=True)
+    parser.add_argument("--only", action="append", metavar="EVENT", help="this event, behind the installation")
+    args = parser.parse_args()
     if os.geteuid():
         raise SystemExit("bench_pods: needs root, for namespaces")
     run = Run("pods", args)
@@ -147,7 +149,7 @@ def main() -> None:
         try:
             play.install()
             for name, event in events.items():
-                if not args.quick or name in ("scaled up", "ingress killed"):
+                if name in (args.only or (("scaled up", "ingress killed") if args.quick else events)):
                     with play.event(name):
                         event()
         finally:
