@@ -21,7 +21,7 @@ import torch
 from engines import DTYPE, PAGE_SIZE, make_decoder, request
 from workloads import VOCAB_SIZE
 
-from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
@@ -29,7 +29,7 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.build import compiled_kernels, connect
+from mneme.replicas.engine.build import chunk_layout, compiled_kernels, connect
 from mneme.replicas.engine.calibration import calibrate
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.warm_up import warm_up
@@ -77,13 +77,7 @@ def bare_model(
     """A model of random weights, without a calibration."""
     decoder = make_decoder(shape, seed, max_context=max_context, device=device, dtype=dtype)
     described = decoder.config
-    layout = ChunkLayout(
-        num_layers=described.num_layers,
-        num_kv_heads=described.num_kv_heads,
-        head_dim=described.head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        chunk_tokens=CHUNK_TOKENS,
-    )
+    layout = chunk_layout(described, dtype, CHUNK_TOKENS)
     name = f"{shape} of random weights, seed {seed}"
     fingerprint = ModelFingerprint(weights=name.encode().hex(), layout=layout, inv_freq=described.rope.inv_freq)
     return CachedModel(decoder, fingerprint, _UNKNOWN)

@@ -211,15 +211,13 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from mneme.cluster.config import load_config
 
-    keys = ("model", "ray.address", "host", "port", *(key for _, key, *_ in VLLM_OPTIONS))
+    keys = ("model", "ray.address", "host", "port", "log_format", *(key for _, key, *_ in VLLM_OPTIONS))
     given: dict[str, Any] = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
     if args.replicas is not None:
         given |= _replicas(args.replicas)
     names = given.get("served_name", [])
     if args.model is None and len(names) > 1 and Path(names[-1]).is_dir():  # an option of several values took it
         raise ConfigError(f"--served-model-name: {names[-1]} is a directory; the model stands before this option")
-    if args.log_format is not None:
-        given["log_format"] = args.log_format
     if "http.api_keys" in given:
         given["http.api_keys"] = [given["http.api_keys"]]
     config = load_config(args.config, args.set, given | _foreign_keys(args))

@@ -90,7 +90,9 @@ class Guard:
             await self._fail(error, scope, receive, response)
         except Exception:  # the edge of the process
             logger.exception("failed request=%s path=%r", response.request_id, scope["path"])
-            await self._fail(MnemeError("internal error"), scope, receive, response)
+            internal = MnemeError("internal error")
+            response.outcome = internal.code
+            await self._fail(internal, scope, receive, response)
         finally:
             body.pop()
             self._end(scope, response, self._clock() - began_s)
@@ -101,9 +103,10 @@ class Guard:
         known = {"request_id": response.request_id, "body": body, "arrived_s": arrived_s}
         known["answer_headers"] = response.headers
         state = scope.setdefault("state", {})
-        is_open = (scope["path"].rstrip("/") or "/") in OPEN_PATHS
+        path = _plain_path(scope)
+        is_open = path in OPEN_PATHS
         if is_open:
-            is_admin = scope["path"].rstrip("/") == "/metrics" and self._is_admin(headers)
+            is_admin = path == "/metrics" and self._is_admin(headers)
             state.update(known, tenant=PUBLIC, tenant_name=PUBLIC, is_admin=is_admin, meter=None)
         else:
             caller = self._keyring.authenticate(_credentials(headers))
@@ -137,7 +140,6 @@ class Guard:
             response.meter.end()
 
     async def _fail(self, error: MnemeError, scope: Scope, receive: Receive, response: _Response) -> None:
-        response.outcome = error.code
         if response.status is None:
             answer = error_response(error, scope["path"], response.request_id)
             await answer(scope, receive, response.send)
@@ -156,7 +158,7 @@ class Guard:
             "total_ms": round(seconds * 1e3, 3),
         }
         self._on_answer(line)
-        is_probe = (scope["path"].rstrip("/") or "/") in OPEN_PATHS and response.status == 200
+        is_probe = _plain_path(scope) in OPEN_PATHS and response.status == 200
         if not is_probe:
             log_request(line)
 
@@ -202,6 +204,11 @@ class _Response:
                 added.append((b"x-request-id", self.request_id.encode()))
             message["headers"] = [*message.get("headers", ()), *added]
         await self._send(message)
+
+
+def _plain_path(scope: Scope) -> str:
+    """Return the path without a slash at its end."""
+    return scope["path"].rstrip("/") or "/"
 
 
 def _credentials(headers: Mapping[str, str]) -> str | None:

@@ -327,7 +327,11 @@ def _free_bytes(device: torch.device, device_share: float, step_bytes: int | Non
         if step_bytes is None:
             return room * _GPU_POOL_SHARE
         return room - 2 * step_bytes - total * device_share * _GPU_SPARE_SHARE
-    return min(available_bytes() * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
+    return _cpu_pool_bytes(available_bytes())
+
+
+def _cpu_pool_bytes(free: float) -> float:
+    return min(free * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
 
 
 def expected_pool(device: str, weights_bytes: int) -> tuple[float, float]:
@@ -336,7 +340,7 @@ def expected_pool(device: str, weights_bytes: int) -> tuple[float, float]:
         free, _ = torch.cuda.mem_get_info()
         return free, max(0.0, (free - weights_bytes) * _GPU_POOL_SHARE)
     free = available_bytes()
-    return free, max(0.0, min((free - weights_bytes) * _CPU_POOL_SHARE, _CPU_POOL_BYTES))
+    return free, max(0.0, _cpu_pool_bytes(free - weights_bytes))
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -470,6 +474,17 @@ def _kept_folder() -> Path:
     return folder
 
 
+def chunk_layout(config: DecoderConfig, dtype: torch.dtype, chunk_tokens: int) -> ChunkLayout:
+    """Return how chunks of a model's KV lie in memory."""
+    return ChunkLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        chunk_tokens=chunk_tokens,
+    )
+
+
 def model_fingerprint(
     model_dir: Path, config: DecoderConfig, dtype: torch.dtype, *, chunk_tokens: int = 256, memory: Path | None = None
 ) -> ModelFingerprint:
@@ -484,13 +499,7 @@ def model_fingerprint(
     ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
     return ModelFingerprint(
         weights=weights_digest(shard_paths(model_dir), memory),
-        layout=ChunkLayout(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=str(dtype).removeprefix("torch."),
-            chunk_tokens=chunk_tokens,
-        ),
+        layout=chunk_layout(config, dtype, chunk_tokens),
         inv_freq=tuple(frequency for rope in ropes for frequency in rope.inv_freq),
         attention_factor=math.prod(rope.attention_factor for rope in ropes),
         architecture=json.dumps(architecture, sort_keys=True),

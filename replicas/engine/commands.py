@@ -322,8 +322,8 @@ def delete_sequence_pages(asked: AskedEngine, query: DeleteSequencePages) -> Dro
             )
             engine.forest.drop_prefix(query.salt, query.token_ids)
             return
-        parents = engine.scheduler.gathering.parent_by_child
-        _save_no_more(engine, lambda sequence: session_key(parents.get(sequence, sequence).request) == query.session)
+        asker = engine.scheduler.gathering.asker
+        _save_no_more(engine, lambda sequence: session_key(asker(sequence).request) == query.session)
         log = engine.sessions.get(query.session)
         if log is not None:
             engine.forest.delete(log, log.root)

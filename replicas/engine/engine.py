@@ -386,9 +386,8 @@ class Engine:
     def _delete_kv(self, log: TokenLog) -> None:
         """Delete a session's pages. What runs of it is saved no more: it would come after the deletion."""
         self.forest.delete(log, log.root)
-        parents = self.scheduler.gathering.parent_by_child
         for sequence in self._sequence_by_id.values():
-            if parents.get(sequence, sequence).owner is log:
+            if self.scheduler.gathering.asker(sequence).owner is log:
                 sequence.chain = None
 
     def _first_choice(self, key: SessionKey) -> Sequence | None:

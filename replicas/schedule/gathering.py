@@ -32,6 +32,10 @@ class Gathering:
         yield from self._num_missing
         yield from self._leader_by_follower
 
+    def asker(self, sequence: Sequence) -> Sequence:
+        """Return for whom a sequence is computed: its parent, or itself."""
+        return self.parent_by_child.get(sequence, sequence)
+
     def wait(self, sequence: Sequence, *, num_missing: int, leader: Sequence | None = None) -> None:
         """Let a sequence wait for its leader, if it follows one, else for so many children."""
         if leader is None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.blend.gate import NO_REPORT, Gate
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.build import connect
+from mneme.replicas.engine.build import chunk_layout, connect
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.forest.forest import COPY_OUT_BELOW
 from mneme.replicas.forest.tree import DEVICE, HOST, Page, common_prefix
@@ -142,13 +142,7 @@ def draw(seed: int, count: int) -> list[int]:
 
 def fingerprint_of(decoder: Decoder) -> ModelFingerprint:
     config = decoder.config
-    layout = ChunkLayout(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype="float32",
-        chunk_tokens=CHUNK_TOKENS,
-    )
+    layout = chunk_layout(config, torch.float32, CHUNK_TOKENS)
     inv_freq = () if config.rope is None else config.rope.inv_freq
     return ModelFingerprint(weights="00", layout=layout, inv_freq=inv_freq)
 
