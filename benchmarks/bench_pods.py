@@ -114,11 +114,16 @@ class _Play:
         until(lambda: len(ingresses()) == 2 and (pod, pid) not in ingresses(), "another ingress")
 
     def drain(self) -> None:
-        """Drain a worker by its preStop, and start it anew as a pod that comes back to its node."""
+        """Drain a worker by its preStop, start it anew as a pod that comes back to its node, and give it an engine.
+
+        What ran there runs on the other now and stays; a pod is ready from its first replica on.
+        """
         pod = self._pods.workers[0]
         pod.end()
         pod.start()
-        until(lambda: len(self._pods.doors()) == 2 and len(self._pods.replicas()) == _ENGINES, "two ready doors")
+        self.scale(_ENGINES + 1)
+        until(lambda: len(self._pods.doors()) == 2, "two ready doors")
+        self.scale(_ENGINES)
 
     def lose_head(self) -> None:
         head = self._pods.pods[0]

@@ -1,8 +1,10 @@
 """Pods as Linux namespaces: each has a network, process ids and /proc of its own, and the container's command,
 environment, readiness probe and preStop of the rendered chart.
 
-What Kubernetes does around them is played: a door is in the service while its probe answers and its pod does not end. A
-pod that is started anew has its address and its folder again, as with `kv.type: hostPath`. Needs root and `ip`.
+A node has processors of its own: a pod goes before everything else of this machine until Ray runs in it (which gives
+its agent 15 s to start), and has its share of the processors from then on. What Kubernetes does around them is played:
+a door is in the service while its probe answers and its pod does not end. A pod that is started anew has its address
+and its folder again, as with `kv.type: hostPath`. Needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _NETWORK = "10.78.0."
 _BRIDGE = "mnpods"
 _OBJECT_STORE = 128 * 2**20
 _START_S = 300.0  # until something that was begun is there
+_GROUPS = next((group for group in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")) if group.is_dir()), None)
 _HAPROXY_FILES = (
     *("CONFIG_FILE_LOC", "SOCKET_PATH", "METRICS_SOCKET_PATH", "SERVER_STATE_BASE", "SERVER_STATE_FILE"),
 )  # fmt: skip
@@ -73,11 +76,14 @@ class Pod:
         self._namespace = f"{_BRIDGE}{number}"
         self._folder = owner.folder / f"pod{number}"
         self._folder.mkdir()
+        self._group = _GROUPS / self._namespace if _GROUPS is not None and os.access(_GROUPS, os.W_OK) else None
         self._process: subprocess.Popen[bytes] | None = None
         self._init = 0  # process id of the first in its namespace: with it all others end
         self.log = owner.folder / f"pod{number}.log"
 
-    def make_network(self) -> None:
+    def make(self) -> None:
+        if self._group is not None:
+            self._group.mkdir(exist_ok=True)
         here, there = f"mnv{self.number}", "eth9"
         _run("ip", "netns", "add", self._namespace)
         _run("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", self._namespace)
@@ -86,7 +92,10 @@ class Pod:
             _run("ip", "netns", "exec", self._namespace, "ip", *command)
         _run("ip", "netns", "exec", self._namespace, "ip", "link", "set", "lo", "up")
 
-    def drop_network(self) -> None:
+    def drop(self) -> None:
+        if self._group is not None:
+            with suppress(OSError):  # something of it still ends
+                self._group.rmdir()
         subprocess.run(["ip", "netns", "del", self._namespace], check=False, stderr=subprocess.DEVNULL)
         subprocess.run(["ip", "link", "del", f"mnv{self.number}"], check=False, stderr=subprocess.DEVNULL)
 
@@ -104,15 +113,28 @@ class Pod:
         where = of_head if self.number == 0 else [f"--address={self._owner.gcs}", "--num-cpus=3"]
         ray = [str(Path(self._owner.python).with_name("ray")), "start", *where, f"--node-ip-address={self.ip}"]
         ray += [f"--object-store-memory={_OBJECT_STORE}", "--block"]
+        self._weigh(100)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 ["ip", "netns", "exec", self._namespace, "unshare", "--pid", "--fork", "--mount-proc", *ray],
                 stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,
+                preexec_fn=self._join_group,
             )  # fmt: skip
         until(self._is_up, f"Ray in {self.log}")
+        self._weigh(3)
         children = subprocess.run(["pgrep", "-P", str(self._process.pid)], capture_output=True, text=True, check=True)
         self._init = int(children.stdout.split()[0])
         self.is_ending = False
+
+    def _join_group(self) -> None:
+        if self._group is not None:
+            (self._group / "cgroup.procs").write_text(str(os.getpid()))
+
+    def _weigh(self, processors: int) -> None:
+        if self._group is not None:
+            for name, of_one in (("cpu.shares", 1024), ("cpu.weight", 100)):  # version 1 of cgroups, and 2
+                if (self._group / name).exists():
+                    (self._group / name).write_text(str(processors * of_one))
 
     def _is_up(self) -> bool:
         said = self.log.read_text()
@@ -235,7 +257,7 @@ class Pods:
                 stdout=subprocess.DEVNULL, cwd=self.folder,
             )  # fmt: skip
             for pod in self.pods:
-                pod.make_network()
+                pod.make()
             threading.Thread(target=self._probe, daemon=True).start()
         except BaseException:
             self.__exit__()
@@ -252,7 +274,7 @@ class Pods:
         self._is_over.set()
         for pod in self.pods:
             pod.kill()
-            pod.drop_network()
+            pod.drop()
         if self._redis is not None:
             self._redis.terminate()
         subprocess.run(["ip", "link", "del", _BRIDGE], check=False, stderr=subprocess.DEVNULL)

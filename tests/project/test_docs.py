@@ -48,6 +48,7 @@ def test_the_tests_that_the_security_page_names_are_there() -> None:
     assert [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()] == []
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("page", ["README.md", "docs/from-vllm.md"])
 def test_an_example_in_python_answers(page: str) -> None:
     (example,) = re.findall(r"```python\n(.+?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -271,6 +271,7 @@ def test_no_sql_is_put_together_from_values() -> None:
     assert found == []
 
 
+@pytest.mark.engine
 def test_the_offline_api_needs_no_ray_and_no_compiler_of_torch() -> None:
     """The one is an extra, the other takes seconds to import and leaves a folder."""
     code = (

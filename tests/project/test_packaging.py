@@ -14,6 +14,8 @@ import pytest
 
 from mneme.cluster.cli.main import LABORATORY
 
+pytestmark = pytest.mark.engine  # one of them serves the model
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 

@@ -11,11 +11,11 @@ import pytest
 
 from mneme.cluster.config import HttpConfig
 from tests.cluster.api_fixtures import Server
-from tests.cluster.http.window.test_live_page import CHROMIUM, KEY, watched
+from tests.cluster.http.window.test_live_page import CHROMIUM, KEY, NEEDS_CHROMIUM, watched
 
 playwright = pytest.importorskip("playwright.sync_api")
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on PATH")
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("browser"), NEEDS_CHROMIUM]
 
 
 @pytest.fixture(scope="module")

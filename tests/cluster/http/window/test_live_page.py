@@ -20,7 +20,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 KEY = "secret-a"
 ARGS = ["--no-sandbox", "--host-resolver-rules=MAP mneme.test 127.0.0.1"]
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on PATH")
+NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on PATH")
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("browser"), NEEDS_CHROMIUM]
 
 
 @pytest.fixture(scope="module")
