@@ -321,11 +321,12 @@ class PrefixForest:
                 self.store.drop_below(each)
             roots += each.kept_roots - spared
 
-    def delete(self, owner: Owner, root: Root | None) -> None:
+    def delete(self, owner: Owner, root: Root | None, salt: str = "", ids: Sequence[int] = ()) -> None:
         """Delete a session's pages from every tier: from the end of its last path up, what nothing else is on.
 
         With a root of its own also what it computed since, what it kept of its history, and what led there. Documents
-        that a blend moved to their places stay cached: they are whoever's names them, as is what others keep.
+        that a blend moved to their places stay cached: they are whoever's names them, as is what others keep. What is
+        exact of its `ids` goes too: another request may have asked for that again.
         """
         tail = self.owners.tail_of(owner)
         self._mark_grown(self.owners.drop(owner))
@@ -338,6 +339,9 @@ class PrefixForest:
         self.abandon(root)
         for page in reversed(pages):
             self.store.drop_up(page)
+        if ids and (exact := self.roots.get(salt)) is not None:
+            page, position = follow(exact, exact.start, ids, salt)
+            self._drop_up(page, salt, position)
 
     def retract(self, pages: Iterable[Page]) -> None:
         """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
@@ -345,12 +349,6 @@ class PrefixForest:
             for page in pages:
                 self.store.drop_below(page)
                 self.store.drop_everywhere(page)
-
-    def drop_exact(self, salt: str, ids: Sequence[int]) -> None:
-        """Delete of a prompt what nothing else is on, from its end up."""
-        if (root := self.roots.get(salt)) is not None:
-            page, position = follow(root, root.start, ids, salt)
-            self._drop_up(page, salt, position)
 
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
         """Delete a prompt: what begins with it, and of itself what nothing else is on."""
