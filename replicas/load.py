@@ -100,7 +100,7 @@ class Load:
         is_alone: bool = True,
         on_part: Callable[[Load], None] = lambda load: None,
         on_closed: Callable[[Load], None] = lambda load: None,
-        on_given_up: Callable[[GivenUp], None] = lambda what: None,
+        on_given_up: Callable[[Load, GivenUp], None] = lambda load, what: None,
     ) -> None:
         """Begin to ask for a sequence of which the engine has the first `num_resident` tokens.
 
@@ -232,7 +232,7 @@ class Load:
         with self._condition:
             was_lost, self.state = self.state is LoadState.LOST, LoadState.LOST
         if not was_lost:
-            self._on_given_up(what)
+            self._on_given_up(self, what)
 
     # The way of its bytes.
 

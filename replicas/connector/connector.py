@@ -100,16 +100,15 @@ class KvConnector:
         sequence.load = self.loads.begin(query, num_resident, num_history=sequence.view.num_history, is_alone=is_alone)
         self.counts["lookups"] += 1
 
-    def look_again(self, waiting: Iterable[RunningSequence], forest: PrefixForest) -> None:
+    def look_again(self, unstarted: Iterable[RunningSequence], forest: PrefixForest) -> None:
         """Ask anew for the first that wait, from time to time, if what the engine had of them has gone meanwhile.
 
         What was found behind it would be of no use (AttentionStore 3.3.1).
         """
         now_s = self._clock()
-        for sequence in islice(waiting, _NUM_LOOKED_AT):
+        for sequence in islice(unstarted, _NUM_LOOKED_AT):
             chain, load, context = sequence.chain, sequence.load, sequence.context
-            has_run = sequence.begun_s is not None or sequence.num_put_back > 0
-            if chain is None or has_run or now_s - chain.asked_s < _LOOK_AGAIN_S:
+            if chain is None or now_s - chain.asked_s < _LOOK_AGAIN_S:
                 continue
             chain.asked_s = now_s
             if load is not None and not load.is_outdated(sum(forest.resident(sequence.request.salt, context))):

@@ -15,7 +15,7 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
 from mneme.primitives import Workers
-from mneme.replicas.load import Load, ReadBudget
+from mneme.replicas.load import Load, LoadState, ReadBudget
 from mneme.replicas.report import GivenUp
 
 logger = logging.getLogger(__name__)
@@ -87,17 +87,23 @@ class Loads:
             workers.close(_CLOSE_S)
 
     def _closed(self, load: Load) -> None:
-        """Learn how fast the edges were, also where it was given up; the request waits no longer."""
+        """Learn how fast the edges were; the request waits no longer."""
         with self._lock:
             self._open.discard(load)
             waiting = {each.query.request_id for each in self._open}
-        for edge in list(load.reads):  # a load thread may still read
-            self._costs.learn_edge(edge, *load.read_so_far(edge))
+        if load.state is not LoadState.LOST:
+            self._learn_edges(load)
         if load.query.request_id not in waiting:
             self._lookers.run(lambda: self._store.forget([load.query.request_id]))
 
-    def _given_up(self, what: GivenUp) -> None:
+    def _given_up(self, load: Load, what: GivenUp) -> None:
+        """Learn how slow the edges are at once: while a read hangs, all that come would wait as long."""
         self.num_given_up[what] += 1
+        self._learn_edges(load)
+
+    def _learn_edges(self, load: Load) -> None:
+        for edge in list(load.reads):  # a load thread may still read
+            self._costs.learn_edge(edge, *load.read_so_far(edge))
 
     def _ask(self, load: Load, timeout_s: float, asked_s: float) -> None:
         is_far = False

@@ -521,7 +521,7 @@ class Engine:
         self.limits.measure_queue()
         self._expire()
         if self.connector is not None:
-            self.connector.look_again(self.scheduler.waiting, self.forest)
+            self.connector.look_again(self.scheduler.waiting.unstarted, self.forest)
 
     def _commit(self, flight: _Flight) -> None:
         """Wait for a step's tokens, and give them to its sequences."""
