@@ -216,7 +216,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         has_any = self.scheduler.has_work or self._flight is not None or bool(self._outbox)
-        return has_any or (self.forest.wants_copies and self.runner.can_copy)
+        return has_any or (self.forest.store.wants_copies and self.runner.can_copy)
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -346,7 +346,7 @@ class Engine:
 
     def _launch(self, batch: list[StepRows], expected: Expected | None) -> tuple[_Flight, torch.Tensor]:
         """Launch a step's moves and its forward pass; returns its logits, float32 [rows that sample, vocab]."""
-        moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
+        moves = self.forest.store.drain_moves(can_copy=self.runner.can_copy)
         began_s, children = self.clock(), self.scheduler.gathering.parent_by_child
         saves = [] if self.connector is None or self.runner.runs_ahead else self.connector.begin_step(batch)
         logits = self.runner.forward(self.runner.prepare(batch, moves, saves, expected))

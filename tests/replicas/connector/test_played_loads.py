@@ -564,11 +564,11 @@ def test_a_head_that_could_not_run_anyway_does_not_give_its_chunks_up(store: Fak
     queue = Queue(store, max_running=2)
     assert queue.step() == []
     scheduler = queue.case.engine.scheduler
-    scheduler._max_running = 1
+    scheduler.max_running = 1
     queue.step()
     queue.case.cache.now_s += 1000.0
     queue.step()
-    scheduler._max_running = 2
+    scheduler.max_running = 2
     queue.step()
     assert queue.case.cache.cache.stats()["given_up"] == {}
     queue.finish()
