@@ -146,7 +146,7 @@ class KvConnector:
         lost = self.loader.end() if has_loads else None
         if lost:
             retract(lost)
-        self.saver.end(unsound, is_doubtful=bool(lost))
+        self.saver.end(unsound)
 
     def ended(self, end: End) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""
