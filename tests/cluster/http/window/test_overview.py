@@ -280,7 +280,7 @@ def test_what_a_replica_counted_while_it_was_silent_is_told_once() -> None:
             requests=window.RequestLog(lambda: 0.0),
             stats=client.stats,
         )
-        figures = overview._Figures(service, has_sums=True)  # type: ignore[arg-type]
+        figures = overview.Figures(service, has_sums=True)  # type: ignore[arg-type]
         await figures.changes()
         client.silent = True  # its stream broke
         client.tokens = {"recomputed": 1010}
