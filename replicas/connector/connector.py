@@ -96,8 +96,13 @@ class KvConnector:
             return
         if event:  # what is resident is other KV
             num_resident = 0
+        # Where the engine lacks full chunks of what its session had, they were stored.
+        num_stored = sequence.view.num_history - num_resident
+        num_stored = num_stored if num_stored >= self.fingerprint.layout.chunk_tokens else 0
+        if not self._controller.asks(num_resident, len(context), num_stored):
+            return
         query = self._query(sequence, num_resident)
-        sequence.load = self.loads.begin(query, num_resident, num_history=sequence.view.num_history, is_alone=is_alone)
+        sequence.load = self.loads.begin(query, num_resident, num_stored=num_stored, is_alone=is_alone)
         self.counts["lookups"] += 1
 
     def look_again(self, unstarted: Iterable[RunningSequence], forest: PrefixForest) -> None:

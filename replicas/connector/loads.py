@@ -52,14 +52,13 @@ class Loads:
         """Loads that hold something, or are about to."""
         return len(self._open)
 
-    def begin(self, query: ChainQuery, num_resident: int, *, num_history: int = 0, is_alone: bool = True) -> Load:
+    def begin(self, query: ChainQuery, num_resident: int, *, num_stored: int = 0, is_alone: bool = True) -> Load:
         """Begin to load a sequence of which the engine has the first `num_resident` tokens.
 
-        num_history  tokens that its session had before: where the engine lacks full chunks of them, they were stored
-        is_alone     nothing else runs or waits
+        num_stored  tokens behind these that its session had before
+        is_alone    nothing else runs or waits
         """
         num_tokens = len(query.token_ids)
-        num_stored = num_history - num_resident if num_history - num_resident >= query.chunk_tokens else 0
         timeout_s = self._controller.lookup_timeout_s(num_resident, num_tokens, num_stored)
         load = Load(
             query, num_resident, self.budget, self._clock,
@@ -125,6 +124,9 @@ class Loads:
         sources = self._store.locate(load.query, timeout_s)
         self._costs.learn_lookup(self._clock() - asked_s)
         self._costs.learn_found([source.edge for source in sources])
+        if not load.num_stored:
+            num_found = sum(source.num_usable for source in sources)
+            self._controller.learn_answer(num_found, len(load.query.token_ids) - load.num_resident)
         try:
             sources = load.skip_computed(sources)
             plan = self._controller.plan(
