@@ -198,12 +198,12 @@ class NextTurns:
         self._ends = ExitStack()
         self._draw = Draw(seed)
         prompt = self._draw.ids(num_history - NUM_ANSWER)
-        self._stores = {name: RestartableStore(cache_config(folder / name)) for name in ("host", "disk")}
-        for store in self._stores.values():
+        self.stores = {name: RestartableStore(cache_config(folder / name)) for name in ("host", "disk")}
+        for store in self.stores.values():
             self._ends.callback(store.end)
             self._history = tell(model, store, prompt)
         self._engines = {
-            name: self._engine(model, store, num_history) for name, store in {**self._stores, RECOMPUTE: None}.items()
+            name: self._engine(model, store, num_history) for name, store in {**self.stores, RECOMPUTE: None}.items()
         }
 
     def close(self) -> None:
@@ -217,8 +217,8 @@ class NextTurns:
         engine = self._engines.get(name) or self._engines["disk"]
         engine.forest.clear()
         if name in (COLD, WARM):
-            self._stores["disk"].flush()
-            self._stores["disk"].restart(is_cold=name == COLD)
+            self.stores["disk"].flush()
+            self.stores["disk"].restart(is_cold=name == COLD)
         took = answer(engine, self._history + self._draw.question(), 1)
         wait_for_saves(engine)
         self._check(name, took)
@@ -234,7 +234,7 @@ class NextTurns:
             raise MnemeError(f"arm {name}, {len(self._history)} tokens of history: kv_details say {kv}")
 
     def _engine(self, model: CachedModel, store: RestartableStore | None, num_history: int) -> Engine:
-        config = cache_config(self._stores["disk"].folder if store is None else store.folder)
+        config = cache_config(self.stores["disk"].folder if store is None else store.folder)
         engine = make_engine(model, store, config, pages_for(num_history + 2 * NUM_NEW))
         self._ends.callback(engine.close)
         return engine

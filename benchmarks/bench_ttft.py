@@ -142,7 +142,7 @@ class Arm:
         return Took(began_s, first_s, now_s - began_s, busy_s, num_out)
 
     def _finish_copies(self) -> None:
-        while self._runner.num_host_pages and (self.engine.forest.wants_copies or not self._runner.can_copy):
+        while self._runner.num_host_pages and (self.engine.forest.store.wants_copies or not self._runner.can_copy):
             if self.engine.has_work:
                 self.engine.step()
             else:

@@ -100,7 +100,7 @@ class Load:
         is_alone: bool = True,
         on_part: Callable[[Load], None] = lambda load: None,
         on_closed: Callable[[Load], None] = lambda load: None,
-        on_given_up: Callable[[GivenUp], None] = lambda what: None,
+        on_given_up: Callable[[Load, GivenUp], None] = lambda load, what: None,
     ) -> None:
         """Begin to ask for a sequence of which the engine has the first `num_resident` tokens.
 
@@ -123,7 +123,7 @@ class Load:
         self._layers: list[dict[int, U8Array]] = []  # by chunk: what was read ahead and not yet taken
         self._num_ahead = 0  # bytes that were read ahead
         # Its chunks before these: all is in memory; a step may load them; steps have begun to load them; can be had.
-        self._num_read = self._num_ready = self._num_begun = self._num_sound = 0
+        self.num_read = self._num_ready = self._num_begun = self._num_sound = 0
         self._owners: set[Owner] = {"engine", "thread"}
         self._budget, self._clock = budget, clock
         self._on_part, self._on_closed, self._on_given_up = on_part, on_closed, on_given_up
@@ -192,7 +192,7 @@ class Load:
         """
         end = next((part.stop for part in self._parts if part.stop > self._num_begun), self._num_begun)
         num_chunks = end - self._num_begun
-        return min(limit, num_chunks) if limit == 0 or self._num_read >= end else num_chunks
+        return min(limit, num_chunks) if limit == 0 or self.num_read >= end else num_chunks
 
     # The time that it may be waited for.
 
@@ -232,7 +232,7 @@ class Load:
         with self._condition:
             was_lost, self.state = self.state is LoadState.LOST, LoadState.LOST
         if not was_lost:
-            self._on_given_up(what)
+            self._on_given_up(self, what)
 
     # The way of its bytes.
 
@@ -253,7 +253,7 @@ class Load:
             is_far = any(source.edge != "host" for source in wanted)
             self._num_sound = len(wanted)
             if not is_far:
-                self._num_read = self._num_ready = len(wanted)
+                self.num_read = self._num_ready = len(wanted)
             if self.is_asking:
                 self._left_s, self._since_s = plan.may_wait_s, None
                 self.state = LoadState.READING if is_far else LoadState.READY
@@ -274,7 +274,7 @@ class Load:
                         if index < self._num_sound:
                             self._read_layer(index, layer, part)
                 with self._condition:
-                    self._num_read = part.stop
+                    self.num_read = part.stop
                 self._set_ready(part)
         except BaseException:
             self.lose_from(0)
@@ -286,10 +286,10 @@ class Load:
         with self._condition:
             self._num_begun = max(self._num_begun, end)
             self.pause()
-            if self._num_read >= end and self.plan is not None:
+            if self.num_read >= end and self.plan is not None:
                 self._left_s = self.plan.may_wait_s
             self._update_state()
-            if end > self._num_read:  # a step that loads all at once waits for parts that nobody was to read yet
+            if end > self.num_read:  # a step that loads all at once waits for parts that nobody was to read yet
                 self._read_on()
         self._budget.wake()
 
@@ -351,7 +351,7 @@ class Load:
     def _next_part(self) -> range | None:
         """Return what is to be read now; None: the thread has left."""
         with self._condition:
-            part = next((part for part in self._parts if part.stop > self._num_read), None)
+            part = next((part for part in self._parts if part.stop > self.num_read), None)
             if part is not None and part.start <= self._num_begun and part.start < self._num_sound:
                 return part
             self.leave("thread")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mneme.primitives import Bounded
 
 _MIN_TOKENS, _MAX_TOKENS = 64, 8192  # prompts belong together if they share so many; of each so many are looked at
-_MAX_GROUPS = 256  # those that were used last
+MAX_GROUPS = 256  # those that were used last
 
 
 class _Group(NamedTuple):
@@ -20,7 +20,7 @@ class HotPrefixes:
     """Groups prompts by their first tokens; of each tenant, by its salt."""
 
     def __init__(self) -> None:
-        self._groups = Bounded[tuple[str, tuple[int, ...]], _Group](_MAX_GROUPS)
+        self._groups = Bounded[tuple[str, tuple[int, ...]], _Group](MAX_GROUPS)
 
     def add(self, token_ids: Sequence[int], *, salt: str) -> None:
         """A request had this prompt; short ones cost less to compute than to remember."""

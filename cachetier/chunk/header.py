@@ -34,7 +34,7 @@ _DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3}  # part of the format
 _DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
 # magic, version, header bytes, kind, dtype, layers, heads, dim, chunk_tokens, tokens, key, parent, tenant, fingerprint,
 # first body, body stride, file bytes
-_FIXED = struct.Struct("<8sIIBBHHHHH16s16s8s32sQQQ")
+FIXED_FIELDS = struct.Struct("<8sIIBBHHHHH16s16s8s32sQQQ")
 _MAX_GAP_BYTES = 4096  # between the bodies of two layers
 
 
@@ -140,12 +140,12 @@ StreamedChecksum = xxhash.xxh3_128  # the same of a payload that comes in pieces
 
 
 def header_bytes(num_layers: int, num_tokens: int) -> int:
-    return _FIXED.size + 8 * num_tokens + CHECKSUM_BYTES * (num_layers + 1)
+    return FIXED_FIELDS.size + 8 * num_tokens + CHECKSUM_BYTES * (num_layers + 1)
 
 
 def encode_header(header: ChunkHeader, offsets: LayerOffsets) -> bytes:
     layout = header.layout
-    fixed = _FIXED.pack(
+    fixed = FIXED_FIELDS.pack(
         MAGIC,
         VERSION,
         header.num_bytes,
@@ -169,9 +169,9 @@ def encode_header(header: ChunkHeader, offsets: LayerOffsets) -> bytes:
 def parse_header(head: bytes, file_bytes: int) -> tuple[ChunkHeader, LayerOffsets] | Miss:
     """The header in the first bytes of a file of `file_bytes`."""
     start = head.find(MAGIC)
-    if start < 0 or start + _FIXED.size > len(head):
+    if start < 0 or start + FIXED_FIELDS.size > len(head):
         return Miss.NO_HEADER
-    fields = _FIXED.unpack_from(head, start)
+    fields = FIXED_FIELDS.unpack_from(head, start)
     if fields[1] != VERSION:
         return Miss.OTHER_VERSION
     num_layers, num_tokens = fields[5], fields[9]
@@ -182,7 +182,7 @@ def parse_header(head: bytes, file_bytes: int) -> tuple[ChunkHeader, LayerOffset
         return Miss.SHORT
     if checksum(head[start : end - CHECKSUM_BYTES]) != head[end - CHECKSUM_BYTES : end]:
         return Miss.BAD_HEADER
-    header = _header(fields, head, start + _FIXED.size)
+    header = _header(fields, head, start + FIXED_FIELDS.size)
     if header is None:
         return Miss.BAD_HEADER
     offsets = LayerOffsets(*fields[-3:])

@@ -180,12 +180,13 @@ def _log_request(
     service: Service, route: Route, request: Request, response: RunResponse[Any, Any], error: BaseException | None
 ) -> None:
     """Remember a request that has run."""
-    routes = response.api.client.routes(response.choices[0].request.salt, request.state.request_id)
+    salt = response.choices[0].request.salt
+    routes = response.api.client.routes(salt, request.state.request_id)
     shown = shown_request(response, error, request, route.path, routes, service.requests.clock())
     if service.traces is not None:
         times = times_of(response, request, shown["ended_at"])
         shown["trace_id"] = service.traces.add(shown, times, routes, request.headers)
-    service.requests.add(request.state.tenant, shown)
+    service.requests.add(request.state.tenant, salt, shown)
     request.state.shown = shown
 
 

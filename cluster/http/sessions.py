@@ -63,22 +63,24 @@ async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> Se
 async def explain(api: ApiState, request: Request) -> Explanation:
     """Return where each range of a recent request's prompts came from, and how its replica was chosen.
 
-    `request_id` may be the id of its completion. An ingress explains the choices that it made itself.
+    `request_id` may be the id of its completion. An ingress explains the choices that it made itself, and finds what
+    ended there without its `cache_salt`.
     """
     given: str = request.path_params["request_id"]
     if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
         raise InvalidRequest("request_id", given, f"must have from 1 to {_MAX_REQUEST_ID_CHARS} printable characters")
     http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("msg_").removeprefix(RESPONSE_PREFIX)
-    answers = await api.client.query(queries.ExplainPrompt(_salt(request), http_id))
+    ended = api.requests.find(request.state.tenant, http_id)
+    salt = _salt(request) if ended is None or "cache_salt" in request.query_params else ended.salt
+    answers = await api.client.query(queries.ExplainPrompt(salt, http_id))
     choices: list[ExplainedChoice] = [
         {"replica": replica_id, **entry} for replica_id, entries in answers.items() for entry in entries
     ]
     if not choices:
         raise ExplanationNotFound("request_id", given, "no request of this id is remembered")
     choices.sort(key=lambda choice: choice["request_id"])
-    routes = api.client.routes(_salt(request), http_id)
-    ended = api.requests.find(request.state.tenant, http_id)
-    trace_id = None if ended is None else ended["trace_id"]
+    routes = api.client.routes(salt, http_id)
+    trace_id = None if ended is None else ended.shown["trace_id"]
     return {"id": given, "object": "kv.explanation", "trace_id": trace_id, "choices": choices, "routes": routes}
 
 

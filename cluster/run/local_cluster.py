@@ -195,7 +195,7 @@ class LocalCluster(Foreground):
         else:
             self.watch_signals()
             on_progress("joining Ray", 0.0)
-            placements = self._join(self.config.ray.address)
+            placements = self.join(self.config.ray.address)
         _handle_signals()  # again: `ray.init` sets its own handlers
         on_progress("starting replicas", 0.0)
         with _reading_progress(on_progress):
@@ -231,7 +231,7 @@ class LocalCluster(Foreground):
             _shut_ray_down()
             self._janitor.clean()
 
-    def _join(self, address: str) -> Placements:
+    def join(self, address: str) -> Placements:
         import ray
         from ray import serve
 

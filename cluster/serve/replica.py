@@ -45,7 +45,7 @@ BuildEngine = Callable[..., "EngineLoop"]  # called like `mneme.replicas.engine.
 
 logger = logging.getLogger(__name__)
 
-_LANES = {"kv": (2, 64), "lists": (1, 8)}  # threads for questions that may take long, and those that may be there
+LANES = {"kv": (2, 64), "lists": (1, 8)}  # threads for questions that may take long, and those that may be there
 _DRAIN_POLL_S = 0.05
 
 
@@ -99,7 +99,7 @@ class ReplicaServer:
         self._draining: asyncio.Task[None] | None = None
         self._gpu, self._gpu_figures = gpu, {} if gpu is None else gpu.read()
         self._drain_grace_s = drain_grace_s
-        self._threads = {lane: ThreadPoolExecutor(num, f"{lane}-query") for lane, (num, _) in _LANES.items()}
+        self._threads = {lane: ThreadPoolExecutor(num, f"{lane}-query") for lane, (num, _) in LANES.items()}
         self._num_queries = Counter[str]()
 
     async def events(self, *, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
@@ -170,7 +170,7 @@ class ReplicaServer:
         lane = query.lane
         if lane is None:
             return await asyncio.to_thread(self._engine.query, query)
-        if self._num_queries[lane] >= _LANES[lane][1]:
+        if self._num_queries[lane] >= LANES[lane][1]:
             return Overloaded("too many questions about KV at once")
         self._num_queries[lane] += 1
         job = self._threads[lane].submit(self._engine.query, query)

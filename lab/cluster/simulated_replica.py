@@ -236,7 +236,7 @@ class Replica:
         self._ends, self._lengths = [], []
         if self._scheduler.has_work:
             self._batch = self._scheduler.schedule()
-            moves = self._forest.drain_moves()
+            moves = self._forest.store.drain_moves()
             rows = [(part.num_rows, part.end - part.num_rows) for part in self._batch]
             load_bytes = sum(load.num_tokens for load in moves.loads) * self._costs.calibration.kv_bytes_per_token
             # Layers are loaded beside those that compute.
@@ -260,7 +260,7 @@ class Replica:
         scheduler, batch = self._scheduler, self._batch
         is_open = bool(scheduler.waiting) and len(scheduler.running) < self._max_running
         has_news = bool(self._changed)  # of pages, to be told when this step has ended
-        if is_open or has_news or len(batch) < len(scheduler.running) or self._forest.wants_copies:
+        if is_open or has_news or len(batch) < len(scheduler.running) or self._forest.store.wants_copies:
             return 0
         fewest = _UNBOUNDED_TOKENS
         for part in batch:

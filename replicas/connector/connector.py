@@ -96,20 +96,24 @@ class KvConnector:
             return
         if event:  # what is resident is other KV
             num_resident = 0
+        # Where the engine lacks full chunks of what its session had, they were stored.
+        num_stored = sequence.view.num_history - num_resident
+        num_stored = num_stored if num_stored >= self.fingerprint.layout.chunk_tokens else 0
+        if not self._controller.asks(num_resident, len(context), num_stored):
+            return
         query = self._query(sequence, num_resident)
-        sequence.load = self.loads.begin(query, num_resident, num_history=sequence.view.num_history, is_alone=is_alone)
+        sequence.load = self.loads.begin(query, num_resident, num_stored=num_stored, is_alone=is_alone)
         self.counts["lookups"] += 1
 
-    def look_again(self, waiting: Iterable[RunningSequence], forest: PrefixForest) -> None:
+    def look_again(self, unstarted: Iterable[RunningSequence], forest: PrefixForest) -> None:
         """Ask anew for the first that wait, from time to time, if what the engine had of them has gone meanwhile.
 
         What was found behind it would be of no use (AttentionStore 3.3.1).
         """
         now_s = self._clock()
-        for sequence in islice(waiting, _NUM_LOOKED_AT):
+        for sequence in islice(unstarted, _NUM_LOOKED_AT):
             chain, load, context = sequence.chain, sequence.load, sequence.context
-            has_run = sequence.begun_s is not None or sequence.num_put_back > 0
-            if chain is None or has_run or now_s - chain.asked_s < _LOOK_AGAIN_S:
+            if chain is None or now_s - chain.asked_s < _LOOK_AGAIN_S:
                 continue
             chain.asked_s = now_s
             if load is not None and not load.is_outdated(sum(forest.resident(sequence.request.salt, context))):
@@ -147,7 +151,7 @@ class KvConnector:
         lost = self.loader.end() if has_loads else None
         if lost:
             retract(lost)
-        self.saver.end(unsound, is_doubtful=bool(lost))
+        self.saver.end(unsound)
 
     def ended(self, end: End) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""

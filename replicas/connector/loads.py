@@ -15,7 +15,7 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
 from mneme.primitives import Workers
-from mneme.replicas.load import Load, ReadBudget
+from mneme.replicas.load import Load, LoadState, ReadBudget
 from mneme.replicas.report import GivenUp
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,13 @@ class Loads:
         """Loads that hold something, or are about to."""
         return len(self._open)
 
-    def begin(self, query: ChainQuery, num_resident: int, *, num_history: int = 0, is_alone: bool = True) -> Load:
+    def begin(self, query: ChainQuery, num_resident: int, *, num_stored: int = 0, is_alone: bool = True) -> Load:
         """Begin to load a sequence of which the engine has the first `num_resident` tokens.
 
-        num_history  tokens that its session had before: where the engine lacks full chunks of them, they were stored
-        is_alone     nothing else runs or waits
+        num_stored  tokens behind these that its session had before
+        is_alone    nothing else runs or waits
         """
         num_tokens = len(query.token_ids)
-        num_stored = num_history - num_resident if num_history - num_resident >= query.chunk_tokens else 0
         timeout_s = self._controller.lookup_timeout_s(num_resident, num_tokens, num_stored)
         load = Load(
             query, num_resident, self.budget, self._clock,
@@ -87,17 +86,23 @@ class Loads:
             workers.close(_CLOSE_S)
 
     def _closed(self, load: Load) -> None:
-        """Learn how fast the edges were, also where it was given up; the request waits no longer."""
+        """Learn how fast the edges were; the request waits no longer."""
         with self._lock:
             self._open.discard(load)
             waiting = {each.query.request_id for each in self._open}
-        for edge in list(load.reads):  # a load thread may still read
-            self._costs.learn_edge(edge, *load.read_so_far(edge))
+        if load.state is not LoadState.LOST:
+            self._learn_edges(load)
         if load.query.request_id not in waiting:
             self._lookers.run(lambda: self._store.forget([load.query.request_id]))
 
-    def _given_up(self, what: GivenUp) -> None:
+    def _given_up(self, load: Load, what: GivenUp) -> None:
+        """Learn how slow the edges are at once: while a read hangs, all that come would wait as long."""
         self.num_given_up[what] += 1
+        self._learn_edges(load)
+
+    def _learn_edges(self, load: Load) -> None:
+        for edge in list(load.reads):  # a load thread may still read
+            self._costs.learn_edge(edge, *load.read_so_far(edge))
 
     def _ask(self, load: Load, timeout_s: float, asked_s: float) -> None:
         is_far = False
@@ -119,6 +124,9 @@ class Loads:
         sources = self._store.locate(load.query, timeout_s)
         self._costs.learn_lookup(self._clock() - asked_s)
         self._costs.learn_found([source.edge for source in sources])
+        if not load.num_stored:
+            num_found = sum(source.num_usable for source in sources)
+            self._controller.learn_answer(num_found, len(load.query.token_ids) - load.num_resident)
         try:
             sources = load.skip_computed(sources)
             plan = self._controller.plan(

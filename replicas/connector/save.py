@@ -337,18 +337,14 @@ class ChunkSaver:
         """Copy all layers, behind what was launched so far."""
         self._hand_over(self._num_layers)
 
-    def end(self, unsound: Collection[object] = (), *, is_doubtful: bool = False) -> None:
-        """Confirm the step's chunks, now that its outcome is known; nothing of the sequences `unsound` is kept.
-
-        is_doubtful  some of what the step read did not come: who depends on it went back to the queue, but for requests
-                     that have ended since, of which nobody knows
-        """
+    def end(self, unsound: Collection[object] = ()) -> None:
+        """Confirm the step's chunks, now that its outcome is known; nothing of the sequences `unsound` is kept, nor of
+        those that went back to the queue because some of what they read did not come."""
         if not self._copies:
             return
         self._hand_over(self._num_layers)
         for copy in self._copies:
-            has_ended = copy.job.sequence.path is None
-            copy.is_void |= copy.job.is_void or copy.job.sequence in unsound or (is_doubtful and has_ended)
+            copy.is_void |= copy.job.is_void or copy.job.sequence in unsound
         self._confirm()
         self._copies = []  # last: what Ctrl-C interrupts is abandoned
 

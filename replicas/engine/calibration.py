@@ -474,7 +474,7 @@ class _Bench:
         """Run a step as `Engine.step` does, and wait for the device."""
         started_s = self._clock()
         batch = self._scheduler.schedule()
-        inputs = self._runner.prepare(batch, self._forest.drain_moves(can_copy=False))
+        inputs = self._runner.prepare(batch, self._forest.store.drain_moves(can_copy=False))
         logits = self._runner.forward(inputs)
         sampling = [part.sequence for part in batch if part.samples]
         sampled = self._runner.sample(

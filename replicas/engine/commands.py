@@ -81,7 +81,6 @@ from mneme.replicas.queries import (
 )
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import SessionKey, session_key
-from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sessions.durable import DurableSessions
 from mneme.replicas.sessions.session_pages import resident_of
 
@@ -316,18 +315,16 @@ def list_kv_pins(asked: AskedEngine, query: ListKvPins) -> list[PinnedChunks] | 
 def delete_sequence_pages(asked: AskedEngine, query: DeleteSequencePages) -> DroppedPages:
     def delete(engine: Engine) -> None:
         if query.session is None:
-            _save_no_more(
-                engine,
-                lambda s: s.request.salt == query.salt and tuple(s.context[: len(query.token_ids)]) == query.token_ids,
+            engine.keep_nothing(
+                lambda s: s.request.salt == query.salt and tuple(s.context[: len(query.token_ids)]) == query.token_ids
             )
             engine.forest.drop_prefix(query.salt, query.token_ids)
             return
         asker = engine.scheduler.gathering.asker
-        _save_no_more(engine, lambda sequence: session_key(asker(sequence).request) == query.session)
+        engine.keep_nothing(lambda sequence: session_key(asker(sequence).request) == query.session)
         log = engine.sessions.get(query.session)
         if log is not None:
-            engine.forest.delete(log, log.root)
-            engine.forest.drop_exact(query.salt, log.ids)  # what was asked again was computed exactly, too
+            engine.delete_kv(query.session, log)
 
     deleted = asked.between_steps(lambda engine: _deleted_pages(engine, delete))
     _flush(asked)
@@ -339,7 +336,7 @@ def delete_tenant_pages(asked: AskedEngine, query: DeleteTenantPages) -> Dropped
     tenant = tenant_of(query.salt)
 
     def delete(engine: Engine) -> None:
-        _save_no_more(engine, lambda sequence: tenant_of(sequence.request.salt) == tenant)
+        engine.keep_nothing(lambda sequence: tenant_of(sequence.request.salt) == tenant)
         engine.sessions.delete_salts(lambda other: tenant_of(other) == tenant)
         engine.forest.drop_salts(lambda other: tenant_of(other) == tenant)
 
@@ -423,13 +420,6 @@ def _describe(engine: Engine, key: SessionKey) -> KnownSession | None:
 def _flush(asked: AskedEngine) -> None:
     if asked.kv_tier is not None and not asked.kv_tier.flush_saves(_FLUSH_S):
         raise ReplicaUnavailable("what is being saved takes long, and would come after the deletion; try again")
-
-
-def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -> None:
-    """Keep out of the tier what running requests compute: it would come there after the deletion."""
-    for sequence in (*engine.scheduler.running, *engine.scheduler.waiting, *engine.scheduler.gathering):
-        if is_meant(sequence):
-            sequence.chain = None
 
 
 def _deleted_pages(engine: Engine, delete: Callable[[Engine], None]) -> DroppedPages:

@@ -152,7 +152,7 @@ class Engine:
             end_token_ids=self._eos_token_ids,
             decode=None if tokenizer is None else tokenizer.decode,
             on_drop=lambda log: self.forest.abandon(log.root, owner=log),
-            on_delete=self._delete_kv,
+            on_delete=self.delete_kv,
             log_writer=None if durable is None else durable.writer,
         )
         self._blends, self._asked = Controller(gate, self.costs), AskedBeginnings()
@@ -216,7 +216,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         has_any = self.scheduler.has_work or self._flight is not None or bool(self._outbox)
-        return has_any or (self.forest.wants_copies and self.runner.can_copy)
+        return has_any or (self.forest.store.wants_copies and self.runner.can_copy)
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -346,7 +346,7 @@ class Engine:
 
     def _launch(self, batch: list[StepRows], expected: Expected | None) -> tuple[_Flight, torch.Tensor]:
         """Launch a step's moves and its forward pass; returns its logits, float32 [rows that sample, vocab]."""
-        moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
+        moves = self.forest.store.drain_moves(can_copy=self.runner.can_copy)
         began_s, children = self.clock(), self.scheduler.gathering.parent_by_child
         saves = [] if self.connector is None or self.runner.runs_ahead else self.connector.begin_step(batch)
         logits = self.runner.forward(self.runner.prepare(batch, moves, saves, expected))
@@ -383,12 +383,17 @@ class Engine:
         if fork is not None and fork.seen is None:  # a truncated one has ids only
             self.forest.claim(fork, None if first is None else first.path, self.sessions.get(key))
 
-    def _delete_kv(self, log: TokenLog) -> None:
-        """Delete a session's pages. What runs of it is saved no more: it would come after the deletion."""
-        self.forest.delete(log, log.root)
-        for sequence in self._sequence_by_id.values():
-            if self.scheduler.gathering.asker(sequence).owner is log:
-                sequence.chain = None
+    def delete_kv(self, key: SessionKey, log: TokenLog) -> None:
+        """Delete a session's pages, and the exact copy of what was asked again."""
+        self.keep_nothing(lambda sequence: self.scheduler.gathering.asker(sequence).owner is log)
+        self.forest.delete(log, log.root, key[0], log.ids)
+
+    def keep_nothing(self, is_meant: Callable[[Sequence], bool]) -> None:
+        """Save nothing more of what runs, nor copy it exactly: that would come after its deletion."""
+        for sequence in [each for each in self._sequence_by_id.values() if is_meant(each)]:
+            sequence.chain, sequence.blend.num_asked = None, 0
+            if not self._is_alive(self.scheduler.gathering.asker(sequence)):  # a copy: nobody waits for it
+                self._finish(sequence, "abort")
 
     def _first_choice(self, key: SessionKey) -> Sequence | None:
         """Find the first choice of the session's running turn."""
@@ -516,7 +521,7 @@ class Engine:
         self.limits.measure_queue()
         self._expire()
         if self.connector is not None:
-            self.connector.look_again(self.scheduler.waiting, self.forest)
+            self.connector.look_again(self.scheduler.waiting.unstarted, self.forest)
 
     def _commit(self, flight: _Flight) -> None:
         """Wait for a step's tokens, and give them to its sequences."""
@@ -633,8 +638,6 @@ class Engine:
         sequence, blend = end.sequence, end.sequence.blend
         if not blend.num_asked or end.reason not in ("stop", "length") or sequence.request.choice_index:
             return
-        if self.connector is not None and sequence.chain is None:
-            return  # it was deleted meanwhile
         salt, ids = sequence.request.salt, sequence.context[: self.capacity - 1]
         is_known = sum(self.forest.resident(salt, ids)) >= blend.num_asked
         if not is_known and not self._is_coming(salt, ids[: blend.num_asked]):

@@ -247,7 +247,7 @@ class EngineLoop:
             return BLOCKED_S
         if self._subscribers and self.reporter.is_waiting:
             return REPORT_S
-        if self.engine.forest.wants_copies or self._withheld:
+        if self.engine.forest.store.wants_copies or self._withheld:
             return _COPYING_S
         return IDLE_REPORT_S if self._subscribers else _IDLE_S
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from mneme.cachetier.names import PUBLIC_SALT
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
-from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
+from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
 from mneme.replicas.forest.owners import Owners
 from mneme.replicas.forest.page_store import PageStore, PageTier
 from mneme.replicas.forest.paths import (
@@ -123,11 +123,6 @@ class PrefixForest:
             "moved_pages": dict(self.store.num_moved),
         }
 
-    @property
-    def wants_copies(self) -> bool:
-        """Return whether a step without rows would still have pages to copy to the host."""
-        return self.store.wants_copies
-
     def resident(self, salt: str, ids: Sequence[int], root: Root | None = None) -> Resident:
         """Count what the tiers have of a sequence; leaves their order of eviction as it is.
 
@@ -144,11 +139,18 @@ class PrefixForest:
         self.device.look_ahead(queue, self.owners)
         self.host.look_ahead(queue, self.owners)
 
-    def open_path(self, salt: str, ids: Sequence[int] = ()) -> Path:
+    def open_path(self, salt: str, ids: Sequence[int] = (), kept_root: Root | None = None) -> Path:
         """Open an empty path for a tenant, to be extended by `ids`.
 
         Paths under different salts never meet, but for public pages: several tenants' prompts may begin with them.
+
+        kept_root  of a session's own: the path sees what that kept, with which `ids` begin, unless some of that is gone
+                   from every tier
         """
+        if kept_root is not None and not kept_root.is_lost and kept_root.begins(ids):
+            path = self._open_whole(kept_root)
+            if path is not None:
+                return path
         root = self._root_of(salt, ids)
         if root is None:
             root = self.roots[salt] = Root(salt)
@@ -167,13 +169,8 @@ class PrefixForest:
             return own
         return public
 
-    def open_kept(self, root: Root, ids: Sequence[int] | None = None) -> Path | None:
-        """Open a path that sees what the truncation of a session kept; None if some of that is gone from every tier.
-
-        `ids` begin with what was kept; None: nothing can have changed since.
-        """
-        if root.is_lost or (ids is not None and not root.begins(ids)):
-            return None
+    def _open_whole(self, root: Root) -> Path | None:
+        """Open a path that sees what a root kept; None if some of that is gone from every tier."""
         path = self._open(root)
         if not is_lost(path):
             return path
@@ -231,7 +228,7 @@ class PrefixForest:
         known, known_root = self._last_truncated
         is_known = owner is not None and known is owner and known_root.kept == kept
         root = known_root if is_known else Root(path.salt, kept)
-        truncated = self.open_kept(root) if self.store.sharing else None
+        truncated = self._open_whole(root) if self.store.sharing and not root.is_lost else None
         if truncated is not None:
             self._last_truncated = owner, root
             self.release(path)
@@ -321,11 +318,12 @@ class PrefixForest:
                 self.store.drop_below(each)
             roots += each.kept_roots - spared
 
-    def delete(self, owner: Owner, root: Root | None) -> None:
+    def delete(self, owner: Owner, root: Root | None, salt: str = "", ids: Sequence[int] = ()) -> None:
         """Delete a session's pages from every tier: from the end of its last path up, what nothing else is on.
 
         With a root of its own also what it computed since, what it kept of its history, and what led there. Documents
-        that a blend moved to their places stay cached: they are whoever's names them, as is what others keep.
+        that a blend moved to their places stay cached: they are whoever's names them, as is what others keep. What is
+        exact of its `ids` goes too: another request may have asked for that again.
         """
         tail = self.owners.tail_of(owner)
         self._mark_grown(self.owners.drop(owner))
@@ -338,18 +336,8 @@ class PrefixForest:
         self.abandon(root)
         for page in reversed(pages):
             self.store.drop_up(page)
-
-    def retract(self, pages: Iterable[Page]) -> None:
-        """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
-        if self.store.sharing:  # else nothing stays of a path that was given back
-            for page in pages:
-                self.store.drop_below(page)
-                self.store.drop_everywhere(page)
-
-    def drop_exact(self, salt: str, ids: Sequence[int]) -> None:
-        """Delete of a prompt what nothing else is on, from its end up."""
-        if (root := self.roots.get(salt)) is not None:
-            page, position = follow(root, root.start, ids, salt)
+        if ids and (exact := self.roots.get(salt)) is not None:
+            page, position = follow(exact, exact.start, ids, salt)
             self._drop_up(page, salt, position)
 
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
@@ -361,8 +349,7 @@ class PrefixForest:
                 continue
             for child in list(page.children.values()):
                 if child.start >= len(ids) and child.salt == salt:
-                    self.store.drop_below(child)
-                    self.store.drop_everywhere(child)
+                    self.store.drop_from(child)
             parent = page.parent
             if parent is not None and not page.children and page.salt == salt:
                 self.store.drop_everywhere(page)
@@ -381,8 +368,7 @@ class PrefixForest:
         for root in [each for each in (*self.roots.values(), *self.kept_roots) if is_chosen(each.salt)]:
             self.store.drop_below(root)
         for page in [each for each in self._behind_public() if is_chosen(each.salt)]:
-            self.store.drop_below(page)
-            self.store.drop_everywhere(page)
+            self.store.drop_from(page)
         if not is_counted:
             self.store.num_moved = num_moved
 
@@ -454,10 +440,6 @@ class PrefixForest:
         self.store.clear()
         if not is_trusted:
             self.store.forget_moves()
-
-    def drain_moves(self, *, can_copy: bool = True) -> Moves:
-        """Return what happens to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
-        return self.store.drain_moves(can_copy=can_copy)
 
     def report_changes(self) -> set[Page]:
         """Return a set to which pages are added that come to a tier, are filled or go, for who takes them out.

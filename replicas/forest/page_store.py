@@ -343,6 +343,11 @@ class PageStore:
         for below in reversed(list(page.below_it())):
             self.drop_everywhere(below)
 
+    def drop_from(self, page: Page) -> None:
+        """Drop a page with all that hangs on it."""
+        self.drop_below(page)
+        self.drop_everywhere(page)
+
     def drop_up(self, page: Page, end: int | None = None) -> None:
         """Drop what nothing else is on, from this page up; with `end`, where a prefix left it, tokens behind it are
         another's and stay."""
@@ -385,8 +390,11 @@ class PageStore:
         self._count_reclaimable(page)
         return True
 
-    def drain_moves(self, *, can_copy: bool) -> Moves:
-        """Return the moves of the step that was scheduled; loads go before copies that can wait (Pensieve 5.1)."""
+    def drain_moves(self, *, can_copy: bool = True) -> Moves:
+        """Return what happens to pages before the rows of the step that was scheduled are computed.
+
+        Loads go before copies that can wait (Pensieve 5.1). `can_copy`: ahead of need too.
+        """
         if can_copy and not self._loaded and not self.grafts:
             self._copy_ahead()
         for tier in self.tiers:

@@ -37,11 +37,10 @@ class PathOpener:
 
         Not before what a truncated session has in the cache tier has come: of that some stays.
         """
-        path = None if sequence.root is None else self._forest.open_kept(sequence.root, sequence.context)
-        if path is None:
-            request = sequence.request  # one that reads its prompt finds nothing, public pages neither
-            known = () if request.reads_prompt else sequence.context
-            path, sequence.root = self._forest.open_path(request.kv_salt, known), None
+        request = sequence.request  # one that reads its prompt finds nothing, public pages neither
+        known = () if request.reads_prompt else sequence.context
+        path = self._forest.open_path(request.kv_salt, known, sequence.root)
+        sequence.root = path.root if path.root.is_own else None
         path.extend(sequence.context, len(sequence.context))
         view = sequence.view
         if view.is_over(len(sequence.context)) and not (view.event and sequence.load is not None):

@@ -79,6 +79,11 @@ class WaitingQueue:
         Nothing may be added or removed meanwhile.
         """
         yield from self._suspended
+        yield from self.unstarted
+
+    @property
+    def unstarted(self) -> Iterator[Sequence]:
+        """Yield those that were never taken out to run, likewise."""
         chosen = self._chosen
         if chosen is not None:
             yield chosen.waiting[0]

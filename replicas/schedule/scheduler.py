@@ -65,7 +65,7 @@ class Scheduler:
         self._costs, self._max_step_s = costs, max_step_s
         self._opener = PathOpener(forest, attention_mass)
         self._max_batch_tokens = max_batch_tokens
-        self._max_running = max_running
+        self.max_running = max_running
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of arrival
         self.gathering = Gathering(self.waiting.add)  # neither: documents that they reuse are computed first
@@ -165,7 +165,9 @@ class Scheduler:
         gone = [s for s in self.running if s.path is not None and not lost.isdisjoint(s.path.pages)]
         self.num_retracted += len(gone)
         self._put_back(gone)
-        self._forest.retract(pages)
+        if self._forest.store.sharing:  # else nothing stays of a path that was given back
+            for page in pages:
+                self._forest.store.drop_from(page)
 
     def retract_all(self) -> list[Sequence]:
         """The step was not computed, and no page can be trusted: who ran goes back to the queue.
@@ -261,7 +263,7 @@ class Scheduler:
         """Return the rows that a prompt may have, beside those of one that waits and goes before it."""
         assert sequence.path is not None
         num_reserved = 0
-        if self._costs is not None and self.waiting and len(self.running) < self._max_running:
+        if self._costs is not None and self.waiting and len(self.running) < self.max_running:
             head = self.waiting.head
             if head is not self._refused and head.due_s < sequence.due_s:
                 num_reserved = head.num_expected
@@ -271,7 +273,7 @@ class Scheduler:
         chosen = self.waiting.chosen
         if chosen is not None and chosen.load is not None:
             chosen.load.pause()  # its chunks cost nothing while they are not what it waits for
-        while self.waiting and budget.has_room and len(self.running) < self._max_running:
+        while self.waiting and budget.has_room and len(self.running) < self.max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):
                 self._admit_behind(sequence, batch)
@@ -292,7 +294,7 @@ class Scheduler:
         for sequence in list(islice(self.waiting, 1, 1 + _NUM_OVERTAKING)) if self.running else []:
             is_short = len(sequence.context) <= self._budget.num_rows(0) and sequence.request.choice_index == 0
             is_ready = self._comes_whole(sequence)
-            can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
+            can_run = is_short and is_ready and len(self.running) + 1 < self.max_running
             if can_run and self._opener.admit(sequence, len(self.running), self._budget, num_kept=num_kept):
                 self.waiting.overtake(sequence, self._start(sequence))
                 self._begin(sequence, batch, has_others=False)

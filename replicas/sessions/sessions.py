@@ -57,7 +57,7 @@ class Sessions:
         end_token_ids: Collection[int] = (),
         decode: Callable[[list[int]], str] | None = None,
         on_drop: Callable[[TokenLog], None] = lambda log: None,
-        on_delete: Callable[[TokenLog], None] = lambda log: None,
+        on_delete: Callable[[SessionKey, TokenLog], None] = lambda key, log: None,
         log_writer: SessionLogWriter | None = None,
     ) -> None:
         """`decode` gives the text of ids, special tokens included; without it a log is known up to its last mark."""
@@ -163,7 +163,7 @@ class Sessions:
             return False
         if self._log_writer is not None and not is_elsewhere:
             self._log_writer.deleted(key, log)
-        self._on_delete(log)
+        self._on_delete(key, log)
         self._forget_ids(log)
         if log.running is None:
             self._drop(key, log)
@@ -276,7 +276,7 @@ class Sessions:
     def _next_turn(self, key: SessionKey, log: TokenLog, ended: RunningTurn) -> list[GenerationRequest]:
         log.running = None
         if ended.is_deleted:
-            self._on_delete(log)
+            self._on_delete(key, log)
         if not ended.queue:
             if not log.ids:
                 self._drop(key, log)

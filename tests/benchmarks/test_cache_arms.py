@@ -45,7 +45,7 @@ def test_turns_come_from_where_their_arms_say(turns: NextTurns) -> None:
 
 @pytest.mark.parametrize("name", [HOST, COLD])
 def test_an_arm_whose_kv_is_gone_fails(turns: NextTurns, name: str) -> None:
-    for store in turns._stores.values():
+    for store in turns.stores.values():
         store.inner.node.delete([change.key for change in store.inner.node.snapshot()])
     with pytest.raises(MnemeError, match=f"arm {name}, 300 tokens of history: kv_details say"):
         turns.turn(name)

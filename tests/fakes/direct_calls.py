@@ -28,7 +28,7 @@ class DirectCalls:
         self.hang_queries = False
         self.late: set[str] = set()  # replicas that do not answer `stats`
         self.frozen: set[str] = set()  # whose streams say nothing, as those of a stopped process
-        self._servers: dict[str, ReplicaServer] = {}
+        self.servers: dict[str, ReplicaServer] = {}
         self._deaths: dict[str, asyncio.Event] = {}
         self._drop_next: set[str] = set()
         self._is_unreachable: set[str] = set()
@@ -37,7 +37,7 @@ class DirectCalls:
         engine = FakeEngineLoop(step_s=step_s, max_running=max_running)
         engine.start()
         self.engines[replica_id] = engine
-        self._servers[replica_id] = ReplicaServer(replica_id, engine)
+        self.servers[replica_id] = ReplicaServer(replica_id, engine)
         self._deaths[replica_id] = asyncio.Event()
         return engine
 
@@ -48,7 +48,7 @@ class DirectCalls:
     async def drain(self, replica_id: str, grace_s: float) -> None:
         """As Serve stops a replica: no call reaches it any more."""
         self._is_unreachable.add(replica_id)
-        await self._servers[replica_id].drain(grace_s)
+        await self.servers[replica_id].drain(grace_s)
 
     def drop_next_message(self, replica_id: str) -> None:
         self._drop_next.add(replica_id)
@@ -60,7 +60,7 @@ class DirectCalls:
     async def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         death = self._alive(replica_id)
         self.num_opened += 1
-        stream = self._servers[replica_id].events(replica_id=replica_id, subscriber=subscriber)
+        stream = self.servers[replica_id].events(replica_id=replica_id, subscriber=subscriber)
         died = asyncio.ensure_future(death.wait())
         item: asyncio.Future[StreamItem] | None = None
         try:
@@ -94,7 +94,7 @@ class DirectCalls:
             await asyncio.Event().wait()
         if method == "submit_many":
             await asyncio.sleep(0.005)  # a call takes time, so that others pile up behind it
-        return await getattr(self._servers[replica_id], method)(replica_id=replica_id, **arguments)
+        return await getattr(self.servers[replica_id], method)(replica_id=replica_id, **arguments)
 
     def _alive(self, replica_id: str) -> asyncio.Event:
         death = self._deaths[replica_id]

@@ -20,6 +20,7 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.serve.gpus import place_models
 from mneme.config import parse
 from mneme.errors import ConfigError
+from tests.cluster.serve.deployments import bound
 from tests.docker.dockerfile import DOCKERFILE
 from tests.k8s.renders import (
     NAMES,
@@ -84,8 +85,7 @@ def test_the_application_builds_from_its_arguments() -> None:
     (application,) = serve_config(rendered("cpu"))["applications"]
     module, _, name = application["import_path"].partition(":")
     assert (module, getattr(app, name)) == (app.__name__, app.build)
-    bound = app.build(application["args"])
-    assert bound._bound_deployment.name == app.INGRESS_DEPLOYMENT
+    assert bound(app.build(application["args"])).name == app.INGRESS_DEPLOYMENT
     with pytest.raises(ConfigError, match="unknown key"):
         app.build({**application["args"], "replica": 2})
 

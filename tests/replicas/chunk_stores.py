@@ -30,10 +30,10 @@ class FakeStore:
     waiting: set[str] = field(default_factory=set)
     refuses: bool = False
     num_reads: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
-        with self._lock:
+        with self.lock:
             self.waiting.add(query.request_id)
             sources: list[ChunkSource] = []
             for index in range(query.first, len(query.keys)):
@@ -64,7 +64,7 @@ class FakeStore:
         assert chunk.header.checksums == tuple(checksum(layer.data) for layer in chunk.layers)
         if self.refuses:
             return False
-        with self._lock:
+        with self.lock:
             self.chunks[chunk.header.key] = chunk
         return True
 
@@ -101,7 +101,7 @@ class FakeSource:
         return self.store.fault(self.header, layer) or self.chunk.layers[layer]
 
     def close(self) -> None:
-        with self.store._lock:
+        with self.store.lock:
             self.store.num_open -= not self.is_closed
             self.is_closed = True
 

@@ -30,7 +30,7 @@ def test_what_only_one_prompt_had_or_is_short_is_not_hot() -> None:
 
 def test_the_groups_that_were_used_last_stay() -> None:
     hot = HotPrefixes()
-    for number in range(2 * hot_prefixes._MAX_GROUPS):
+    for number in range(2 * hot_prefixes.MAX_GROUPS):
         hot.add(SYSTEM, salt=str(number))
         hot.add(SYSTEM, salt="often")
     assert hot.hottest(8) == [("often", SYSTEM)]

@@ -192,7 +192,7 @@ async def _nodes(service: Service) -> list[dict[str, Any]]:
 
 async def events(service: Service, request: Request) -> Response:
     """Tell, as server-sent events, of the caller's requests that end, of replicas' states, and of KV that moves."""
-    return _EventStream(service, request.state.tenant, _Figures(service, request.state.is_admin).changes)
+    return _EventStream(service, request.state.tenant, Figures(service, request.state.is_admin).changes)
 
 
 class _EventStream(StreamingResponse):
@@ -226,7 +226,7 @@ def _line(event: Event) -> str:
     return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
-class _Figures:
+class Figures:
     """Finds what changed between two looks at the figures of all replicas."""
 
     def __init__(self, service: Service, has_sums: bool) -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mneme.cluster.wire.overview import Event, ShownRequest
 from mneme.errors import Overloaded
@@ -33,12 +34,20 @@ class Listener:
         self.news.set()
 
 
+class EndedRequest(NamedTuple):
+    """A request that ended, as its tenant sees it, and whose KV it could share."""
+
+    tenant: str
+    salt: str
+    shown: ShownRequest
+
+
 @dataclass(slots=True, eq=False)
 class RequestLog:
     """Holds the last requests of all tenants, and who listens."""
 
     clock: Callable[[], float]  # seconds since 1970
-    _requests: deque[tuple[str, ShownRequest]] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
+    _requests: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     _listeners: set[Listener] = field(default_factory=set)
 
     def __len__(self) -> int:
@@ -46,17 +55,17 @@ class RequestLog:
 
     def last(self, tenant: str, count: int) -> list[ShownRequest]:
         """Return a tenant's requests, the latest first."""
-        own = [each for of_tenant, each in reversed(self._requests) if of_tenant == tenant]
-        return own[:count]
+        return [each.shown for each in reversed(self._requests) if each.tenant == tenant][:count]
 
-    def find(self, tenant: str, request_id: str) -> ShownRequest | None:
-        return next((each for each in self.last(tenant, MAX_REQUESTS) if each["id"] == request_id), None)
+    def find(self, tenant: str, request_id: str) -> EndedRequest | None:
+        of_id = (each for each in reversed(self._requests) if each.shown["id"] == request_id)
+        return next((each for each in of_id if each.tenant == tenant), None)
 
-    def add(self, tenant: str, request: ShownRequest) -> None:
-        self._requests.append((tenant, request))
+    def add(self, tenant: str, salt: str, shown: ShownRequest) -> None:
+        self._requests.append(EndedRequest(tenant, salt, shown))
         for listener in self._listeners:
             if listener.tenant == tenant:
-                listener.put({"type": "request.ended", "at": request["ended_at"], "data": dict(request)})
+                listener.put({"type": "request.ended", "at": shown["ended_at"], "data": dict(shown)})
 
     @contextmanager
     def listening(self, tenant: str) -> Iterator[Listener]:

@@ -176,7 +176,7 @@ def test_a_truncated_file_is_a_miss_at_every_length(tmp_path: Path) -> None:
     assert open_chunk(FILES, str(path), wanted(chunk, big)) is Miss.SHORT
 
 
-FIXED = chunk_module._FIXED
+FIXED = chunk_module.FIXED_FIELDS
 FIELDS = {"version": 1, "size": 2, "kind": 3, "dtype": 4, "layers": 5, "heads": 6, "dim": 7, "chunk": 8, "tokens": 9}
 FIELDS |= {"first": 14, "stride": 15, "file": 16}
 BIG = {"version": 2**32 - 1, "size": 2**32 - 1, "kind": 255, "dtype": 255, "first": 2**64 - 1, "stride": 2**64 - 1}

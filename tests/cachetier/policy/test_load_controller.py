@@ -154,6 +154,28 @@ def test_an_answer_that_is_learned_to_take_longer_than_a_step_more_is_not_waited
     assert LoadController(costs, loads_all=True).lookup_wait_s(0, 10) > 1
 
 
+def test_what_is_asked_in_vain_is_asked_seldom_until_something_is_found() -> None:
+    """An answer takes 1 ms, computing 10 tokens 5: after 16 answers of nothing that is more than it saves."""
+    controller = LoadController(make_costs())
+    assert controller.asks(0, 10)
+    for _ in range(30):
+        controller.learn_answer(0, 10)
+    assert sum(controller.asks(0, 10) for _ in range(160)) == 10
+    assert controller.asks(0, 8192)  # an answer takes less than a hundredth of what computing does
+    assert controller.asks(0, 10, 10)  # known to be there
+    assert LoadController(make_costs(), loads_all=True).asks(0, 10)
+    for _ in range(3):
+        controller.learn_answer(10, 10)
+    assert all(controller.asks(0, 10) for _ in range(16))
+
+
+def test_who_would_have_an_answer_later_than_it_has_computed_all_does_not_ask() -> None:
+    costs = make_costs()
+    costs.learn_lookup(0.02)
+    controller = LoadController(costs)
+    assert [controller.asks(0, num_tokens) for num_tokens in (10, 8192)] == [False, True]
+
+
 def test_a_lookup_of_what_a_session_stored_is_waited_for_as_long_as_that_would_take() -> None:
     controller = LoadController(make_costs())
     stored_s = make_costs().prefill_s(4096, 100)

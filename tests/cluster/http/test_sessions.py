@@ -155,11 +155,18 @@ def test_another_key_s_sessions_and_requests_are_unknown() -> None:
 
 
 def test_a_cache_salt_names_the_session_too(client: TestClient) -> None:
-    answer = chat(client, session_id="s", cache_salt="x y")
+    chat(client, session_id="s", cache_salt="x y")
     get(client, "/v1/sessions/s", 404)
     get(client, "/v1/sessions/s?cache_salt=x%20y")
-    get(client, f"/v1/kv/explain/{answer['id']}", 404)
-    get(client, f"/v1/kv/explain/{answer['id']}?cache_salt=x%20y")
+
+
+def test_who_asks_finds_what_its_own_request_found_whatever_salt_that_named(client: TestClient) -> None:
+    """As the page does, which knows of ids alone; another ingress needs the salt."""
+    answer = chat(client, cache_salt="x y")
+    (shown,) = get(client, "/v1/requests")["data"]
+    by_id, by_salt = (get(client, f"/v1/kv/explain/{shown['id']}{salt}") for salt in ("", "?cache_salt=x%20y"))
+    assert by_id == by_salt
+    assert by_id["choices"][0]["prompt_tokens"] == answer["usage"]["prompt_tokens"]
 
 
 def test_odd_characters_are_names_like_any_other(client: TestClient) -> None:

@@ -29,7 +29,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def join_failure() -> str:
     with pytest.raises(StartFailed) as raised:
-        LocalCluster(ClusterConfig())._join("auto")  # `start` would take this process's signals first
+        LocalCluster(ClusterConfig()).join("auto")  # `start` would take this process's signals first
     return str(raised.value)
 
 

@@ -22,6 +22,7 @@ from mneme.cluster.serve.gpus import place_engines
 from mneme.config import parse
 from mneme.errors import ConfigError
 from mneme.router.autoscaler import AutoscaleConfig, ReplicaLoad
+from tests.cluster.serve.deployments import engines_of
 
 pytestmark = pytest.mark.engine
 
@@ -153,7 +154,7 @@ def test_the_applications_bounds_are_serves() -> None:
     config = parse(ClusterConfig, {"engine": CPU, "autoscale": {"min": 0, "max": 3}})
     placement = place_engines(config, 0)
     assert placement.replicas == 1
-    engines = build_application(config, [placement])._bound_deployment.init_args[1][0]._bound_deployment
+    engines = engines_of(build_application(config, [placement]))
     bounds = engines._deployment_config.autoscaling_config
     assert (bounds.min_replicas, bounds.initial_replicas, bounds.max_replicas) == (0, 1, 3)
     assert bounds.policy.get_policy() is AutoscalingPolicy
@@ -179,8 +180,7 @@ def test_what_engines_do_not_read_may_change_without_a_restart_of_theirs() -> No
 
     def bound(given: dict[str, Any]) -> tuple[Any, ...]:
         config = parse(ClusterConfig, {"engine": CPU, **given})
-        engines = build_application(config, [place_engines(config, 0)])._bound_deployment.init_args[1][0]
-        args: tuple[Any, ...] = engines._bound_deployment.init_args
+        args: tuple[Any, ...] = engines_of(build_application(config, [place_engines(config, 0)])).init_args
         return args
 
     changes = {

@@ -12,6 +12,7 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, count_machine_gpus, place_engines, place_models
 from mneme.config import parse
 from mneme.errors import ConfigError
+from tests.cluster.serve.deployments import engines_of
 
 pytestmark = pytest.mark.engine
 
@@ -87,7 +88,7 @@ def test_models_that_do_not_fit_are_never_served_from_the_cpu_instead(
 @pytest.mark.parametrize("gpus", [0.0, 0.5, 1.0])
 def test_ray_is_asked_for_each_replicas_part_of_a_gpu(gpus: float) -> None:
     placement = EnginePlacement(4, "cuda" if gpus else "cpu", gpus)
-    engines = build_application(ClusterConfig(), [placement])._bound_deployment.init_args[1][0]._bound_deployment
+    engines = engines_of(build_application(ClusterConfig(), [placement]))
     assert (engines.num_replicas, engines.ray_actor_options["num_gpus"]) == (4, gpus)
 
 

@@ -83,7 +83,7 @@ def test_a_slow_tier_holds_up_nobody_else() -> None:
 
     async def scenario() -> None:
         server = ReplicaServer("r", engine)  # type: ignore[arg-type]
-        asked = [server.query(replica_id="r", query=GetKvStats("")) for _ in range(replica._LANES["kv"][1])]
+        asked = [server.query(replica_id="r", query=GetKvStats("")) for _ in range(replica.LANES["kv"][1])]
         waiting = [asyncio.create_task(one) for one in asked]
         await asyncio.sleep(0)  # they have begun
         assert isinstance(await server.query(replica_id="r", query=GetKvStats("")), Overloaded)
@@ -101,7 +101,7 @@ def test_who_goes_leaves_the_place_of_its_question_taken_while_a_thread_is_at_it
 
     async def scenario() -> None:
         server = ReplicaServer("r", engine)  # type: ignore[arg-type]
-        threads, most = replica._LANES["kv"]
+        threads, most = replica.LANES["kv"]
         waiting = [asyncio.create_task(server.query(replica_id="r", query=GetKvStats(""))) for _ in range(most)]
         await asyncio.sleep(0)
         for one in waiting:

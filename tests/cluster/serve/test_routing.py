@@ -47,7 +47,7 @@ class Cluster:
             loop = EngineLoop(Engine(runner, None, EngineConfig()))  # type: ignore[arg-type]
             loop.start()
             self.loops[name] = loop
-            self.calls._servers[name] = ReplicaServer(name, loop)  # in the place of the fake one
+            self.calls.servers[name] = ReplicaServer(name, loop)  # in the place of the fake one
         self.ingresses = [RayEngineClient(self.calls, name=each, router=RouterConfig()) for each in ("one", "two")]
         for ingress in self.ingresses:
             ingress.chooser.clock = lambda: time.monotonic() + self.later_s

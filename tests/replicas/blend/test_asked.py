@@ -16,7 +16,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import ASKED_AGAIN, EXACT, BlendOptions, BlendUsage
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.stats import engine_stats
-from mneme.replicas.queries import DeleteSequencePages
+from mneme.replicas.queries import DeleteSequencePages, DeleteSession
 from mneme.replicas.request import GenerationRequest, PromptUsage
 from tests.budget import examples
 from tests.replicas.asked import answer
@@ -29,6 +29,7 @@ ANY = BlendOptions(min_tokens=2, order="any")
 GATE = Gate({"first-k": 0.5}, "", (0.5,))
 SYSTEM, QUESTION = (0, 1), (2, 2, 3)
 A, B, C = [1, 2, 3, 4, 0, 1, 2, 3, 3], [4, 4, 2, 0, 1, 1], [3, 1, 4, 1, 0, 2, 4]
+SECOND = ("", "public:second")
 _NAMES = itertools.count()
 
 
@@ -74,18 +75,24 @@ def test_what_is_asked_again_is_computed_exactly_where_its_documents_are_gone() 
     assert asks(engine, parts)[1].declined == "exact"
 
 
-def test_a_sessions_deletion_takes_its_exact_beginning_along() -> None:
-    engine = make_engine()
-    for name in ("first", "second"):
-        engine.submit(blended(name, [SYSTEM, A, B, QUESTION], AUTO, 2, session_id=f"public:{name}"))
+@pytest.mark.parametrize("query", [DeleteSequencePages("", (), SECOND), DeleteSession(SECOND)])
+@pytest.mark.parametrize("deleted", ["while it answers", "while it is copied", "when all is done"])
+def test_a_sessions_deletion_takes_its_exact_beginning_along(query: Any, deleted: str) -> None:
+    engine, parts = make_engine(max_batch_tokens=16), [SYSTEM, A, B, QUESTION]
+    engine.submit(blended("first", parts, AUTO, 2, session_id="public:first"))
+    run(engine)
+    second = blended("second", parts, AUTO, 2, session_id=SECOND[1])
+    engine.submit(second)
+    if deleted == "while it is copied":
+        while "second" in engine.in_flight:
+            engine.step()
+        assert engine.has_work
+    elif deleted == "when all is done":
         run(engine)
-    log = engine.sessions.get(("", "public:second"))
-    assert log is not None
-    ids = tuple(log.ids)
-    assert sum(engine.forest.resident("", ids)) == len(ids)
-    answer(engine, DeleteSequencePages("", ids, ("", "public:second")))
-    assert sum(engine.forest.resident("", ids)) <= 4  # the page of its first tokens, which documents are on
-    engine.forest.check()
+    answer(engine, query)
+    run(engine)
+    found = sum(engine.forest.resident("", second.prompt_token_ids))
+    assert found <= 4  # the page of its first tokens, which documents are on
 
 
 def test_who_asks_while_the_beginning_is_computed_follows() -> None:

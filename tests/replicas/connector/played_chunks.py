@@ -135,9 +135,9 @@ class FakeLoader:
             self._ending += [load] if graft.is_last else []
             end = graft.pieces[-1].chunk + 1
             load.begin(end)
-            if load._num_read < end and not self.is_late():
+            if load.num_read < end and not self.is_late():
                 self._readers.play()
-            is_lost = load._num_read < end
+            is_lost = load.num_read < end
             if is_lost:
                 load.give_up("loading")
             for piece in graft.pieces:
@@ -188,9 +188,8 @@ class FakeSaver:
     def begin(self, jobs: Sequence[SaveJob]) -> None:
         self._saves = [_Save(job, self._copied(job)) for job in jobs]
 
-    def end(self, unsound: Collection[object] = (), *, is_doubtful: bool = False) -> None:
+    def end(self, unsound: Collection[object] = ()) -> None:
         saves, self._saves = self._saves, []
-        saves = [save for save in saves if not (is_doubtful and save.job.sequence.path is None)]
         self._put([save for save in saves if not save.job.is_void and save.job.sequence not in unsound])
 
     def save(self, jobs: Sequence[SaveJob]) -> None:

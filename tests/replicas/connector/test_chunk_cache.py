@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from mneme.cachetier.names import Miss
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.stats import engine_stats
+from mneme.replicas.model import decoder as decoder_module
 from mneme.replicas.model.decoder import Decoder
 from tests.budget import examples
 from tests.replicas.chunk_stores import FakeStore, SlowRows
@@ -103,22 +106,27 @@ def test_the_write_buffer_has_an_end(decoder: Decoder) -> None:
     assert engine_stats(engine)["cache"]["chunks"]["dropped"] == 3
 
 
+def failing(attend: Callable[..., object], error: BaseException) -> Callable[..., object]:
+    """Attention that fails in the second layer of the next step."""
+    layers = itertools.count()
+
+    def attend_once(*args: object, **more: object) -> object:
+        if next(layers) == 1:
+            raise error
+        return attend(*args, **more)
+
+    return attend_once
+
+
 def test_a_failed_step_saves_nothing_of_itself_and_lets_go_of_pages_at_once(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FakeStore()
     engine = make_cached_engine(decoder, store)
     submit(engine, "a", draw(12, 200), NUM_NEW)
-    attend = Decoder._attend
-
-    def fails(self: Decoder, layer: object, index: int, *args: object) -> object:
-        if index == 1:
-            raise RuntimeError("the device is gone")
-        return attend(self, layer, index, *args)  # type: ignore[arg-type]
-
+    wait_for_store(engine)
     with monkeypatch.context() as patched:
-        patched.setattr(Decoder, "_attend", fails)
-        wait_for_store(engine)
+        patched.setattr(decoder_module, "attend", failing(decoder_module.attend, RuntimeError("the device is gone")))
         with pytest.raises(RuntimeError):
             engine.step()
     engine.fail_all("gone")

@@ -22,6 +22,7 @@ from mneme.replicas.documents import BlendOptions
 from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.llm import LLM
+from mneme.replicas.model import decoder as decoder_module
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.queries import DeleteSequencePages, DeleteTenantPages
 from mneme.replicas.request import SamplingParams
@@ -29,7 +30,7 @@ from tests.cachetier.nodes import make_node
 from tests.replicas.asked import answer
 from tests.replicas.blend.test_blended_traffic import blended
 from tests.replicas.chunk_stores import FakeStore
-from tests.replicas.connector.test_chunk_cache import wait_for_store
+from tests.replicas.connector.test_chunk_cache import failing, wait_for_store
 from tests.replicas.tiered_engine import answers, draw, full_prefill, make_cached_engine, run, submit
 
 pytestmark = pytest.mark.engine
@@ -216,16 +217,8 @@ def test_a_step_of_an_llm_that_ends_early_leaves_nothing_to_match(
     """What it was to compute is not there: the same prompt is computed anew, also after Ctrl-C."""
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm, prompt = LLM(dtype="float32", config={"num_pages": 64}), list(range(40, 140))
-    attend, num_calls = Decoder._attend, []
-
-    def interrupted(self: Decoder, *args: object) -> object:
-        num_calls.append(1)
-        if len(num_calls) == 2:
-            raise error
-        return attend(self, *args)  # type: ignore[arg-type]
-
     with monkeypatch.context() as patched:
-        patched.setattr(Decoder, "_attend", interrupted)
+        patched.setattr(decoder_module, "attend", failing(decoder_module.attend, error()))
         with pytest.raises(error):
             llm.generate([prompt], greedy)
     found = llm.generate([prompt], greedy)[0]

@@ -60,6 +60,11 @@ def make_loads(store: FakeStore, costs: Costs, clock: PlayedClock, make: Any = I
     return Loads(store, controller, costs, clock=clock, make_workers=make)
 
 
+def make_played(store: FakeStore, costs: Costs, clock: PlayedClock, workers: dict[str, PlayedWorkers]) -> Loads:
+    """Threads run when the test says so."""
+    return make_loads(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
+
+
 def begin(loads: Loads) -> Load:
     return loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r"), 0)
 
@@ -92,9 +97,12 @@ def test_what_was_brought_while_an_earlier_request_ran_is_in_time() -> None:
 def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
     """Computing takes longer than loading here: all but the first layer comes meanwhile."""
     store, seen = FakeStore(edge="disk"), list[bool]()
-    loads = make_loads(store, Costs(), PlayedClock())
-    store.before_read = lambda _layer: seen.extend(load.is_decided for load in loads._open)
+    workers: dict[str, PlayedWorkers] = {}
+    loads = make_played(store, Costs(), PlayedClock(), workers)
     load = loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, [*IDS, 1], CHUNK_TOKENS), 0, is_alone=False)
+    store.before_read = lambda _layer: seen.append(load.is_decided)
+    workers["kv-look"].play()
+    workers["kv-read"].play()
     assert seen == [False] * 3 + [True] * 3 * (NUM_LAYERS - 1)
     load.close()
 
@@ -105,7 +113,7 @@ def test_what_hangs_behind_what_the_engine_has_no_more_is_outdated(
 ) -> None:
     """The engine had the first chunk; `num_resident`: what went of that."""
     workers: dict[str, PlayedWorkers] = {}
-    loads = make_loads(FakeStore(), Costs(), PlayedClock(), lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    loads = make_played(FakeStore(), Costs(), PlayedClock(), workers)
     ids = IDS[: (1 + num_found) * CHUNK_TOKENS]
     load = loads.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, ids, CHUNK_TOKENS, first=1), CHUNK_TOKENS)
     assert not load.is_outdated(0)  # it asks
@@ -119,7 +127,7 @@ def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame
     """Both threads are at the chunks of others."""
     store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
     workers: dict[str, PlayedWorkers] = {}
-    loads = make_loads(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    loads = make_played(store, costs, clock, workers)
     load = begin(loads)
     workers["kv-look"].play()
     clock.now_s += 100.0  # it is not its turn
@@ -147,6 +155,25 @@ def test_a_read_that_hangs_when_its_load_is_given_up_counts_with_the_time_it_too
     ((edge, num_bytes, _, seconds),) = costs.told
     assert (edge, num_bytes) == ("host", 2 * load.sources[0].header.layer_bytes)
     assert seconds >= 100.0
+
+
+def test_a_disk_that_hangs_is_known_before_its_read_ends() -> None:
+    """The load was given up; who comes meanwhile would wait as long."""
+    store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
+    workers: dict[str, PlayedWorkers] = {}
+    load, seen = begin(make_played(store, costs, clock, workers)), list[Any]()
+    workers["kv-look"].play()
+
+    def hang(layer: int) -> None:
+        clock.now_s += 100.0
+        load.give_up("waiting")
+        load.close()
+        seen.extend(costs.told)
+
+    store.before_read = hang
+    workers["kv-read"].play()
+    ((edge, _, _, seconds),) = seen
+    assert (edge, seconds >= 100.0, costs.told) == ("disk", True, seen)
 
 
 @pytest.mark.parametrize(("is_over", "is_taken"), [(False, True), (True, False)])

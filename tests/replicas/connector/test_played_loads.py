@@ -360,6 +360,23 @@ def test_a_long_history_comes_in_parts_beside_a_stream(store: FakeStore, edge: A
     assert usage.cached_tokens == 24
 
 
+def test_who_was_suspended_before_its_first_rows_is_not_asked_for_again(store: FakeStore) -> None:
+    """It is computed behind what came: a tier that hangs would have it wait once more each time."""
+    parts = Parts(store)
+    forest, cache = parts.engine.forest, parts.case.cache.cache
+    num_tokens = 4 * forest.device.num_available
+    others = forest.open_path("others")
+    others.write([1] * num_tokens, num_tokens)
+    while parts.engine.scheduler.num_suspensions == 0:
+        parts.step()
+    num_lookups = cache.counts["lookups"]
+    parts.case.cache.now_s += 10.0
+    parts.step()
+    assert cache.counts["lookups"] == num_lookups
+    forest.release(others)
+    parts.finish("a0")
+
+
 def test_alone_a_history_comes_in_one_step(store: FakeStore) -> None:
     case = Played(store, step_chunks=1)
     case.submit("a", IDS[:30])
@@ -547,11 +564,11 @@ def test_a_head_that_could_not_run_anyway_does_not_give_its_chunks_up(store: Fak
     queue = Queue(store, max_running=2)
     assert queue.step() == []
     scheduler = queue.case.engine.scheduler
-    scheduler._max_running = 1
+    scheduler.max_running = 1
     queue.step()
     queue.case.cache.now_s += 1000.0
     queue.step()
-    scheduler._max_running = 2
+    scheduler.max_running = 2
     queue.step()
     assert queue.case.cache.cache.stats()["given_up"] == {}
     queue.finish()

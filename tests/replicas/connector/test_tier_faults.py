@@ -77,7 +77,7 @@ class Client:
     def check(self) -> None:
         """Nothing runs, and no page is held; on the engine's thread."""
         forest = self.engine.forest
-        self.loop._ask(forest.check)
+        self.loop.between_steps(lambda engine: engine.forest.check())
         assert (forest.device.num_in_use, forest.host.num_in_use) == (0, 0)
         assert self.engine.in_flight == {}
 

@@ -186,19 +186,23 @@ def test_a_device_that_lags_gives_the_tokens_of_one_that_does_not(decoder: Decod
 def test_nobody_waits_before_the_next_step_is_launched(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the draws of a step on, until the forward pass of the next is launched."""
     with lagging() as device:
-        engine = of_model(decoder, device)
-        launch, num_watched = Engine._launch, 0
+        engine, num_watched = of_model(decoder, device), 0
+        prepare, forward = engine.runner.prepare, engine.runner.forward
 
-        def launched(self: Engine, *args: Any) -> Any:
+        def prepared(batch: Any, moves: Any, saves: Any, expected: Any) -> Any:
             nonlocal num_watched
-            device.is_watched = args[1] is not None
+            device.is_watched = expected is not None
             num_watched += device.is_watched
+            return prepare(batch, moves, saves, expected)
+
+        def launched(inputs: Any) -> Any:
             try:
-                return launch(self, *args)
+                return forward(inputs)
             finally:
                 device.is_watched = False
 
-        monkeypatch.setattr(Engine, "_launch", launched)
+        monkeypatch.setattr(engine.runner, "prepare", prepared)
+        monkeypatch.setattr(engine.runner, "forward", launched)
         traffic(engine)
         assert num_watched == engine.num_ahead > 30
 

@@ -52,7 +52,7 @@ def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
     if is_away:
         while forest.device.num_cached:
             forest.store.evict()
-        runner.prepare([], forest.drain_moves())
+        runner.prepare([], forest.store.drain_moves())
 
     exact = forest.open_path("")
     exact.extend(ids, end - 1)
@@ -77,7 +77,7 @@ def test_every_row_sees_each_position_once(case: tuple[Any, ...]) -> None:
     is_document = any([*sink, *ids[start:stop]][: len(ids)] == ids for start, stop in spans)  # then it is known as that
     assert num_known < len(ids) or is_document
     forest.release(stranger)
-    again = forest.open_kept(root, [*ids, 1])
+    again = forest.open_path("", [*ids, 1], root)
     again.extend(ids, len(ids))
     assert compute(forest, runner, again, [*ids, 1], num_rows) == 1
     forest.release(again)
@@ -101,7 +101,9 @@ def test_a_blend_whose_private_tokens_are_gone_is_lost() -> None:
     private = next(kept.page for kept in root.kept if kept.root is root)
     forest.store.drop(private, forest.device)
     forest.check()
-    assert forest.open_kept(root, ids) is None
+    anew = forest.open_path("", ids, root)
+    assert not anew.root.is_own
+    forest.release(anew)
     forest.abandon(root)
     forest.release(path)
     forest.check()
@@ -117,6 +119,6 @@ def compute(forest: PrefixForest, runner: FakeRunner, path: Path, ids: list[int]
     while path.num_pending(ids):
         rows = path.take_rows(ids, num_rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
-        runner.forward(runner.prepare([part], forest.drain_moves()))
+        runner.forward(runner.prepare([part], forest.store.drain_moves()))
         forest.check()
     return runner.num_rows - before

@@ -193,7 +193,7 @@ class ForestMachine(RuleBasedStateMachine):
         except OutOfPages:
             assert needed > available
             return
-        fresh = set(self.forest.drain_moves().fresh)
+        fresh = set(self.forest.store.drain_moves().fresh)
         assert len(fresh) == needed <= available
         self.slots = {slot: content for slot, content in self.slots.items() if slot[0] not in fresh}
         position = start

@@ -66,7 +66,7 @@ class Traffic:
 
     def state(self) -> Any:
         forest = self.forest
-        moves = forest.drain_moves()
+        moves = forest.store.drain_moves()
         paths = [path for path, _ in self.running]
 
         def page_state(page: Page) -> Any:

@@ -14,7 +14,7 @@ def computed(forest: PrefixForest, salt: str, ids: list[int], num_rows: int = 1_
     path = forest.open_path(salt, ids)
     path.extend(ids, len(ids))
     path.take_rows(ids, num_rows)
-    forest.drain_moves(can_copy=False)
+    forest.store.drain_moves(can_copy=False)
     return path
 
 

@@ -23,18 +23,18 @@ class PlayedDevice:
 
         self._forward = forward
         self._plan: Plan | None = None
-        self._frozen: StepInputs | None = None
+        self.replayed: StepInputs | None = None
         self.num_eager = 0
         self.shapes: list[int] = []  # rows of each capture
         self.key: Callable[[Plan], Hashable | None] = lambda plan: "one"
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        if self._frozen is None:
+        if self.replayed is None:
             self.num_eager += 1
             self._last = inputs
             return self._forward(inputs)
         assert self._plan is not None
-        return self._forward(replace(self._frozen, plan=self._plan))
+        return self._forward(replace(self.replayed, plan=self._plan))
 
     def reserve(self, plan: Plan) -> None:
         pass
@@ -56,9 +56,9 @@ class PlayedDevice:
 
         class Played:
             def replay(self) -> None:
-                device._frozen = frozen
+                device.replayed = frozen
                 step()
-                device._frozen = None
+                device.replayed = None
 
         return Played()
 

@@ -96,7 +96,7 @@ def test_what_is_not_computed_yet_has_no_mass(checkpoints: dict[str, tuple[Path,
     chunks = engine.scheduler.schedule()
     [sequence] = engine.scheduler.running
     assert not sequence.path.is_on_device()
-    inputs = engine.runner.prepare(chunks, engine.forest.drain_moves())
+    inputs = engine.runner.prepare(chunks, engine.forest.store.drain_moves())
     engine.runner.forward(inputs)
     assert sequence.path.is_on_device()
     assert masses_of(engine) is not None

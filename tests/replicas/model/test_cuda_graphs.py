@@ -177,15 +177,15 @@ class TritonDevice(StagedByTriton):
         return graph
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        if self._frozen is None:
+        if self.replayed is None:
             return super().run(inputs)
-        launch, addresses = self._captured[id(self._frozen)]
+        launch, addresses = self._captured[id(self.replayed)]
         assert addresses == addresses_of(self._step)
         with self._monkeypatch.context() as patch:
             patch.setattr(self._step, "holding", lambda plan, slot_position, grid: self._step)
-            patch.setattr(self._step, "staged", self._frozen.plan)
+            patch.setattr(self._step, "staged", self.replayed.plan)
             patch.setattr(self._step, "launch", launch)
-            return self._forward(self._frozen)
+            return self._forward(self.replayed)
 
 
 def triton_step() -> Any:

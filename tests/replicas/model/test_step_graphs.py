@@ -50,9 +50,9 @@ class EchoDevice(PlayedDevice):
         self._plan = None
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        if self._frozen is None:
+        if self.replayed is None:
             return super().run(inputs)
-        return self._forward(self._frozen)
+        return self._forward(self.replayed)
 
 
 def test_all_shapes_are_captured_before_traffic_largest_first_and_none_in_it() -> None:

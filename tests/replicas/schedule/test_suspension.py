@@ -8,7 +8,7 @@ import pytest
 
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.sequence import Sequence
+from mneme.replicas.request import TokenEvent
 from tests.replicas.tiered_engine import answers, draw, full_prefill, logits_of, make_engine, run, runner_of, submit
 
 pytestmark = pytest.mark.engine
@@ -24,31 +24,19 @@ def engine(decoder: Decoder) -> Iterator[Engine]:
     runner_of(engine).close()
 
 
-def note_suspensions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """Who is suspended, and who runs then, in order of arrival."""
-    noted: list[tuple[str, list[str]]] = []
-    suspend = engine.scheduler._suspend
-
-    def note(sequence: Sequence) -> None:
-        running = [each.request.request_id for each in engine.scheduler.running]
-        noted.append((sequence.request.request_id, running))
-        suspend(sequence)
-
-    monkeypatch.setattr(engine.scheduler, "_suspend", note)
-    return noted
-
-
-def test_the_suspended_come_back_from_the_host(
-    decoder: Decoder, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_suspended_come_back_from_the_host(decoder: Decoder, engine: Engine) -> None:
     """Five sequences of five or six pages each in a pool of twelve."""
     prompts = {f"r{i}": draw(i, 12 + 5 * i) for i in range(5)}
-    suspended = note_suspensions(engine, monkeypatch)
     for name, ids in prompts.items():
         submit(engine, name, ids, NUM_NEW)
-    found = answers(run(engine))
-    assert suspended
-    assert all(name == running[-1] != "r0" for name, running in suspended), "not the latest arrival"
+    events: list[TokenEvent] = []
+    while engine.has_work:
+        running = list(engine.scheduler.running)
+        events += engine.step()
+        suspended = [each for each in running if each in set(engine.scheduler.waiting)]
+        assert suspended == running[len(running) - len(suspended) :], "not the latest arrivals"
+    found = answers(events)
+    assert engine.scheduler.num_suspensions
     runner = runner_of(engine)
     assert runner.num_saved
     assert runner.num_loaded

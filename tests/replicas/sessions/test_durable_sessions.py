@@ -48,7 +48,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.wall = folder, Wall()
-        self.logs = self._open()
+        self.logs = self.open_logs()
         self._durables: list[DurableSessions] = []
 
     def engine(self, vocab_size: int = 5, **options: Any) -> Engine:
@@ -58,7 +58,7 @@ class Cluster:
 
     def restart(self, **options: Any) -> Engine:
         self.close()
-        self.logs = self._open()
+        self.logs = self.open_logs()
         return self.engine(**options)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Cluster:
         self._durables = []
         self.logs.close()
 
-    def _open(self) -> SessionLogs:
+    def open_logs(self) -> SessionLogs:
         return SessionLogs(str(self.folder), wall_clock=self.wall)
 
 
@@ -255,7 +255,7 @@ def test_a_session_s_own_time_to_live_goes_along(cluster: Cluster) -> None:
     assert second.sessions.expires_in_s(log) <= 77.0
     cluster.close()
     cluster.wall.now_s += 100
-    cluster.logs = cluster._open()
+    cluster.logs = cluster.open_logs()
     assert answer_restored(cluster.engine()) is None
 
 

@@ -120,4 +120,4 @@ def spoken(forest: PrefixForest, ids: list[int], owner: Owner) -> None:
     path.extend(ids, len(ids))
     path.write(ids, len(ids))
     forest.release(path, owner)
-    forest.drain_moves()
+    forest.store.drain_moves()

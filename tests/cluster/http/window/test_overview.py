@@ -98,7 +98,7 @@ def test_a_request_whose_client_goes_is_listed() -> None:
 def test_the_log_is_bounded() -> None:
     log = window.RequestLog(lambda: 0.0)
     for number in range(window.MAX_REQUESTS + 5):
-        log.add("t", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+        log.add("t", "", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
     assert len(log) == window.MAX_REQUESTS
     assert [each["id"] for each in log.last("t", 2)] == ["1004", "1003"]
 
@@ -207,7 +207,7 @@ def test_a_listener_that_is_slow_is_told_what_it_lost_and_too_many_are_refused()
 
         def end(count: int) -> None:
             for number in range(count):
-                log.add("t", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+                log.add("t", "", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
 
         with log.listening("t") as listener:
             events = log.events(listener, poll, 0.01)
@@ -243,7 +243,7 @@ def test_figures_are_looked_at_while_requests_end_all_the_time() -> None:
         with log.listening("t") as listener:
             events = log.events(listener, poll, 0.02)
             for number in range(30):
-                log.add("t", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+                log.add("t", "", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
                 await anext(events)
                 await asyncio.sleep(0.005)
         assert len(looks) >= 3
@@ -280,7 +280,7 @@ def test_what_a_replica_counted_while_it_was_silent_is_told_once() -> None:
             requests=window.RequestLog(lambda: 0.0),
             stats=client.stats,
         )
-        figures = overview._Figures(service, has_sums=True)  # type: ignore[arg-type]
+        figures = overview.Figures(service, has_sums=True)  # type: ignore[arg-type]
         await figures.changes()
         client.silent = True  # its stream broke
         client.tokens = {"recomputed": 1010}
