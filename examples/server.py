@@ -1,4 +1,4 @@
-"""Starts `mneme serve --local` for the examples, and asks it."""
+"""Starts `mneme serve` for the examples, and asks it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 class Server:
     """A server process; used as a context it is stopped at the end."""
 
-    def __init__(self, model: str, *settings: str) -> None:
+    def __init__(self, model: str, *settings: str, options: tuple[str, ...] = ("--local",)) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -25,7 +25,7 @@ class Server:
             "mneme",
             "serve",
             model,
-            "--local",
+            *options,
             "--port",
             self.url.rpartition(":")[2],
         ]

@@ -14,7 +14,7 @@ SYSTEM = "You answer questions about the library by the sea. It opens at nine, a
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="mneme-tiny")
-    parser.add_argument("--users", type=int, default=100)
+    parser.add_argument("--users", type=int, default=1000)
     parser.add_argument("--times", type=int, default=20, help="how often the system prompt's text is repeated")
     args = parser.parse_args()
     with Server(args.model) as server:

@@ -67,6 +67,7 @@ class SessionFigures(TypedDict):
     expires_in_s: float
     kv: SessionKv
     hit_history: list[Hits]
+    forked_from: str | None
 
 
 class KnownSession(SessionFigures):

@@ -48,7 +48,7 @@ PAGE_BYTES = 4096
 _FOLDER = "mneme-sessions-2"
 _LOCK, _DATABASE, _SET_ASIDE = "lock", "sessions.db", "sessions.damaged.db"
 _SUFFIXES = ("", "-wal", "-shm")  # of a database's files
-_FORMAT = 4  # of the tables, as `PRAGMA user_version`
+_FORMAT = 5  # of the tables, as `PRAGMA user_version`
 _TOMBSTONE_BYTES = 256  # of a row and its place in the indexes, at most
 _WAL_BYTES = 4 << 20  # beside the bound; a checkpoint leaves no more
 _SWEEP_S, _MAX_SWEPT = 10.0, 1000  # how often expired sessions are removed, and how many at once
@@ -59,7 +59,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     is_deleted INTEGER NOT NULL, checksum BLOB NOT NULL, written_s REAL NOT NULL,
     version BLOB NOT NULL, num_ids INTEGER NOT NULL, seen_ids BLOB, marks BLOB NOT NULL, mark_key BLOB NOT NULL,
     hits BLOB NOT NULL, num_turns INTEGER NOT NULL, num_base INTEGER NOT NULL, last_turn INTEGER, ttl_s,
-    event BLOB NOT NULL, note BLOB NOT NULL
+    event BLOB NOT NULL, note BLOB NOT NULL, forked_from BLOB
 ); -- without a type a value comes back as it was written, as checksums need it
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions (is_deleted, written_s);
 CREATE TABLE IF NOT EXISTS turns (

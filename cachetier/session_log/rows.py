@@ -42,6 +42,7 @@ class SessionState(NamedTuple):
     ttl_s: float | None = None  # the session's own
     event: bytes = b""  # under which the cache tier may have the KV of what is seen, where that is approximate
     note: bytes = b""  # what an API keeps with the session; nothing here reads it
+    forked_from: bytes | None = None  # the id of the session whose past it began with
 
 
 class SessionRow(NamedTuple):
@@ -59,6 +60,7 @@ class SessionRow(NamedTuple):
     ttl_s: float | None = None
     event: bytes = b""
     note: bytes = b""
+    forked_from: bytes | None = None
 
     @property
     def is_deleted(self) -> bool:

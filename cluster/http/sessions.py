@@ -28,15 +28,15 @@ _MAX_MOVES = 8  # of a session to another replica while it is being forked
 async def get_session(api: ApiState, request: Request) -> Session:
     """Return what is kept of a conversation, and where."""
     key = _key(request)
-    return session_object(session_name(key), *await _find(api, key))
+    return session_object(session_name(key[1]), *await _find(api, key))
 
 
 async def delete_session(api: ApiState, request: Request) -> Deleted:
     """Forget a conversation, and KV that is its alone; a turn that is answering goes on, and is not kept."""
     key = _key(request)
     if not await forget_session(api, key):
-        raise SessionNotFound("session_id", session_name(key))
-    return {"id": session_name(key), "object": "session.deleted", "deleted": True}
+        raise SessionNotFound("session_id", session_name(key[1]))
+    return {"id": session_name(key[1]), "object": "session.deleted", "deleted": True}
 
 
 async def forget_session(api: ApiState, key: SessionKey) -> bool:
@@ -53,11 +53,11 @@ async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> Se
     given = secrets.token_hex(16) if body.session_id is None else body.session_id
     new_key = (key[0], named_session_key(request.state.tenant, given))
     if await look_up_session(api.client, new_key) is not None:
-        raise InvalidRequest("session_id", session_name(new_key), "a session of this name exists")
+        raise InvalidRequest("session_id", session_name(new_key[1]), "a session of this name exists")
     replica_id, forked = await fork_where_it_is(api, key, new_key[1])
     if forked is None:
         raise Overloaded("there is no room for another session")
-    return session_object(session_name(new_key), replica_id, forked)
+    return session_object(session_name(new_key[1]), replica_id, forked)
 
 
 async def explain(api: ApiState, request: Request) -> Explanation:
@@ -102,7 +102,7 @@ async def fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple
 async def _find(api: ApiState, key: SessionKey) -> tuple[str, KnownSession]:
     found = await look_up_session(api.client, key)
     if found is None:
-        raise SessionNotFound("session_id", session_name(key))
+        raise SessionNotFound("session_id", session_name(key[1]))
     return found
 
 
@@ -120,6 +120,7 @@ def session_object(name: str, replica_id: str, known: SessionFigures) -> Session
         "expires_in_s": known["expires_in_s"],
         "kv": known["kv"],
         "hit_history": known["hit_history"],
+        "forked_from": None if known["forked_from"] is None else session_name(known["forked_from"]),
     }
 
 
@@ -131,6 +132,6 @@ def _salt(request: Request) -> str:
     return kv_salt(request.state.tenant, request.query_params.get("cache_salt"))
 
 
-def session_name(key: SessionKey) -> str:
+def session_name(session_id: str) -> str:
     """The name that its client gave it: without the tenant."""
-    return key[1].partition(":")[2]
+    return session_id.partition(":")[2]

@@ -38,9 +38,9 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> dict[str, dict[str, Any]]:
-        """`EngineLoop.stats()` by replica id, at most 1 s old, or what a replica that is late said last.
+        """`EngineLoop.stats()` by replica id, at most 1 s old, or what a replica that is late or silent said last.
 
-        "age_s" says how old; 0: it has just answered. One that cannot be reached any more is left out.
+        "age_s" says how old; 0: it has just answered. One that Serve does not list any more is left out.
         """
         ...
 

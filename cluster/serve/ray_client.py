@@ -287,8 +287,8 @@ class RayEngineClient:
             if clock() - self._asked_s > STATS_MAX_AGE_S:
                 asked_s, asked = clock(), [r for r, link in self._links.items() if link.is_open]
                 answers = zip(asked, await asyncio.gather(*map(self._ask, asked)), strict=True)
-                said = {r: self._said.get(r) if each is None else (asked_s, each) for r, each in answers}
-                self._said = {replica_id: each for replica_id, each in said.items() if each is not None}
+                known = {replica_id: each for replica_id, each in self._said.items() if replica_id in self._links}
+                self._said = known | {r: (asked_s, each) for r, each in answers if each is not None}
                 self._asked_s = asked_s
             return {r: {**each, "age_s": self._asked_s - said_s} for r, (said_s, each) in self._said.items()}
 

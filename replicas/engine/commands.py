@@ -414,6 +414,7 @@ def _describe(engine: Engine, key: SessionKey) -> KnownSession | None:
         "expires_in_s": sessions.expires_in_s(log),
         "kv": {"device": resident.device, "host": resident.host, "absent": absent},
         "hit_history": hits,
+        "forked_from": None if log.forked_from is None else log.forked_from.decode("utf-8", "replace"),
     }
 
 

@@ -187,7 +187,7 @@ class Sessions:
         existing = self._log_by_key.get(new_key) or TokenLog()
         if existing.ids or existing.running is not None:
             raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
-        forked = log.forked()
+        forked = log.forked(key[1])
         forked.version = existing.version
         if so_far is not None and log.running is not None:
             turn, asked = so_far

@@ -129,6 +129,7 @@ class TokenLog(Owner):
     running: RunningTurn | None = None
     seen: VisibleTokens | None = None  # None: all ids
     note: bytes = b""  # what an API keeps with it; a fork has none
+    forked_from: bytes | None = None  # id of the session whose past it began with
 
     @property
     def is_known(self) -> bool:
@@ -198,8 +199,8 @@ class TokenLog(Owner):
         """(prompt, cached) tokens of the last turns, the latest last."""
         return [(prompt, cached) for prompt, cached in struct.iter_unpack("<II", self.hits)]
 
-    def forked(self) -> TokenLog:
-        """Make a session of its own with the same past."""
+    def forked(self, session_id: str) -> TokenLog:
+        """Make a session of its own with the past of this one, which has that id."""
         # Approximate KV stays in its session.
         seen = None if self.seen is None else VisibleTokens(self.seen.ids[:], None)
         return TokenLog(
@@ -210,6 +211,7 @@ class TokenLog(Owner):
             num_turns=self.num_turns,
             ttl_s=self.ttl_s,
             seen=seen,
+            forked_from=_encoded(session_id),
         )
 
     def state(self) -> SessionState:
@@ -227,6 +229,7 @@ class TokenLog(Owner):
             ttl_s=self.ttl_s,
             event=b"" if self.seen is None else self.seen.event,
             note=self.note,
+            forked_from=self.forked_from,
         )
 
     @staticmethod
@@ -247,6 +250,7 @@ class TokenLog(Owner):
             if is_exact
             else VisibleTokens(state.ids if state.seen_ids is None else state.seen_ids, None, state.event),
             note=state.note,
+            forked_from=state.forked_from,
         )
 
 

@@ -37,6 +37,7 @@ def end_turn(running: SessionState, number: int, num_prompt: int, num_output: in
         num_turns=running.num_turns + 1,
         seen_ids=None if number % 3 else ids_of(number, 5),
         ttl_s=None if number % 2 else 60.0 + number,
+        forked_from=None if number % 4 else b"t:%d" % number,
     )
     return rows_of(state, running), state
 

@@ -20,7 +20,7 @@ from tests.docker.dockerfile import DOCKERFILE, ROOT, last, steps_of
 pytestmark = pytest.mark.http
 FOLDER = ROOT / "docker"
 FILES = ROOT / "k8s" / "chart" / "files"
-PROMQL = {"absent", "by", "histogram_quantile", "max", "rate", "sum"}
+PROMQL = {"absent", "by", "histogram_quantile", "max", "rate", "sum", "topk"}
 # Words of a query, but for strings, numbers, ranges and variables.
 _WORD = re.compile(r'"[^"]*"|\[[^\]]*\]|(?<![\w.$])([a-zA-Z_:][\w:]*)')
 _MATCHER = re.compile(r'(\w+)\s*(=~|=)\s*"([^"]*)"')
@@ -178,3 +178,14 @@ def test_what_an_alert_asks_for_is_on_the_page(alert: dict[str, Any], page: Page
     assert missing(alert["expr"], page) == set()
     assert {*re.findall(r"\{\{ \$labels\.(\w+) \}\}", alert["annotations"]["summary"])} <= values_by_label.keys()
     assert {*alert} == {"alert", "expr", "for", "labels", "annotations"}
+
+
+def questions() -> list[str]:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    return re.findall(r"^\| .+\? .*\| `([^`]+)` \|$", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("query", questions())
+def test_what_operators_ask_is_on_the_page(query: str, page: Page) -> None:
+    assert asked(query)[0]
+    assert missing(query, page) == set()

@@ -159,13 +159,16 @@ def test_pods_follow_the_replicas_of_all_models() -> None:
 
 @needs_helm
 def test_dashboards_and_alerts_are_the_files() -> None:
-    manifests = parsed(CHART["render"](*values_of("dashboards.enabled=true", "prometheusRule.enabled=true")))
+    docs = "https://wiki.example.com/mneme"
+    options = ("dashboards.enabled=true", "prometheusRule.enabled=true", f'prometheusRule.docs="{docs}"')
+    manifests = parsed(CHART["render"](*values_of(*options)))
     (dashboards,) = of_kind(manifests, "ConfigMap")
     assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert dashboards["data"] == {path.name: path.read_text() for path in (FOLDER / "files/dashboards").iterdir()}
     (rules,) = of_kind(manifests, "PrometheusRule")
     check(rules)
-    assert rules["spec"] == yaml.safe_load((FOLDER / "files/alerts.yaml").read_text())
+    alerts = (FOLDER / "files/alerts.yaml").read_text()
+    assert rules["spec"] == yaml.safe_load(alerts.replace("runbook_url: docs/", f"runbook_url: {docs}/"))
 
 
 @needs_helm

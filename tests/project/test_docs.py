@@ -48,6 +48,23 @@ def test_the_tests_that_the_security_page_names_are_there() -> None:
     assert [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()] == []
 
 
+def test_the_sizes_of_models_are_those_of_their_shapes() -> None:
+    rows = re.findall(
+        r"^\| (\S+) \| (\d+) x (\d+) x (\d+) \| ([\d,]+) \| ([\d,]+)" + r" \| ([\d.,]+) GiB" * 3 + r" \|$",
+        (ROOT / "docs/scaling.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) > 4
+    for name, *cells in rows:
+        layers, heads, size, token_bytes, of_a_gib, weights, device, node = (
+            float(cell.replace(",", "")) for cell in cells
+        )
+        assert token_bytes == layers * heads * size * 4, name
+        assert of_a_gib == 2**30 // token_bytes, name
+        assert device == pytest.approx(weights + 8 * 8192 * token_bytes / 2**30, abs=0.06), name
+        assert node == pytest.approx(8e6 * token_bytes / 2**30, abs=0.5), name
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("page", ["README.md", "docs/from-vllm.md"])
 def test_an_example_in_python_answers(page: str) -> None:

@@ -56,7 +56,7 @@ async def list_sessions(service: Service, request: Request) -> SessionList:
             known.setdefault((api.model.id, each["key"]), {})[replica_id] = each
     found = [(key, where) for (_, key), answers in known.items() if (where := newest(answers)) is not None]
     found.sort(key=lambda each: each[1][1]["idle_s"])
-    return {"object": "list", "data": [session_object(session_name(key), *where) for key, where in found[:limit]]}
+    return {"object": "list", "data": [session_object(session_name(key[1]), *where) for key, where in found[:limit]]}
 
 
 async def list_requests(service: Service, request: Request) -> RequestList:

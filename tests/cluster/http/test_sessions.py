@@ -107,6 +107,7 @@ def test_a_fork_goes_on_by_itself_and_its_first_turn_belongs_to_its_replica(
     chat(client, session={"id": "a/b", "append": True}, messages=NEXT)
     assert get(client, "/v1/sessions/a/b")["turns"] == 2
     assert get(client, "/v1/sessions/s")["turns"] == 1
+    assert [get(client, f"/v1/sessions/{name}")["forked_from"] for name in ("s", "a/b")] == [None, "s"]
     again = client.post("/v1/sessions/s/fork", json={"session_id": "a/b"})
     assert (again.status_code, again.json()["error"]["param"]) == (400, "session_id")
     assert client.post("/v1/sessions/nobody/fork", json={}).status_code == 404

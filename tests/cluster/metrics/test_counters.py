@@ -49,7 +49,9 @@ def test_no_counter_falls_when_its_replica_is_late_stops_dies_or_is_replaced(mon
         assert samples_of(await look("a", "b"))['mneme_report_age_seconds{replica="a"}'] == 0
         await use("b")  # scaled down
         calls.kill("b")
-        await look()
+        silent = samples_of(await look())  # until Serve lists it no more
+        assert silent['mneme_report_age_seconds{replica="b"}'] > 0
+        assert f'{GENERATED}{{replica="b"}}' not in silent
         calls.add("c")
         await use("c")
 

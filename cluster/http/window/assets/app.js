@@ -285,13 +285,41 @@ async function explain(request) {
 
 // ---- sessions, events
 
+// Sessions with their place in the forest of forks: what goes on from one stands below it, and farther in where that is several.
+function forks(sessions) {
+  const byId = new Map(sessions.map((each) => [each.id, each])), below = new Map(), placed = new Set(), rows = [];
+  const place = (each, depth, mark) => {
+    if (placed.has(each.id)) return;
+    placed.add(each.id);
+    rows.push({ ...each, depth, mark });
+    const next = below.get(each.id) ?? [];
+    for (const child of next) place(child, depth + (next.length > 1), next.length > 1 ? "\u21B3" : "\u2193");
+  };
+  const top = (each, seen = new Set()) => { // a name may be used again, so that two come from each other
+    seen.add(each.id);
+    const before = byId.get(each.forked_from);
+    return before && !seen.has(before.id) ? top(before, seen) : each;
+  };
+  for (const each of sessions) if (byId.has(each.forked_from)) below.set(each.forked_from, [...(below.get(each.forked_from) ?? []), each]);
+  for (const each of sessions) place(top(each), 0, "");
+  return rows;
+}
+
+function sessionName({ id, depth, mark, forked_from }) {
+  const name = element("span", { title: forked_from ? `goes on from ${forked_from}` : "" }, `${mark} ${id}`.trim());
+  name.style.paddingLeft = `${depth * 1.2}em`;
+  return name;
+}
+
+const placesOf = ({ kv }) => [["on the device", kv.device, css("device")], ["in host memory", kv.host, css("host")], ["not on this replica", kv.absent, css("dropped")]];
+
 async function updateSessions() {
-  const { data } = await json("/v1/sessions?limit=20");
+  const { data } = await json("/v1/sessions?limit=100");
   table($("sessions"), [
-    ["session", (each) => each.id, "text"], ["turns", (each) => `${each.turns}`, "number"], ["tokens", (each) => count(each.tokens), "number"],
+    ["session", sessionName], ["where its KV is", (each) => bar(placesOf(each), each.tokens - each.truncated || 1), "bars"], ["turns", (each) => `${each.turns}`, "number"], ["tokens", (each) => count(each.tokens), "number"],
     ["device", (each) => count(each.kv.device), "number"], ["host", (each) => count(each.kv.host), "number"], ["elsewhere", (each) => count(each.kv.absent), "number"],
     ["idle", (each) => each.answering ? "answering" : seconds(each.idle_s), "number"], ["replica", (each) => each.replica],
-  ], data);
+  ], forks(data));
 }
 
 function say(event) {
@@ -376,6 +404,7 @@ async function chat(event) {
     const answer = element("div", {});
     $("chat").append(answer);
     if (await sayInto(answer, model, { ...body, session: { id: session, append: hasTurns } })) hasTurns = true;
+    $("chat-fork").disabled = !hasTurns;
     return;
   }
   const columns = element("div", { class: "columns" }, element("div", {}), element("div", {}));
@@ -438,8 +467,18 @@ $("chat-text").addEventListener("keydown", (event) => { if (event.key === "Enter
 $("chat-new").addEventListener("click", () => {
   session = newSession();
   hasTurns = false;
+  $("chat-fork").disabled = true;
   $("chat").replaceChildren();
   showSession();
+});
+$("chat-fork").addEventListener("click", async () => {
+  try {
+    session = (await (await ask(`/v1/sessions/${session}/fork`, { method: "POST", body: "{}" })).json()).id;
+    $("chat").append(element("p", { class: "hint" }, "From here on it is another session with the same past."));
+    showSession();
+  } catch (error) {
+    $("chat").append(element("p", { class: "hint" }, error.message));
+  }
 });
 $("faults-alone").addEventListener("change", (event) => $("events").classList.toggle("faults", event.target.checked));
 $("tree").addEventListener("mousemove", (event) => {
@@ -452,6 +491,7 @@ $("tree-up").addEventListener("click", () => zoom(-1));
 $("tree-replica").addEventListener("change", () => { forest.root = -1; updateForest(); });
 addEventListener("resize", drawForest);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawForest);
+$("sessions-legend").append(...legend(placesOf({ kv: {} }).map(([name, , colour]) => [name, colour])).children);
 $("tree-legend").replaceWith(Object.assign(legend([["on the device", css("device")], ["in host memory only", css("host")], ["not kept", css("dropped")]]), { id: "tree-legend" }));
 showSession();
 drawRequests();

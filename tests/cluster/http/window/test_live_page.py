@@ -97,6 +97,59 @@ def test_a_chat_is_a_session_whose_answers_say_what_was_found(browser: Any, serv
     page.close()
 
 
+def test_forks_and_responses_stand_below_what_they_go_on_from(browser: Any, server: Server) -> None:
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=30) as client:
+
+        def respond(before: str | None) -> str:
+            body = {"model": "tiny", "input": "the fox", "previous_response_id": before}
+            made: str = client.post("/responses", json=body).raise_for_status().json()["id"]
+            return made
+
+        first = respond(None)
+        second = respond(first)
+        branches = [respond(second), respond(second)]
+        client.post("/chat/completions", json={**CHAT, "session": {"id": "chat"}}).raise_for_status()
+        for name, origin in (("fork", "chat"), ("chat-2", "fork")):
+            client.post(f"/sessions/{origin}/fork", json={"session_id": name}).raise_for_status()
+        client.delete("/sessions/chat").raise_for_status()
+        client.post("/sessions/chat-2/fork", json={"session_id": "chat"}).raise_for_status()  # an ancestor of itself
+    said: list[str] = []
+    page = opened(browser, server.url, said)
+    page.wait_for_selector("text=tiny: ready")
+    names = page.locator("#sessions tbody td:first-child span")
+    page.wait_for_function("document.querySelectorAll('#sessions tbody tr').length === 7")
+    shown = [name.strip() for name in names.all_inner_texts()]
+    at = shown.index(first)
+    assert shown[at : at + 4] == [first, f"\u2193 {second}", *(f"\u21b3 {each}" for each in reversed(branches))]
+    assert sorted(name.split(" ")[-1] for name in shown[:at]) == ["chat", "chat-2", "fork"]
+    indents = [name.evaluate("each => parseFloat(each.style.paddingLeft)") for name in names.all()[at : at + 4]]
+    assert indents == [0, 0, 1.2, 1.2]
+    assert page.locator("#sessions .bar").count() == 7
+    assert said == []
+    page.close()
+
+
+def test_a_chat_goes_on_in_a_fork(browser: Any, server: Server) -> None:
+    said: list[str] = []
+    page = opened(browser, server.url, said)
+    page.wait_for_selector("text=tiny: ready")
+    assert page.is_disabled("#chat-fork")
+    page.fill("#chat-text", "the fox")
+    page.keyboard.press("Enter")
+    page.locator("#chat small button").wait_for()
+    page.click("#chat-fork")
+    page.wait_for_selector("text=another session with the same past")
+    page.fill("#chat-text", "the dog")
+    page.keyboard.press("Enter")
+    page.locator("#chat small button").nth(1).wait_for()
+    assert [request.append for request in server.engine.requests] == [False, True]
+    first, second = (request.session_id for request in server.engine.requests)
+    forked = httpx.get(f"{server.url}/v1/sessions/{str(second).partition(':')[2]}").json()["forked_from"]
+    assert (first != second, forked) == (True, str(first).partition(":")[2])
+    assert said == []
+    page.close()
+
+
 def test_documents_are_asked_about_twice_side_by_side(browser: Any, server: Server) -> None:
     said: list[str] = []
     page = opened(browser, server.url, said)
