@@ -17,7 +17,7 @@ FloatArray = npt.NDArray[np.float64]
 NEEDS_SCORES: frozenset[Selector] = frozenset({"hkvd", "query", "query+first-k"})
 
 _WIDTH = 5.0
-_WIDEST = 0.5  # below 1: comparing keys and reading between the others costs more than it saves (bench_blend.py, 31M)
+_WIDEST = 0.5  # below 1: comparing keys and reading between the others costs more than it saves (31M)
 _NEARLY_ALL = 0.95
 _FALL = 0.5
 

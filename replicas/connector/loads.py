@@ -146,7 +146,7 @@ class Loads:
         """Beside others read in parts that fit the read buffer what that is too small to hide behind computing.
 
         Each part is in memory before it is loaded, so no stream waits for what is read: beside a history of 16k tokens
-        on a disk of 114 MB/s its longest pause was 72 ms (695 with nothing read ahead: `bench_tiers.py`, 2026-11-24).
+        on a disk of 114 MB/s its longest pause was 72 ms (695 with nothing read ahead: benchmarks/results, 2026-11-24).
         """
         ends, num_bytes = list[int](), 0
         for index, source in enumerate(sources[: plan.num_chunks]):

@@ -65,23 +65,24 @@ def test_bench_attention(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "attention.json").read_text()) == found
 
 
-def test_bench_system_prompt_counts_running_sequences(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_system_prompt.py", "--quick", "--only", "capacity", "--out", str(tmp_path)])
-    assert {check["name"]: check["ok"] for check in found["checks"]} == {"running_growth_r_0.5": True}
-    assert found["not_measured"] == ["running_growth_r_0.75", "running_growth_r_0.9"]
-    assert all(0 < row["apart"] < row["running"] for row in found["results"]["capacity"])
-    assert json.loads((tmp_path / "system_prompt.json").read_text()) == found
+def test_a_paper_s_experiment_is_resumed(tmp_path: Path) -> None:
+    command = ["benchmarks/bench_papers.py", "attention-store-capacity", "--quick", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, *command, "--minutes", "0"], cwd=BENCHMARKS.parent, check=False, timeout=600)
+    kept = tmp_path / "attention-store-capacity.json"
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=BENCHMARKS.parent, check=True, timeout=600, capture_output=True
+        )
+        assert [row["ratio"] for row in json.loads(kept.read_text())["results"]] == [0.1, 0.25]
+    assert b"2 of 2 points are there" in done.stdout
 
 
-def test_bench_ttft(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_ttft.py", "--quick", "--history", "128", "--out", str(tmp_path)])
-    rows = {row["arm"]: row for row in found["results"]}
-    assert {rows[arm]["rounds"] for arm in ("recompute", "host", "device")} == {3}
-    assert rows["recompute"]["lower by"] == 0
-    assert found["checks"] == []  # promised at 4k, which was not run
-    assert found["not_measured"] == ["device_ttft_lower_at_4096", "host_ttft_lower_at_4096"]
-    assert json.loads((tmp_path / "ttft.json").read_text()) == found
-    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
+def test_a_paper_s_experiment_over_http(tmp_path: Path) -> None:
+    command = ["benchmarks/bench_papers.py", "histories", "--quick", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, *command], cwd=BENCHMARKS.parent, check=True, timeout=600)
+    (row,) = json.loads((tmp_path / "histories.json").read_text())["results"]
+    assert row["none cached"] == 0
+    assert row["device cached"] > 0.7 < row["+host cached"]
 
 
 def test_bench_tier_io_without_a_store(tmp_path: Path) -> None:
@@ -96,7 +97,11 @@ def test_bench_tier_io_without_a_store(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "tier_io.json").read_text()) == found
 
 
-@pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("**/*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((BENCHMARKS / "results").glob("**/*.json")) if path.name != "table.json"],
+    ids=lambda path: path.stem,
+)
 def test_a_committed_result_says_what_was_met_what_missed_and_what_not_measured(path: Path) -> None:
     found = json.loads(path.read_text())
     names = path.parent.name, path.stem
@@ -111,14 +116,6 @@ def test_a_committed_result_says_what_was_met_what_missed_and_what_not_measured(
     assert isinstance(found["quick"], bool)
     jsonschema.validate(found["checks"], {"type": "array", "items": CHECK})
     assert not {check["name"] for check in found["checks"]} & set(found["not_measured"])
-
-
-def test_bench_blend(tmp_path: Path) -> None:
-    found = closing_line(["benchmarks/bench_blend.py", "--quick", "--only", "decode", "--out", str(tmp_path)])
-    assert [check["name"] for check in found["checks"]] == ["kv_of_full_reuse_of_private_copies"]
-    assert all(check["ok"] for check in found["checks"])
-    assert "decode_of_full reuse_over_private_copies" in found["not_measured"]
-    assert (tmp_path / "blend.json").exists()
 
 
 def test_bench_restart(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""What the papers' experiments do alike: points that are measured one by one, kept, resumed, and told to the table.
+
+An experiment is a figure or a table of a paper: a grid of points. All arms of a point take turns while it is measured,
+so that an experiment may be cut between two points, and goes on another time with those that are left.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from harness import Run, load_average, rounded
+
+RESULTS = Path(__file__).parents[1] / "results" / "papers"
+TABLE = RESULTS / "table.json"
+Point = dict[str, Any]  # its coordinates; what was measured of it is put beside them
+Found = Sequence[Point]
+
+
+class Ours(NamedTuple):
+    """What the table says of one row."""
+
+    figure: str
+    is_full: bool = True
+    note: str = ""
+
+
+class Experiment(ABC):
+    """One figure or table, or several that one grid has."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    rows: ClassVar[tuple[str, ...]]  # of the table
+    minutes: ClassVar[int]  # of all points, on two idle cores
+    model: ClassVar[str]
+    is_served: ClassVar[bool] = False
+    is_timed: ClassVar[bool] = True  # False: what is counted is the same on a busy machine
+
+    def __init__(self, seed: int, *, is_quick: bool) -> None:
+        self.seed, self.is_quick = seed, is_quick
+
+    @abstractmethod
+    def points(self) -> Iterable[Point]:
+        """The grid, the telling points first; with `is_quick` one or two that are done in a minute."""
+
+    def open(self, stack: ExitStack) -> None:  # noqa: B027  # most have nothing to open
+        """Make what all points need; the stack closes it."""
+
+    @abstractmethod
+    def measure(self, point: Point) -> Point:
+        """Measure one point; the figures alone."""
+
+    @abstractmethod
+    def ours(self, found: Found) -> dict[str, Ours]:
+        """Rows of the table, of all points."""
+
+    def draw(self, folder: Path, closing: dict[str, Any]) -> None:  # noqa: B027  # not all are drawn
+        """Draw ours beside the paper's own figures."""
+
+
+def run_points(experiment: Experiment, run: Run, seconds: float) -> bool:
+    """Measure the points that the file in `--out` lacks, until the time is over; whether all are there now."""
+    path = run.args.out / f"{experiment.name}.json"
+    found = [] if run.args.again or not path.exists() else json.loads(path.read_text())["results"]
+    points = [rounded(point) for point in experiment.points()]
+    found = [row for row in found if any(point.items() <= row.items() for point in points)]
+    left = [point for point in points if not any(point.items() <= row.items() for row in found)]
+    run.say(f"{experiment.name}: {len(points) - len(left)} of {len(points)} points are there")
+    ends_s = time.monotonic() + seconds
+    with ExitStack() as stack:
+        if left:
+            experiment.open(stack)
+        for point in left:
+            if time.monotonic() > ends_s:
+                run.say(f"{experiment.name}: out of time; the same command goes on")
+                return False
+            began_s = time.monotonic()
+            figures = experiment.measure(point)
+            took = {"load": load_average(), "took_s": time.monotonic() - began_s}
+            found.append(rounded({**point, **figures, **took}))
+            run.say(json.dumps(found[-1]))
+            run.keep(found, model=experiment.model)
+    closing = run.keep(found, model=experiment.model)
+    experiment.draw(run.args.out, closing)
+    return True
+
+
+def tell_table(experiment: Experiment, found: Found, command: str, machine: str) -> None:
+    """Write the experiment's rows into the table."""
+    table = json.loads(TABLE.read_text())
+    ours = experiment.ours(found)
+    for row in table:
+        if row["row"] in ours:
+            told = ours[row["row"]]
+            note = "; ".join(filter(None, (f"papers/{experiment.name}.json", told.note)))
+            row |= {
+                "ours": told.figure, "command": command, "machine": machine, "device": "cpu",
+                "is_full": told.is_full, "is_served": experiment.is_served, "note": note,
+            }  # fmt: skip
+    TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+
+
+def at(found: Found, **coordinates: Any) -> Point:
+    """The one point with these coordinates."""
+    (only,) = (row for row in found if coordinates.items() <= row.items())
+    return only
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}x"
+
+
+def spread(values: Iterable[float], show: Any = times) -> str:
+    """The least and the most, as one text."""
+    ordered = sorted(values)
+    low, high = show(ordered[0]), show(ordered[-1])
+    return low if low == high else f"{low} to {high}"

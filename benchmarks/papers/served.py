@@ -1,0 +1,154 @@
+"""Servers that are an experiment's arms: `mneme serve --local` with settings of its own, under the lab's load.
+
+Each has one engine thread; all run while an experiment does, and only the one whose turn it is has work. What a server
+found in its caches, and how long its steps took, its own /metrics say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from harness import rounded
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from mneme.lab.bench.client import ChatClient, connect  # noqa: E402
+from mneme.lab.bench.measure import Answer, summarize  # noqa: E402
+from mneme.lab.bench.traffic import SessionPlayer  # noqa: E402
+from mneme.lab.bench.workloads import Piece, Session, Turn  # noqa: E402
+from mneme.lab.chat import first_model  # noqa: E402
+from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
+
+# `share` is no option of a server: attention that reads shared pages once for each sequence is the papers' baseline.
+NEVER_SHARED = """
+import sys
+from mneme.cluster.cli.main import main
+from mneme.replicas.model.decoder import Decoder
+Decoder.__init__.__kwdefaults__["share"] = "never"
+sys.exit(main())
+"""
+_STEPS = re.compile(r'^mneme_cost_actual_seconds_total\{.*kind="(prefill|mixed|decode)".*\} (\S+)', re.MULTILINE)
+_SOURCES = re.compile(r'^mneme_tenant_prompt_tokens_total\{.*source="(\w+)".*\} (\S+)', re.MULTILINE)
+
+
+class Server(NamedTuple):
+    url: str
+    model: str
+
+    def counts(self) -> dict[str, float]:
+        """Seconds in steps by kind, and prompt tokens by where their KV came from, since the start."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        found: dict[str, float] = {}
+        for name, value in (*_STEPS.findall(text), *_SOURCES.findall(text)):
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+
+def start(
+    stack: ExitStack, model: str | Path, settings_by_arm: Mapping[str, Mapping[str, Any]], *, dtype: str = "bfloat16"
+) -> dict[str, Server]:
+    """Start a server for each arm, then wait for all; `share: never` is a setting here."""
+    processes = {}
+    for arm, given in settings_by_arm.items():
+        settings = {"engine.num_threads": 1, "engine.dtype": dtype, **given}
+        command = list(SERVE)
+        if settings.pop("share", None) == "never":
+            command = [sys.executable, "-c", NEVER_SHARED, "serve"]
+        command += [str(model), "--local", "--port", str(free_port())]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+        processes[arm] = ServerProcess(command, OMP_NUM_THREADS="1")
+        stack.callback(processes[arm].discard)
+    servers = {}
+    for arm, process in processes.items():
+        url = process.await_ready()
+        with httpx.Client(base_url=url, timeout=60) as http:
+            servers[arm] = Server(url, first_model(http))
+    return servers
+
+
+class Played(NamedTuple):
+    answers: list[Answer]
+    figures: dict[str, Any]  # as `mneme bench serve` has them
+    counts: dict[str, float]  # what the server's own grew by
+
+    def normalized_s(self) -> list[float]:
+        """Of each answer, from when it was due to its last token, for each of its tokens: the papers' latency."""
+        return sorted(
+            (each.last_s - max(each.due_s, each.sent_s if each.due_s != each.due_s else each.due_s))
+            / (each.output_tokens or 1)
+            for each in self.answers
+            if each.last_s is not None
+        )
+
+
+def play(
+    server: Server, sessions: Sequence[Session], num_users: int | None = None, *, is_alone: bool = False, **options: Any
+) -> Played:
+    """Ask a server all of it; raises RuntimeError if anything fails.
+
+    is_alone  each session has a cache of its own: nothing of another one is found
+    options   fields of each body
+    """
+
+    async def all_of_it() -> SessionPlayer:
+        async with connect(server.url) as http:
+            body = {"model": server.model, "temperature": 0, "ignore_eos": True, **options}
+
+            async def ask(messages: list[dict[str, Any]], max_tokens: int, session: str) -> Answer:
+                own = {"cache_salt": session} if is_alone else {}
+                client = ChatClient(http, body | own, session_header=True, timeout_s=3600.0)
+                return await client.ask(messages, max_tokens, session)
+
+            load = SessionPlayer(ask)
+            await load.play(sessions, num_users)
+            return load
+
+    before = server.counts()
+    load = asyncio.run(all_of_it())
+    counts = {name: value - before.get(name, 0.0) for name, value in server.counts().items()}
+    figures = summarize(load.answers, {}, load.num_unsent)
+    if figures["num_failed"]:
+        raise RuntimeError(f"{figures['num_failed']} requests failed, the first: {figures['first_error']}")
+    return Played(load.answers, figures, counts)
+
+
+def words(seed: str, count: int) -> Piece:
+    """Random common words, about a token each; the same for the same seed."""
+    return Piece(seed, count)
+
+
+class Passage(NamedTuple):
+    """A text that is given, where a `Piece` is made."""
+
+    content: str
+    is_document: bool = False
+
+    def text(self) -> str:
+        return self.content
+
+
+def alone(name: str, num_words: int, num_new: int, system: Piece | Passage | None = None, at_s: float = 0.0) -> Session:
+    """A session of one turn."""
+    return Session(name=name, turns=[Turn(pieces=(words(name, num_words),), max_tokens=num_new, at_s=at_s)],
+                   system=system)  # fmt: skip
+
+
+def told(played: Played) -> dict[str, Any]:
+    """What points keep of a play."""
+    figures = played.figures
+    normalized = played.normalized_s()
+    return rounded({
+        "tok/s": figures["output_tokens_per_s"], "ttft_ms": figures["ttft_ms"]["p50"],
+        "normalized_ms": 1e3 * sum(normalized) / len(normalized),
+        "normalized_p90_ms": 1e3 * normalized[int(0.9 * (len(normalized) - 1))],
+        "cached": figures["cached_share"], "prompt": figures["prompt_tokens"],
+    })  # fmt: skip
