@@ -435,7 +435,7 @@ class Runner:
         layers = {layer for path in paths for layer, _ in path.root.masks_from} if is_divided else set()
         plans = self._appended(paths, rows, len(ordered) + num_padding, layers or {0})
         if plans is None:
-            where = sorted(layers) or [None]
+            where: list[int | None] = [*sorted(layers)] or [None]
             self._plans = {layer or 0: self._new_plan(paths, rows, num_padding, layer) for layer in where}
             self._seen = [_PlannedPath(path, len(path.page_ids), path.num_changes) for path in paths]
         else:
@@ -548,8 +548,8 @@ def _page_table(path: Path, layer: int | None) -> PageTable:
     deltas = np.zeros(len(path.page_ids), np.int32)
     deltas[: len(path.root.kept)] = [kept.delta for kept in path.root.kept]
     page_ids, masks = np.array(path.page_ids, np.int32), np.array(path.masks, np.int64)
-    for first, seen in path.root.masks_from if layer is not None else ():
-        if first <= layer:
+    for first, seen in path.root.masks_from:
+        if layer is not None and first <= layer:
             masks[: len(seen)] = seen
     present = slice(None) if not path.gaps else page_ids != NOWHERE
     return PageTable(page_ids[present], deltas[present], masks[present])
