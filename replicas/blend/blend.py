@@ -55,7 +55,7 @@ from mneme.replicas.documents import (
     Selector,
 )
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.paths import DocumentUse, Path
+from mneme.replicas.forest.paths import DocumentUse, Path, divide_layers
 from mneme.replicas.forest.tree import Root
 from mneme.replicas.request import GenerationRequest, Source
 
@@ -85,6 +85,8 @@ class Blend:
     uses: list[tuple[int, int]] = field(default_factory=list, repr=False)  # positions of what its path reuses
     reused: IntArray = field(default_factory=no_rows, repr=False)  # positions, in order
     narrowed: IntArray = field(default_factory=no_rows, repr=False)  # those whose rows may leave a pass
+    # Of each: the layer from which on its private slot holds what is cached, or the number of layers. 0: unknown.
+    left: IntArray = field(default_factory=no_rows, repr=False)
     num_narrowed_from: Counter[str] = field(default_factory=Counter, repr=False)  # of them, whose KV was found there
     scores: FloatArray | None = field(default=None, repr=False)  # by position
     is_scored: bool = False  # they are complete
@@ -190,6 +192,7 @@ class Blend:
         forest.release(path)
         self.root, self.reused, self.num_chosen = blended.root, np.array(sorted(reused), np.int64), len(chosen)
         self.narrowed, self.is_probing = narrowed, is_probing
+        self.left = np.zeros_like(narrowed)
         self.uses = [(use.start, use.end) for use in uses]
         if is_probing:
             self.num_to_compare = len(self.reused) if self.selector == "hkvd" else 0
@@ -230,6 +233,12 @@ class Blend:
             self.scores[self.reused] += scores
         self.is_probing, self.is_scored = not is_last, is_last
         return is_last
+
+    def add_departures(self, path: Path, positions: IntArray, left: IntArray) -> None:
+        """Note the layers from which on a step's rows had cached KV; once all are known, these read shared pages."""
+        self.left[np.searchsorted(self.narrowed, positions)] = left
+        if path.root is self.root and self.left.all():
+            divide_layers(path, self.narrowed, self.left)
 
     def _why_computed(self, span: DocumentSpan) -> str:
         if not self.spans:

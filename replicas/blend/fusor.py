@@ -31,11 +31,18 @@ class DocumentRows:
     # `COMPARED_LAYER` and leave then.
     private: Tensor | None = None
     counts: dict[int, int] = field(default_factory=dict)
+    # int64 [rows at first]: the layer that each left in, or the number of layers; and which are still there.
+    left: Tensor | None = None
+    staying: Tensor | None = None
     deviation: Tensor | None = None  # float32 [n], when they were compared
 
-    def leave(self, stays: Tensor) -> DocumentRows:
-        """Drop the rows that do not stay (bool [n]); returns them."""
+    def leave(self, stays: Tensor, layer: int) -> DocumentRows:
+        """Drop the rows that do not stay (bool [n]) from a layer on; returns them."""
         assert self.private is not None
+        assert self.left is not None
+        assert self.staying is not None
+        self.left[self.staying[~stays]] = layer
+        self.staying = self.staying[stays]
         gone = DocumentRows(
             rows=self.rows[~stays],
             cached=self.cached[~stays],
@@ -77,7 +84,7 @@ class Fusor:
                 best = deviation.argsort(descending=True, stable=True)[: part.counts[layer]]
                 is_best = torch.zeros(len(deviation), dtype=torch.bool, device=k.device)
                 is_best[best] = True
-                self._gone.append(part.leave(is_best))
+                self._gone.append(part.leave(is_best, layer))
                 stays[self._gone[-1].rows] = False
         for gone in self._gone:
             assert gone.private is not None

@@ -541,6 +541,9 @@ class Engine:
             sequence = part.sequence
             if sequence.path is not None and sequence.blend.add_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
+        for part, left in self.runner.pop_departures() if flight.is_special else ():
+            if part.sequence.path is not None:
+                part.sequence.blend.add_departures(part.sequence.path, part.positions[part.narrowed], left)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             # One that went back as its chunks did not come computes this token again; one that was suspended does not.
             if not self._is_alive(sequence) or (sequence.path is None and flight.has_loads):

@@ -437,6 +437,36 @@ def private_pages(
     return kept
 
 
+def divide_layers(path: Path, positions: IntArray, left: IntArray) -> None:
+    """Let a blend's path read shared pages wherever its private ones hold copies of them: each page once, for all.
+
+    positions  int64 [n] of private tokens of documents, in order; in the first layer all are as they are cached
+    left       int64 [n] the layer from which on a private slot holds what is cached, or the number of layers
+    """
+    root, page_size = path.root, path.store.page_size
+    counts = np.array([kept.end - kept.start for kept in root.kept], np.int64)
+    index = np.repeat(np.arange(len(counts)), counts)
+    slots = ranges(np.array([kept.start for kept in root.kept], np.int64), counts)
+    rotated = slots.copy()
+    for begin, (page, start, end, *_) in zip((np.cumsum(counts) - counts).tolist(), root.kept, strict=True):
+        if page.positions is not None:
+            rotated[begin : begin + end - start] = page.positions[start - page.start : end - page.start]
+    places = rotated + np.repeat([kept.delta for kept in root.kept], counts)
+    rows = np.minimum(np.searchsorted(positions, places), len(positions) - 1)
+    is_private = positions[rows] == places  # seen in its private slot, and hidden on the shared page
+    masks = np.array(path.masks[: len(counts)], np.int64)
+    bits = np.left_shift(np.int64(1), slots % page_size)
+    shown = {0: is_private, 1: np.zeros_like(is_private)}
+    shown |= {layer: is_private & (left[rows] <= layer) for layer in np.unique(left)[:-1].tolist()}
+    views = []
+    for layer, is_shown in shown.items():
+        other = np.zeros_like(masks)
+        np.bitwise_or.at(other, index[is_shown], bits[is_shown])
+        views.append((layer, masks ^ other))
+    root.masks_from = tuple(views)
+    path.num_changes += 1
+
+
 def moved_pages(salt: str, ids: Sequence[int], start: int, rotated: I32Array, page_size: int) -> list[Kept]:
     """Make pages, under roots of their own, for tokens from position `start` on whose keys are rotated elsewhere."""
     deltas = np.arange(start, start + len(rotated)) - rotated

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mneme.kernels.page_table import IntArray
+
 ALL_SLOTS = -1  # a mask with every bit set
 NOWHERE = -1  # stands for the page id of a page that the device has not
 DEVICE, HOST = 0, 1  # tiers, as indices of what a page keeps for each
@@ -124,7 +126,7 @@ class Root(Page):
     the tokens that were kept, and nobody else finds it.
     """
 
-    __slots__ = ("event", "is_blend", "is_lost", "is_own", "kept")
+    __slots__ = ("event", "is_blend", "is_lost", "is_own", "kept", "masks_from")
 
     def __init__(
         self, salt: str, kept: tuple[Kept, ...] = (), *, blend_end: int | None = None, event: bytes = b""
@@ -134,6 +136,8 @@ class Root(Page):
         self.is_blend = blend_end is not None
         self.salt = salt
         self.kept = kept
+        # Of a blend, by first layer: the mask of each of `kept` from there on. Empty: the same in all layers.
+        self.masks_from: tuple[tuple[int, IntArray], ...] = ()
         self.is_own = bool(kept) or self.is_blend  # one session's, or one sequence's
         # Names its KV in the cache tier, for its session alone; empty: that is exact.
         self.event = event or (os.urandom(_EVENT_BYTES) if self.is_own else b"")

@@ -6,7 +6,7 @@ Shapes: T query rows, S sampled rows, H hidden, Hq/Hkv query and key heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -43,6 +43,8 @@ class StepInputs:
     sampled_rows: torch.Tensor  # int64 [S] rows whose logits are wanted
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
+    # From these layers on, in place of `plan`: what is read differs between them. Empty in steps that are captured.
+    plans: dict[int, Plan] = field(default_factory=dict)
     logits: torch.Tensor | None = None  # float32 [S, vocab] that is to hold them; None: any
     # int32 [T] where each row's key is rotated; None: at its position. Such a step is not captured.
     key_positions: torch.Tensor | None = None
@@ -121,6 +123,8 @@ class Decoder:
         normed = layers[0].attention_norm(hidden)
         next_norms = [layer.attention_norm for layer in layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            if index in inputs.plans:
+                inputs = replace(inputs, plan=inputs.plans[index])
             attended, rows, inputs = self._attend(layer.attention, index, normed, inputs, pool, spans)
             if rows is not None:
                 hidden, normed = hidden[rows], normed[rows]

@@ -1,8 +1,9 @@
 """Runs an engine's steps: owns the tensors, carries out a step's moves, turns its batch into one forward pass.
 
-The plan of the last step is kept. While the same sequences decode, a step only moves their rows forward and appends the
-pages that were begun (`with_rows`, `append_new_pages`); any other change builds a new plan, with the sequences ordered
-depth-first through the forest, so that a shared prefix's query rows are one slice.
+The plan of the last step is kept, or several, where a blend reads other slots from some layers on. While the same
+sequences decode, a step only moves their rows forward and appends the pages that were begun (`with_rows`,
+`append_new_pages`); any other change builds a new plan, with the sequences ordered depth-first through the forest, so
+that a shared prefix's query rows are one slice.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ class Runner:
         # Of the step: who looks at documents, the rows that are compared, and what lets rows leave between layers.
         self._observers: list[QuestionObserver] = []
         self._compared: list[tuple[StepRows, DocumentRows]] = []
+        self._narrowed: list[tuple[StepRows, DocumentRows]] = []
         self._fusor: Fusor | None = None
-        self._plan: Plan | None = None
+        self._plans: dict[int, Plan] = {}  # of the last step, by the layer from which on
         self._seen: list[_PlannedPath] = []
 
     @property
@@ -155,13 +157,14 @@ class Runner:
         draws = None if expected is None or sources.max() < 0 else expected.draws.tokens
         is_shifted, is_read = any(part.is_shifted for part in ordered), any(part.is_read for part in ordered)
         bucket = None if load is not None or is_shifted or is_read else self._bucket(ordered)
-        inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket, draws)
-        inputs.load = load
+        plans = self._step_plans(ordered, positions, bucket)
+        inputs = self._inputs(arrays, plans[0], bucket, draws)
+        inputs.load, inputs.plans = load, plans if len(plans) > 1 else {}
         rotated = positions
         if is_shifted:
             rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
-        self._observers, self._compared, self._fusor = [], [], None
+        self._observers, self._compared, self._narrowed, self._fusor = [], [], [], None
         if any(part.is_blended for part in ordered):
             self._follow_blends(inputs, ordered, slots)
         if is_read:
@@ -214,14 +217,19 @@ class Runner:
         deviations = [(part, rows.deviation) for part, rows in compared if rows.deviation is not None]
         return scores + [(part, deviation.double().cpu().numpy()) for part, deviation in deviations]
 
+    def pop_departures(self) -> list[tuple[StepRows, IntArray]]:
+        """Take the layers in which rows of documents left the last step: see `Blend.add_departures`."""
+        narrowed, self._narrowed = self._narrowed, []
+        return [(part, rows.left.cpu().numpy()) for part, rows in narrowed if rows.left is not None]
+
     def _follow_blends(self, inputs: StepInputs, ordered: list[StepRows], slots: IntArray) -> None:
         """Let the step tell what blends choose by, and let rows leave it between layers."""
         self._observers = self._question_observers(ordered)
         if self._observers:
             inputs.observe = self._observe
-        self._compared, narrowed = self._document_rows(ordered, slots)
-        if self._compared or narrowed:
-            self._fusor = Fusor([*(rows for _, rows in self._compared), *narrowed], len(slots))
+        self._compared, self._narrowed = self._document_rows(ordered, slots)
+        if self._compared or self._narrowed:
+            self._fusor = Fusor([rows for _, rows in (*self._compared, *self._narrowed)], len(slots))
             inputs.fusor = self._fusor
 
     def _read_prompts(self, inputs: StepInputs, ordered: list[StepRows]) -> None:
@@ -262,7 +270,7 @@ class Runner:
 
     def _document_rows(
         self, ordered: list[StepRows], slots: IntArray
-    ) -> tuple[list[tuple[StepRows, DocumentRows]], list[DocumentRows]]:
+    ) -> tuple[list[tuple[StepRows, DocumentRows]], list[tuple[StepRows, DocumentRows]]]:
         """Find the rows that are computed to be compared, and those that may leave between layers."""
         compared = []
         narrowed = []
@@ -276,7 +284,9 @@ class Runner:
                 own = self._rows_of(_path(part), rows, positions)
                 own.private = self._tensor(slots[rows])
                 own.counts = part.num_staying(len(rows))
-                narrowed.append(own)
+                own.left = torch.full_like(own.cached, self.num_layers)
+                own.staying = self._tensor(np.arange(len(rows)))
+                narrowed.append((part, own))
         return compared, narrowed
 
     def _rows_of(self, path: Path, rows: IntArray, positions: IntArray) -> DocumentRows:
@@ -381,7 +391,7 @@ class Runner:
         """The rows that a step is padded to for its graph; None: too many, or a blend looks into it."""
         if self.graphs is None:
             return None
-        if any(part.is_blended and (part.probes or part.num_compared or len(part.narrowed)) for part in ordered):
+        if any(map(_is_watched, ordered)):
             return None
         return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))
 
@@ -412,25 +422,32 @@ class Runner:
             return [part for part in kept if part is not None]
         return sorted(batch, key=lambda part: _path(part).page_ids.tobytes())
 
-    def _step_plan(self, ordered: list[StepRows], positions: IntArray, bucket: int | None) -> Plan:
-        """Plan the step; rows that fill it up to a bucket are at position 0 of sequences that have no pages."""
+    def _step_plans(self, ordered: list[StepRows], positions: IntArray, bucket: int | None) -> dict[int, Plan]:
+        """Plan the step, by the layer from which on; rows that fill it up to a bucket are at position 0 of sequences
+        that have no pages."""
         counts = [part.num_rows for part in ordered]
         num_padding = 0 if bucket is None else bucket - len(positions)
         sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
         rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
         paths = [_path(part) for part in ordered]
-        plan = self._appended(paths, rows, len(ordered) + num_padding)
-        if plan is None:
-            self._plan = self._new_plan(paths, rows, num_padding)
+        # One plan is captured, and rows that leave between layers have one: private slots hold copies in all layers.
+        is_divided = self.graphs is None and not any(map(_is_watched, ordered))
+        layers = {layer for path in paths for layer, _ in path.root.masks_from} if is_divided else set()
+        plans = self._appended(paths, rows, len(ordered) + num_padding, layers or {0})
+        if plans is None:
+            where: list[int | None] = [*sorted(layers)] or [None]
+            self._plans = {layer or 0: self._new_plan(paths, rows, num_padding, layer) for layer in where}
             self._seen = [_PlannedPath(path, len(path.page_ids), path.num_changes) for path in paths]
         else:
-            self._plan = plan.with_rows(rows)
-        return self._plan
+            self._plans = {layer: plan.with_rows(rows) for layer, plan in plans.items()}
+        return self._plans
 
-    def _appended(self, paths: list[Path], rows: QueryRows, num_sequences: int) -> Plan | None:
-        """Append the pages begun since to the kept plan; None where that is not all that changed."""
-        plan, all_seen = self._plan, self._seen
-        if plan is None or plan.num_sequences != num_sequences or len(paths) != len(all_seen):
+    def _appended(
+        self, paths: list[Path], rows: QueryRows, num_sequences: int, layers: set[int]
+    ) -> dict[int, Plan] | None:
+        """Append the pages begun since to the kept plans; None where that is not all that changed."""
+        plans, all_seen = self._plans, self._seen
+        if plans.keys() != layers or plans[0].num_sequences != num_sequences or len(paths) != len(all_seen):
             return None
         indices: list[int] = []
         page_ids = array("i")
@@ -440,21 +457,25 @@ class Runner:
             if len(path.page_ids) > seen.num_pages:
                 page_ids += path.page_ids[seen.num_pages :]
                 indices += [index] * (len(path.page_ids) - seen.num_pages)
-        if (indices or plan.appended) and not np.array_equal(plan.sequence, np.asarray(rows.sequence)):
+        if (indices or plans[0].appended) and not np.array_equal(plans[0].sequence, np.asarray(rows.sequence)):
             return None  # work is laid out anew, which the tree does faster than the tables
         if not indices:
-            return plan
-        plan = plan.append_new_pages(np.array(indices), np.array(page_ids, np.int64))
-        if plan is not None:
-            self._plan = plan
-            for index in indices:
-                path = paths[index]
-                all_seen[index] = _PlannedPath(path, len(path.page_ids), path.num_changes)
-        return plan
+            return plans
+        appended = {}
+        for layer, plan in plans.items():
+            longer = plan.append_new_pages(np.array(indices), np.array(page_ids, np.int64))
+            if longer is None:
+                return None
+            appended[layer] = longer
+        for index in indices:
+            path = paths[index]
+            all_seen[index] = _PlannedPath(path, len(path.page_ids), path.num_changes)
+        return appended
 
-    def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int) -> Plan:
+    def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int, layer: int | None = None) -> Plan:
+        """Plan what is seen from a layer on; None: in any, private slots in place of what they hold copies of."""
         if any(path.gaps or path.root.is_own for path in paths):
-            return self._plan_of([*map(_page_table, paths), *[_NO_PAGES] * num_padding], rows)
+            return self._plan_of([*(_page_table(path, layer) for path in paths), *[_NO_PAGES] * num_padding], rows)
         page_ids = np.frombuffer(b"".join([path.page_ids for path in paths]), np.int32)
         masks = np.frombuffer(b"".join([path.masks for path in paths]), np.int64)
         counts = np.array([len(path.page_ids) for path in paths] + [0] * num_padding, np.int64)
@@ -517,11 +538,19 @@ def _is_moved(seen: _PlannedPath) -> bool:
     return path.num_changes != seen.num_changes or any(page.refs > 1 for page in path.pages[seen.num_pages :])
 
 
-def _page_table(path: Path) -> PageTable:
-    """Return what the device has of the path, root first."""
+def _is_watched(part: StepRows) -> bool:
+    """Return whether something looks at a blend's rows between layers, or lets them leave there."""
+    return part.is_blended and (part.probes or bool(part.num_compared) or len(part.narrowed) > 0)
+
+
+def _page_table(path: Path, layer: int | None) -> PageTable:
+    """Return what the device has of the path, root first; in a layer: see `divide_layers`."""
     deltas = np.zeros(len(path.page_ids), np.int32)
     deltas[: len(path.root.kept)] = [kept.delta for kept in path.root.kept]
     page_ids, masks = np.array(path.page_ids, np.int32), np.array(path.masks, np.int64)
+    for first, seen in path.root.masks_from:
+        if layer is not None and first <= layer:
+            masks[: len(seen)] = seen
     present = slice(None) if not path.gaps else page_ids != NOWHERE
     return PageTable(page_ids[present], deltas[present], masks[present])
 

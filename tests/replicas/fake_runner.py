@@ -149,6 +149,9 @@ class FakeRunner:
         self._probing = []
         return scores
 
+    def pop_departures(self) -> list[tuple[Any, Any]]:
+        return []  # rows leave between layers, of which it has none
+
     def _move(self, moves: Moves) -> None:
         for columns in (*zip(*moves.saves, strict=True), moves.fresh, [load.device_page for load in moves.loads]):
             assert len(set(columns)) == len(columns), "a page stands twice in a column"

@@ -219,6 +219,48 @@ def test_auto_computes_more_anew_while_documents_are_loaded(checkpoint: tuple[Pa
         engine.close()
 
 
+@pytest.mark.parametrize("max_batch_tokens", [400, 64])
+def test_layers_read_shared_pages_where_private_ones_hold_copies(
+    checkpoint: tuple[Path, Any], max_batch_tokens: int
+) -> None:
+    """In every layer each token is read once: from the private slot only where it was computed anew there."""
+    directory, model = checkpoint
+    engine = engine_of(directory, max_batch_tokens=max_batch_tokens, max_running=8)
+    steps: list[tuple[Any, set[int | None]]] = []
+    forward = engine.runner.forward
+
+    def note(inputs: Any) -> torch.Tensor:
+        kept = [each for some in engine.scheduler.running if some.path is not None for each in some.path.root.kept]
+        steps.append((inputs, {each.page.ids[0] for each in kept if each.page.positions is not None}))
+        return forward(inputs)
+
+    engine.runner.forward = note  # type: ignore[method-assign]
+    prompt = prompt_of([1, 2, 0])
+    ask(engine, "a", prompt, selector="hkvd", ratio=0.3)
+    output = answers(run(engine))["a"]
+    inputs, private = steps[-1]
+    num_private: dict[int, int] = {}
+    for layer, plan in inputs.plans.items():
+        (table,) = plan.page_tables
+        seen = [
+            (int(page), int(engine.runner.pool.slot_position[int(page) * PAGE_SIZE + offset]) + int(delta))
+            for page, delta, mask in zip(table.page_ids, table.deltas, table.masks, strict=True)
+            for offset in range(PAGE_SIZE)
+            if int(mask) >> offset & 1
+        ]
+        end = int(inputs.positions[0]) + 1
+        assert sorted(position for _, position in seen if position < end) == list(range(end))
+        num_private[layer] = sum(page in private for page, _ in seen)
+    num_layers = model.config.num_hidden_layers
+    num_first = count(sum(map(len, DOCUMENTS)), first_share(num_layers, 0.3))
+    counts = filter_counts(num_layers, num_first, 0.3)
+    assert list(num_private) == [0, 1, *counts]
+    assert num_private[1] - num_private[0] == num_first
+    if max_batch_tokens == 400:  # tokens are chosen among the rows of one step
+        assert {layer: num_private[layer] - num_private[0] for layer in counts} == counts
+        assert error_of(logits_of(engine, "a"), dense(model, prompt, output, "hkvd", 0.3)) <= TOLERANCE
+
+
 def test_requests_of_one_batch_read_a_document_once(checkpoint: tuple[Path, Any]) -> None:
     """Every page of a document that all see is in one segment of the attention plan, with a delta for each of them."""
     directory, _ = checkpoint
