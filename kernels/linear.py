@@ -127,6 +127,11 @@ class PackedLinear:
         )  # fmt: skip
         return y
 
+    @property
+    def address(self) -> int | None:
+        """Return where compiled code finds the weight, while this lives; None where inputs have to be padded first."""
+        return None if self._padding else self._pointer
+
     def weight_rows(self, index: Tensor) -> Tensor:
         panels = self._packed[index // _PANEL, :, index % _PANEL]
         return panels.flatten(1)[:, : self._num_inputs]

@@ -51,6 +51,7 @@ class TokenCounts:
 class Drawing:
     """Follows the output of one sequence. The plain one allows every token, and none ends it."""
 
+    is_greedy: bool = False  # always the best token, and no log-probabilities
     end_token_ids: tuple[int, ...] = ()  # end the output
     min_tokens: int = 0  # of the output, before which they are not drawn
     bad_words: tuple[tuple[int, ...], ...] = ()  # must not be in the output
@@ -79,9 +80,10 @@ class Drawing:
         """Follow the output by a token."""
         if self.matcher is not None:
             self.matcher.push(token_id)
-        for counts in (self.seen, self.drawn):
-            if counts is not None:
-                counts.add(token_id)
+        if self.seen is not None:
+            self.seen.add(token_id)
+        if self.drawn is not None:
+            self.drawn.add(token_id)
 
     def stops(self, token_id: int) -> bool:
         """Return whether the output stops with this token, which was pushed."""

@@ -33,6 +33,7 @@ Pooling = Literal["mean", "last"]  # of the last layer's hidden states, behind i
 
 WARM_UP_SALT = "warm-up"  # no tenant's: see `tenancy.kv_salt`
 
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 MAX_CHOICES = 128  # OpenAI's
 MAX_STOPS = 16  # more than OpenAI's 4: clients of vLLM send such
 MAX_STOP_BYTES = 256
@@ -175,6 +176,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     weighing: Weighing = field(init=False, repr=False, compare=False)  # what is None in its place as a number
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether the best token is always drawn, and nothing else is said of the draw."""
+        has_rules = self.min_tokens or self.logit_bias or self.allowed_token_ids is not None or self.bad_words
+        has_penalties = self.weighing.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        is_told = self.logprobs is not None or self.grammar is not None
+        return self.weighing.temperature < GREEDY_BELOW and not (has_rules or has_penalties or is_told)
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in Weighing._fields if getattr(self, name) is not None}

@@ -262,6 +262,16 @@ class StepRows:
     end: int = field(init=False)
     samples: bool = field(init=False)  # the token behind its last row
     is_shifted: bool = field(init=False)  # some key is rotated for another position than its row's
+    is_plain: bool = field(init=False)  # a decode: one row, of which nothing is wanted but the token behind it
+
+    @classmethod
+    def plain(cls, sequence: Sequence, end: int, run: tuple[int, int, int]) -> StepRows:
+        """Return the row of a decode whose KV goes to `run`: what `__post_init__` would find is known."""
+        part = cls.__new__(cls)
+        part.sequence, part.spans, part.runs, part.shifts = sequence, [(end - 1, end)], [run], [0]
+        part.num_compared, part.num_rows, part.end = 0, 1, end
+        part.samples, part.is_shifted, part.is_plain = True, False, True
+        return part
 
     def __post_init__(self) -> None:
         start, self.end = self.spans[-1]
@@ -270,6 +280,8 @@ class StepRows:
             self.num_rows += end - start
         self.samples = self.end == len(self.sequence.context) and not self.sequence.is_probing
         self.is_shifted = self.shifts != [0] and any(self.shifts)
+        is_decode = self.samples and self.num_rows == 1 and len(self.runs) == 1 and self.sequence.num_output > 0
+        self.is_plain = is_decode and not (self.is_shifted or self.num_compared) and self.sequence.scoring is None
 
     @property
     def num_written(self) -> int:

@@ -1,4 +1,5 @@
-"""The CPU backend: C++ compiled at first use, one Python module per operation.
+"""The CPU backend: C++ compiled at first use, one Python module per operation, and one for whole layers.
 
-Public: `backend`, `library`. Imports the kernels' root; `attention`, `linear`, `kv_write` and `ops` import it.
+Public: `backend`, `layers`, `library`. Imports the kernels' root; `attention`, `linear`, `kv_write`, `ops` import it,
+and the decoder `layers`.
 """

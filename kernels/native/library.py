@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_write_kv": ((POINTER,), COUNT),
     "mneme_kv_deviation": ((POINTER, POINTER), COUNT),
     "mneme_copy_tokens": ((*[POINTER] * 4, *[COUNT] * 7, NUMBER), COUNT),
+    "mneme_layers": ((POINTER, *[COUNT] * 2), COUNT),
     "mneme_linear": ((*[POINTER] * 2, *[COUNT] * 2, POINTER, *[NUMBER] * 2), None),
     "mneme_rms_norm": ((*[POINTER] * 3, *[COUNT] * 5, REAL, *[NUMBER] * 2), None),
     "mneme_add_rms_norm": ((*[POINTER] * 4, *[COUNT] * 2, REAL, *[NUMBER] * 2), None),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mneme.kernels.native.library import library, native_function, num_threads
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def can_compute(x: Tensor) -> bool:
@@ -46,7 +46,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     num_rows, count = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, count)
     native_function("mneme_gated")(
-        gate_up.data_ptr(), out.data_ptr(), num_rows, count, _ACTIVATIONS[activation],
+        gate_up.data_ptr(), out.data_ptr(), num_rows, count, ACTIVATIONS[activation],
         gate_up.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out

@@ -283,7 +283,7 @@ class Replica:
             for _ in range(num_ended):
                 sequence.append(_answered(sequence))
             sequence.path.take_rows(sequence.context, num_ended)
-            self._scheduler.waiting.charge(sequence, num_ended * OUTPUT_WEIGHT)
+            self._scheduler.waiting.charge([sequence], num_ended * OUTPUT_WEIGHT)
         for length_s in self._lengths[1 : num_ended + 1]:
             self._busy_s += length_s
         del self._ends[:num_ended], self._lengths[:num_ended]

@@ -118,6 +118,7 @@ def make_sequence(
         drawing.drawn = TokenCounts(output_ids)
     if params.grammar is not None:
         drawing.matcher = grammars.matcher(params.grammar, output_ids, request.num_choices)
+    drawing.is_greedy = params.is_greedy
     return sequence
 
 

@@ -48,8 +48,8 @@ from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import COPY_OUT_BELOW, PrefixForest
 from mneme.replicas.forest.paths import learn
-from mneme.replicas.model.draws import Draws, Expected, Sampled, SampleRow
-from mneme.replicas.request import GenerationRequest, SamplingParams, SessionKey, TokenEvent
+from mneme.replicas.model.draws import GREEDY, Draws, Expected, Sampled, SampleRow
+from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.durable import DurableSessions
@@ -71,7 +71,6 @@ logger = logging.getLogger(__name__)
 BLOCKED_S = 0.0005  # how often who drives an engine that is blocked looks whether it still is
 _FAILED = "the engine failed; the request was not completed"
 _FIRST_PLACEHOLDER, _LAST_PLACEHOLDER = -2, -(1 << 30)  # pages keep ids in 32 bits
-_DROPPED = SampleRow(SamplingParams(temperature=0), 0, 0, 0)  # of a sequence that has ended: nobody wants its token
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +78,7 @@ class _Flight:
     """Holds a step that was launched and whose tokens are not known to the host yet."""
 
     batch: list[StepRows]
+    sampling: list[Sequence] = field(init=False)  # those of the batch that get a token
     draws: Draws = field(init=False)
     began_s: float
     is_special: bool  # documents or reads of prompts: committed at once, as its outcome decides more than tokens
@@ -88,9 +88,8 @@ class _Flight:
     expected: list[tuple[Sequence, int, int]] = field(default_factory=list)
     ending: set[Sequence] = field(default_factory=set)  # with the token that is on its way
 
-    @property
-    def sampling(self) -> list[Sequence]:
-        return [part.sequence for part in self.batch if part.samples]
+    def __post_init__(self) -> None:
+        self.sampling = [part.sequence for part in self.batch if part.samples]
 
 
 class Engine:
@@ -353,7 +352,7 @@ class Engine:
         flight = _Flight(
             batch=batch,
             began_s=began_s,
-            is_special=any(part.is_special or part.sequence in children for part in batch),
+            is_special=any(not part.is_plain and (part.is_special or part.sequence in children) for part in batch),
             has_loads=bool(moves.loads or moves.grafts),
         )
         return flight, logits
@@ -362,7 +361,11 @@ class Engine:
         """Launch the draws of a step, once all is known that they depend on, and copies of its chunks behind them."""
         if self.on_logits is not None:
             logits = self.on_logits(flight.sampling, logits)
-        rows = [_sample_row(each) if self._is_alive(each) else _DROPPED for each in flight.sampling]
+        # Of one that has ended nobody wants the token.
+        rows = [
+            GREEDY if each.drawing.is_greedy or not self._is_alive(each) else _sample_row(each)
+            for each in flight.sampling
+        ]
         flight.draws = self.runner.sample(logits, rows)
         if self.connector is not None and self.runner.runs_ahead:
             self.connector.save_launched(flight.batch)

@@ -109,21 +109,20 @@ class Path:
     def write_next(self, ids: Sequence[int]) -> tuple[int, int, int] | None:
         """Take the slot of the one token that follows, if it goes into the path's own last page, where no other path is
         found: what `extend` and `take_rows` do for a decode, but once in a page. Returns the run; None: ask those."""
-        position = self.num_tokens
-        offset = position % self.store.page_size
+        position, page_size = self.num_tokens, self.store.page_size
+        offset = position % page_size
         if not offset or self.gaps or not self.pages or len(ids) != position + 1:
             return None
         page = self.pages[-1]
-        if page.writer is not self or page.children or page.end != position:
+        tokens = page.tokens
+        if page.writer is not self or page.children or page.start + len(tokens) != position:
             return None
-        page_id = page.ids[DEVICE]
-        assert page_id is not None
-        page.tokens.append(ids[position])
+        tokens.append(ids[position])
         page.filled[DEVICE] += 1
         self.num_tokens = position + 1
-        if offset + 1 == self.store.page_size and self.store.device.changed is not None:
+        if offset + 1 == page_size and self.store.device.changed is not None:
             self.store.device.changed.add(page)
-        return page_id, offset, 1
+        return self.page_ids[-1], offset, 1
 
     def take_rows(self, ids: Sequence[int], budget: int) -> Rows:
         """Take at most `budget` rows: holes first, then `ids[self.num_tokens:]`, which `extend` did not find.

@@ -13,12 +13,14 @@ import torch
 
 from mneme.cachetier.host_pages.streams import CudaStreams, EventSpans, Streams
 from mneme.cachetier.host_pages.tier import Load
-from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend
+from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend, choose
 from mneme.kernels.kv_write import write_kv
+from mneme.kernels.native.backend import attend_native
+from mneme.kernels.native.layers import LayerRows, NativeLayers
 from mneme.kernels.work import Share
 from mneme.replicas.blend.fusor import Fusor
 from mneme.replicas.model.decoder_config import DecoderConfig, RopeConfig
-from mneme.replicas.model.parts import Attention, DecoderWeights
+from mneme.replicas.model.parts import Attention, DecoderWeights, dense_layers
 from mneme.replicas.model.timeline import Timeline
 
 TRACK = "engine"  # of a timeline: the parts of forward passes
@@ -94,6 +96,11 @@ class Decoder:
         tables = {rope: self._table(rope) for rope in {config.rope_of(layer) for layer in range(config.num_layers)}}
         self.ropes = [tables[config.rope_of(layer)] for layer in range(config.num_layers)]  # by layer
         self._layer_spans: LayerSpans | None = None
+        dense = None if config.is_parallel else dense_layers(weights.layers, weights.norm, self.dtype)
+        self._native: NativeLayers | None = None  # where compiled code knows all of a layer
+        if dense is not None:
+            scale, soft_cap = config.scale, config.soft_cap
+            self._native = NativeLayers(dense, self.ropes, config.windows, softmax_scale=scale, soft_cap=soft_cap)
 
     def _table(self, rope: RopeConfig | None) -> RopeTable | None:
         if rope is None:
@@ -121,6 +128,8 @@ class Decoder:
         spans = None if self._layer_spans is None else self._layer_spans.begin()
         hidden = self._embedded(inputs)
         normed = layers[0].attention_norm(hidden)
+        if self._native is not None and spans is None and self._is_native(inputs):
+            return self.logits(self._run_native(self._native, hidden, normed, inputs, pool), inputs.logits)
         next_norms = [layer.attention_norm for layer in layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             if index in inputs.plans:
@@ -153,6 +162,37 @@ class Decoder:
             inputs.read(normed[num_sampled:])
             normed = normed[:num_sampled]
         return self.logits(normed, inputs.logits)
+
+    def _is_native(self, inputs: StepInputs) -> bool:
+        """Return whether nobody looks between the operations of a layer, and compiled code attends."""
+        if inputs.fusor is not None or inputs.observe is not None or inputs.read_rows is not None:
+            return False
+        return choose("auto", self.device, self.dtype, inputs.plan) is attend_native
+
+    def _run_native(
+        self, native: NativeLayers, hidden: torch.Tensor, normed: torch.Tensor, inputs: StepInputs, pool: KvPool
+    ) -> torch.Tensor:
+        """Hidden states and their norm [T, H] -> those of sampled rows behind the last norm, [S, H]."""
+        rows = LayerRows(
+            slots=inputs.slots,
+            key_positions=inputs.positions if inputs.key_positions is None else inputs.key_positions,
+            sampled_rows=inputs.sampled_rows,
+            k_pages=pool.k_pages,
+            v_pages=pool.v_pages,
+            slot_position=pool.slot_position,
+            plan=inputs.plan,
+        )
+        run, num_layers = native.begin(hidden, normed, rows), self.config.num_layers
+        if inputs.load is None and inputs.layer_done is None:
+            run.run(0, num_layers)
+            return run.out
+        for index in range(num_layers):
+            if inputs.load is not None:  # before writing too: a row may fill a page whose first slots are being loaded
+                inputs.load.wait_layer(index)
+            run.run(index, index + 1)
+            if inputs.layer_done is not None:
+                inputs.layer_done(index)
+        return run.out
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,6 +25,10 @@ class SampleRow(NamedTuple):
     drawn: TokenCounts | None = None  # output; needed where there is a presence or frequency penalty
 
 
+# Draws the best token, whatever was drawn before: the row of all sequences that want no more.
+GREEDY = SampleRow(SamplingParams(temperature=0), 0, 0, 0)
+
+
 class Sampled(NamedTuple):
     token_id: int | None  # None: the model's logits are not finite, nothing can be drawn
     logprobs: Logprobs | None

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels.linear import Linear
+from mneme.kernels.linear import Linear, PackedLinear
+from mneme.kernels.native.layers import DenseLayer, RmsWeights, can_run
 from mneme.kernels.ops import Activation, add_rms_norm, gated, rms_norm
 
 CLAMPED = "swiglu_clamped"
@@ -131,6 +132,49 @@ class PlainMlp:
     def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         inner = self.up(x)
         return self.down(F.relu(inner) if self.activation == "relu" else F.gelu(inner), out_dtype)
+
+
+class _OtherPart(Exception):
+    """Says that a layer has a part which compiled code does not know."""
+
+
+def dense_layers(layers: Sequence[Layer], last_norm: Norm, dtype: torch.dtype) -> list[DenseLayer] | None:
+    """Describe layers to compiled code that runs them whole; None where one has a part that it does not know."""
+    norms = [*(layer.attention_norm for layer in layers[1:]), last_norm]
+    try:
+        return [_dense(layer, norm, dtype) for layer, norm in zip(layers, norms, strict=True)]
+    except _OtherPart:
+        return None
+
+
+def _dense(layer: Layer, next_norm: Norm, dtype: torch.dtype) -> DenseLayer:
+    attention, mlp = layer.attention, layer.mlp
+    if layer.behind_attention or layer.behind_mlp or attention.sinks is not None or not isinstance(mlp, GatedMlp):
+        raise _OtherPart
+    if not can_run(dtype, mlp.activation):
+        raise _OtherPart
+    return DenseLayer(
+        qkv=_address(attention.qkv),
+        o=_address(attention.o),
+        gate_up=_address(mlp.gate_up),
+        down=_address(mlp.down),
+        activation=mlp.activation,
+        head_norms=tuple(_rms(norm, dtype) for norm in (attention.q_norm, attention.k_norm) if norm is not None),
+        mlp_norm=_rms(layer.mlp_norm, dtype),
+        next_norm=_rms(next_norm, dtype),
+    )
+
+
+def _address(linear: Linear) -> int:
+    if not isinstance(linear, PackedLinear) or linear.address is None:
+        raise _OtherPart
+    return linear.address
+
+
+def _rms(norm: Norm | None, dtype: torch.dtype) -> RmsWeights:
+    if not isinstance(norm, RmsNorm) or norm.weight.dtype is not dtype:
+        raise _OtherPart
+    return RmsWeights(norm.weight.contiguous(), norm.eps)
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import collections.abc
 import math
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -68,6 +68,15 @@ class _PlannedPath(NamedTuple):
     num_changes: int
 
 
+@dataclass(slots=True)
+class _KeptPlans:
+    """Holds the plans of the last step, and for whom they were made."""
+
+    plans: dict[int, Plan]  # by the layer from which on
+    order: list[int]  # which of the batch is the i-th sequence of the plans
+    seen: list[_PlannedPath]  # in the order of the batch
+
+
 class Runner:
     """Runs one decoder over its pool."""
 
@@ -114,8 +123,7 @@ class Runner:
         self._compared: list[tuple[StepRows, DocumentRows]] = []
         self._narrowed: list[tuple[StepRows, DocumentRows]] = []
         self._fusor: Fusor | None = None
-        self._plans: dict[int, Plan] = {}  # of the last step, by the layer from which on
-        self._seen: list[_PlannedPath] = []
+        self._kept: _KeptPlans | None = None
 
     @property
     def can_copy(self) -> bool:
@@ -145,19 +153,17 @@ class Runner:
                 for layer in range(self._decoder.config.num_layers):
                     load.wait_layer(layer)
             return None
-        ordered = self._in_plan_order(batch)
-        starts, ends = np.array([span for part in ordered for span in part.spans]).T
-        positions = ranges(starts, ends - starts)
-        slots = self._slots(ordered)
-        token_ids = np.array(
-            [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]], np.int64
-        )
+        begun = self._begun(batch)
+        ordered = self._ordered(batch, is_kept=begun is not None)
+        others = [part for part in ordered if not part.is_plain]
+        token_ids, positions, slots = self._rows(ordered) if others else self._plain_rows(ordered)
         sources = np.full_like(token_ids, -1) if expected is None else expected.sources(token_ids)
-        arrays = (token_ids, positions, slots, sources, _sampled_rows(batch, ordered))
+        sampled_rows = _sampled_rows(batch, ordered)
+        arrays = (token_ids, positions, slots, sources, sampled_rows)
         draws = None if expected is None or sources.max() < 0 else expected.draws.tokens
-        is_shifted, is_read = any(part.is_shifted for part in ordered), any(part.is_read for part in ordered)
+        is_shifted, is_read = any(part.is_shifted for part in others), any(part.is_read for part in others)
         bucket = None if load is not None or is_shifted or is_read else self._bucket(ordered)
-        plans = self._step_plans(ordered, positions, bucket)
+        plans = self._step_plans(batch, ordered, positions, bucket, begun)
         inputs = self._inputs(arrays, plans[0], bucket, draws)
         inputs.load, inputs.plans = load, plans if len(plans) > 1 else {}
         rotated = positions
@@ -165,7 +171,7 @@ class Runner:
             rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
         self._observers, self._compared, self._narrowed, self._fusor = [], [], [], None
-        if any(part.is_blended for part in ordered):
+        if any(part.is_blended for part in others):
             self._follow_blends(inputs, ordered, slots)
         if is_read:
             self._read_prompts(inputs, ordered)
@@ -413,16 +419,36 @@ class Runner:
             plan=plan,
         )
 
-    def _in_plan_order(self, batch: list[StepRows]) -> list[StepRows]:
-        """Order a batch as the kept plan does if its sequences only began pages since that no other has, else
-        depth-first through the forest."""
-        part_by_path = {id(part.sequence.path): part for part in batch}
-        kept = [part_by_path.get(id(seen.path)) for seen in self._seen] if len(batch) == len(self._seen) else []
-        if kept and all(kept) and not any(map(_is_moved, self._seen)):
-            return [part for part in kept if part is not None]
+    def _begun(self, batch: list[StepRows]) -> list[int] | None:
+        """Find which of a batch began pages since the kept plan. None where the order may be another now: there are
+        other sequences, a path has changed, or a page is begun that another path has too."""
+        kept = self._kept
+        if kept is None or len(batch) != len(kept.seen):
+            return None
+        begun = []
+        for index, (part, (path, num_pages, num_changes)) in enumerate(zip(batch, kept.seen, strict=True)):
+            if part.sequence.path is not path or path.num_changes != num_changes:
+                return None
+            if len(path.page_ids) != num_pages:
+                if any(page.refs > 1 for page in path.pages[num_pages:]):
+                    return None
+                begun.append(index)
+        return begun
+
+    def _ordered(self, batch: list[StepRows], *, is_kept: bool) -> list[StepRows]:
+        """Order a batch as the kept plan does, or depth-first through the forest."""
+        if is_kept and self._kept is not None:
+            return [batch[index] for index in self._kept.order]
         return sorted(batch, key=lambda part: _path(part).page_ids.tobytes())
 
-    def _step_plans(self, ordered: list[StepRows], positions: IntArray, bucket: int | None) -> dict[int, Plan]:
+    def _step_plans(
+        self,
+        batch: list[StepRows],
+        ordered: list[StepRows],
+        positions: IntArray,
+        bucket: int | None,
+        begun: list[int] | None,
+    ) -> dict[int, Plan]:
         """Plan the step, by the layer from which on; rows that fill it up to a bucket are at position 0 of sequences
         that have no pages."""
         counts = [part.num_rows for part in ordered]
@@ -433,44 +459,38 @@ class Runner:
         # One plan is captured, and rows that leave between layers have one: private slots hold copies in all layers.
         is_divided = self.graphs is None and not any(map(_is_watched, ordered))
         layers = {layer for path in paths for layer, _ in path.root.masks_from} if is_divided else set()
-        plans = self._appended(paths, rows, len(ordered) + num_padding, layers or {0})
+        plans = None if begun is None else self._appended(begun, rows, len(ordered) + num_padding, layers or {0})
         if plans is None:
             where: list[int | None] = [*sorted(layers)] or [None]
-            self._plans = {layer or 0: self._new_plan(paths, rows, num_padding, layer) for layer in where}
-            self._seen = [_PlannedPath(path, len(path.page_ids), path.num_changes) for path in paths]
-        else:
-            self._plans = {layer: plan.with_rows(rows) for layer, plan in plans.items()}
-        return self._plans
+            plans = {layer or 0: self._new_plan(paths, rows, num_padding, layer) for layer in where}
+            index_by_part = {id(part): index for index, part in enumerate(batch)}
+            order = [index_by_part[id(part)] for part in ordered]
+            self._kept = _KeptPlans(plans, order, [_seen(_path(part)) for part in batch])
+        return plans
 
     def _appended(
-        self, paths: list[Path], rows: QueryRows, num_sequences: int, layers: set[int]
+        self, begun: list[int], rows: QueryRows, num_sequences: int, layers: set[int]
     ) -> dict[int, Plan] | None:
-        """Append the pages begun since to the kept plans; None where that is not all that changed."""
-        plans, all_seen = self._plans, self._seen
-        if plans.keys() != layers or plans[0].num_sequences != num_sequences or len(paths) != len(all_seen):
+        """Append the pages begun since to the kept plans, with these rows; None where they have to be built anew."""
+        kept = self._kept
+        if kept is None or kept.plans.keys() != layers or kept.plans[0].num_sequences != num_sequences:
             return None
-        indices: list[int] = []
-        page_ids = array("i")
-        for index, (path, seen) in enumerate(zip(paths, all_seen, strict=True)):
-            if path is not seen.path or path.num_changes != seen.num_changes:
-                return None
-            if len(path.page_ids) > seen.num_pages:
-                page_ids += path.page_ids[seen.num_pages :]
-                indices += [index] * (len(path.page_ids) - seen.num_pages)
-        if (indices or plans[0].appended) and not np.array_equal(plans[0].sequence, np.asarray(rows.sequence)):
+        first = kept.plans[0]
+        if (begun or first.appended) and not np.array_equal(first.sequence, np.asarray(rows.sequence)):
             return None  # work is laid out anew, which the tree does faster than the tables
-        if not indices:
-            return plans
-        appended = {}
-        for layer, plan in plans.items():
-            longer = plan.append_new_pages(np.array(indices), np.array(page_ids, np.int64))
-            if longer is None:
-                return None
-            appended[layer] = longer
-        for index in indices:
-            path = paths[index]
-            all_seen[index] = _PlannedPath(path, len(path.page_ids), path.num_changes)
-        return appended
+        plans: dict[int, Plan | None] = {**kept.plans}
+        if begun:
+            new = [kept.seen[index].path.page_ids[kept.seen[index].num_pages :] for index in begun]
+            places = np.repeat([kept.order.index(index) for index in begun], [len(each) for each in new])
+            page_ids = np.concatenate(new, dtype=np.int64)
+            plans = {layer: plan.append_new_pages(places, page_ids) for layer, plan in kept.plans.items()}
+        found = {layer: plan.with_rows(rows) for layer, plan in plans.items() if plan is not None}
+        if len(found) < len(plans):
+            return None
+        kept.plans = found
+        for index in begun:
+            kept.seen[index] = _seen(kept.seen[index].path)
+        return found
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int, layer: int | None = None) -> Plan:
         """Plan what is seen from a layer on; None: in any, private slots in place of what they hold copies of."""
@@ -508,6 +528,19 @@ class Runner:
 
         return plan, run
 
+    def _rows(self, ordered: list[StepRows]) -> tuple[IntArray, IntArray, IntArray]:
+        """Return each row's token, its position and the slot that its KV is written to."""
+        starts, ends = np.array([span for part in ordered for span in part.spans]).T
+        token_ids = [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]]
+        return np.array(token_ids, np.int64), ranges(starts, ends - starts), self._slots(ordered)
+
+    def _plain_rows(self, ordered: list[StepRows]) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the same of decodes alone."""
+        token_ids = np.array([part.sequence.context[-1] for part in ordered])
+        positions = np.array([part.end for part in ordered]) - 1
+        slots = np.array([part.runs[0][0] for part in ordered]) * self.page_size
+        return token_ids, positions, slots + [part.runs[0][1] for part in ordered]
+
     def _slots(self, ordered: list[StepRows]) -> IntArray:
         """Return where each row's KV is written; the spare slot for a last row without a run."""
         runs = [run for part in ordered for run in [*part.runs, *[_SPARE_RUN] * (part.num_rows - part.num_written)]]
@@ -530,12 +563,8 @@ def _path(part: StepRows) -> Path:
     return part.sequence.path
 
 
-def _is_moved(seen: _PlannedPath) -> bool:
-    """Return whether a path may stand elsewhere among others than it did when it was seen."""
-    path = seen.path
-    if path.num_changes == seen.num_changes and len(path.pages) == seen.num_pages:
-        return False
-    return path.num_changes != seen.num_changes or any(page.refs > 1 for page in path.pages[seen.num_pages :])
+def _seen(path: Path) -> _PlannedPath:
+    return _PlannedPath(path, len(path.page_ids), path.num_changes)
 
 
 def _is_watched(part: StepRows) -> bool:

@@ -26,14 +26,14 @@ import torch
 from mneme.kernels.ops import draw_tokens, draw_whole, mask_logits
 from mneme.kernels.torch.ops import invert
 from mneme.kernels.upload import download, upload
-from mneme.replicas.model.draws import Sampled, SampleRow
-from mneme.replicas.request import Logprobs, PromptLogprobs, SamplingParams, Weighing
+from mneme.replicas.model.draws import GREEDY, Sampled, SampleRow
+from mneme.replicas.request import GREEDY_BELOW, Logprobs, PromptLogprobs, Weighing
 
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 _MASK_64 = (1 << 64) - 1
 _NUM_CANDIDATES = 256
 
 
+_Asking = tuple[int, SampleRow]  # a row that asks for more than the best token, and its number
 # A row's number, tokens, and a value for all or for each of them.
 _Edit = tuple[int, Sequence[int] | npt.NDArray[np.int64], npt.ArrayLike]
 
@@ -55,6 +55,7 @@ class _RowLogprobs:
     """Holds what the model said of rows that want log-probabilities, on its way to the host."""
 
     rows: list[int]
+    num_top: list[int]  # wanted by each
     own: torch.Tensor  # float32 [rows, 1], of the token that was drawn
     top: torch.Tensor  # float32 [rows, most], the largest first
     top_ids: torch.Tensor  # int64 [rows, most]
@@ -63,12 +64,12 @@ class _RowLogprobs:
 class TensorDraws:
     """`Draws` of a device: on CUDA they come to the host beside what is launched behind them."""
 
-    def __init__(self, tokens: torch.Tensor, params: Sequence[SamplingParams], told: _RowLogprobs | None) -> None:
+    def __init__(self, tokens: torch.Tensor, told: _RowLogprobs | None) -> None:
         """
         tokens  int32 [rows], on the logits' device; -1 where nothing could be drawn
         """
         self.tokens = tokens
-        self._params, self._told = params, told
+        self._told = told
         self._token_ids = download(tokens)
         self._arrived: torch.cuda.Event | None = None
         if tokens.is_cuda:  # who waits sleeps: other threads have better use for the processor
@@ -82,13 +83,12 @@ class TensorDraws:
         """Return what was drawn, in the order of the rows, once it is on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        token_ids = [token_id if token_id >= 0 else None for token_id in self._token_ids.tolist()]
-        sampled = [Sampled(token_id, None) for token_id in token_ids]
+        sampled = [Sampled(token_id if token_id >= 0 else None, None) for token_id in self._token_ids.tolist()]
         told = self._told
         if told is not None:
-            values = zip(told.own[:, 0].tolist(), told.top_ids.tolist(), told.top.tolist(), strict=True)
-            for index, (own, ids, best) in zip(told.rows, values, strict=True):
-                token_id, most = token_ids[index], self._params[index].logprobs
+            values = zip(told.num_top, told.own[:, 0].tolist(), told.top_ids.tolist(), told.top.tolist(), strict=True)
+            for index, (most, own, ids, best) in zip(told.rows, values, strict=True):
+                token_id = sampled[index].token_id
                 if token_id is not None:
                     logprobs = Logprobs(token_id, own, tuple(zip(ids[:most], best, strict=False)))
                     sampled[index] = Sampled(token_id, logprobs)
@@ -101,53 +101,53 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> TensorDraws:
 
     logits  float32 [num_rows, vocab_size]; changed in place
     """
-    params = [row.params for row in rows]
-    told = [index for index, each in enumerate(params) if each.logprobs is not None]
+    asking = [each for each in enumerate(rows) if each[1] is not GREEDY]
+    told = [index for index, row in asking if row.params.logprobs is not None]
     at = upload(np.array(told, np.int64), logits.device) if told else None
     raw = None if at is None else logits[at]
-    _edit_logits(logits, rows)
+    _edit_logits(logits, asking)
     tokens = _draw_by_kernel(logits, rows) if logits.is_cuda else None
     if tokens is None:
-        tokens = upload(np.array(_draw(logits, rows), np.int32), logits.device)
+        tokens = upload(np.array(_draw(logits, asking), np.int32), logits.device)
+    if raw is None or at is None:
+        return TensorDraws(tokens, None)
     return TensorDraws(
-        tokens, params, None if raw is None or at is None else _row_logprobs(raw, tokens[at], told, params)
+        tokens, _row_logprobs(raw, tokens[at], told, [rows[index].params.logprobs or 0 for index in told])
     )
 
 
-def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+def _edit_logits(logits: torch.Tensor, asking: Sequence[_Asking]) -> None:
     """Apply masks, biases, barred tokens, repetition penalty, presence and frequency penalty to a batch, in this order.
 
     A few operations on all logits, however many rows ask for one.
 
     logits  float32 [num_rows, vocab_size], contiguous; changed in place
     """
-    _mask_logits(logits, rows)
-    if not any(row.params.logit_bias or row.barred_ids or row.seen or row.drawn for row in rows):
+    _mask_logits(logits, asking)
+    if not any(row.params.logit_bias or row.barred_ids or row.seen or row.drawn for _, row in asking):
         return
     flat = logits.view(-1)
-    biases = ((i, list(row.params.logit_bias), list(row.params.logit_bias.values())) for i, row in enumerate(rows))
+    biases = ((i, list(row.params.logit_bias), list(row.params.logit_bias.values())) for i, row in asking)
     if edits := _on_device(logits, biases):
         flat[edits.at] += edits.value
-    if edits := _on_device(logits, ((i, row.barred_ids, -np.inf) for i, row in enumerate(rows))):
+    if edits := _on_device(logits, ((i, row.barred_ids, -np.inf) for i, row in asking)):
         flat[edits.at] = edits.value
-    seen = (
-        (i, row.seen.ids, row.params.weighing.repetition_penalty) for i, row in enumerate(rows) if row.seen is not None
-    )
+    seen = ((i, row.seen.ids, row.params.weighing.repetition_penalty) for i, row in asking if row.seen is not None)
     if edits := _on_device(logits, seen):
         values = flat[edits.at]
         flat[edits.at] = torch.where(values > 0, values / edits.value, values * edits.value)
-    drawn = ((i, row.drawn.ids, _lowered_by(row)) for i, row in enumerate(rows) if row.drawn is not None)
+    drawn = ((i, row.drawn.ids, _lowered_by(row)) for i, row in asking if row.drawn is not None)
     if edits := _on_device(logits, drawn):
         flat[edits.at] -= edits.value
 
 
-def _mask_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+def _mask_logits(logits: torch.Tensor, asking: Sequence[_Asking]) -> None:
     """Set the logits of what rows' masks leave out to -inf."""
-    masked = next((row.mask for row in rows if row.mask is not None), None)
-    if masked is None:
+    masks = {index: row.mask for index, row in asking if row.mask is not None}
+    if not masks:
         return
-    free = np.full_like(masked, -1)
-    bits = np.concatenate([free if row.mask is None else row.mask for row in rows]).reshape(len(rows), -1)
+    free = np.full_like(next(iter(masks.values())), -1)
+    bits = np.concatenate([masks.get(index, free) for index in range(len(logits))]).reshape(len(logits), -1)
     mask_logits(logits, upload(bits, logits.device))
 
 
@@ -184,15 +184,22 @@ def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Te
     )
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def _draw(logits: torch.Tensor, asking: Sequence[_Asking]) -> list[int]:
     """Draw a token of each row; -1 where the best logit is not finite: a NaN, or everything is barred."""
-    temperatures = _temperatures(rows)
-    is_cut = [bool(t) and _is_truncated(row.params.weighing) for t, row in zip(temperatures, rows, strict=True)]
-    whole = [0.0 if cut else t for t, cut in zip(temperatures, is_cut, strict=True)]
-    token_ids = draw_whole(logits, whole, _numbers(rows, whole))
-    cut = [index for index, token_id in enumerate(token_ids) if is_cut[index] and token_id >= 0]
+    temperatures, numbers = [0.0] * len(logits), [0.0] * len(logits)
+    row_by_index = {}  # of those that do not draw from the whole vocabulary
+    for index, row in asking:
+        if row.params.weighing.temperature < GREEDY_BELOW:
+            continue
+        if _is_truncated(row.params.weighing):
+            row_by_index[index] = row
+        else:
+            temperatures[index] = row.params.weighing.temperature
+            numbers[index] = uniform(row.seed, row.choice_index, row.position)
+    token_ids = draw_whole(logits, temperatures, numbers)
+    cut = [index for index in row_by_index if token_ids[index] >= 0]
     if cut:  # each row by its own parameters, not the others'
-        for index, token_id in zip(cut, _draw_truncated(logits[cut], [rows[i] for i in cut]), strict=True):
+        for index, token_id in zip(cut, _draw_truncated(logits[cut], [row_by_index[i] for i in cut]), strict=True):
             token_ids[index] = token_id
     return token_ids
 
@@ -267,19 +274,18 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
-def _row_logprobs(
-    raw: torch.Tensor, tokens: torch.Tensor, told: list[int], params: Sequence[SamplingParams]
-) -> _RowLogprobs:
+def _row_logprobs(raw: torch.Tensor, tokens: torch.Tensor, told: list[int], num_top: list[int]) -> _RowLogprobs:
     """Send for what the model said of some rows before anything was edited.
 
     raw     float32 [rows, vocab_size]
     tokens  int32 [rows], what was drawn of them
     told    their indices in the step
+    num_top  how many of the most likely tokens each wants
     """
     logprobs = raw.log_softmax(dim=-1)
-    top, top_ids = logprobs.topk(max(params[index].logprobs or 0 for index in told))
+    top, top_ids = logprobs.topk(max(num_top))
     own = logprobs.gather(-1, tokens.clamp(min=0).long()[:, None])
-    return _RowLogprobs(rows=told, own=download(own), top=download(top), top_ids=download(top_ids))
+    return _RowLogprobs(rows=told, num_top=num_top, own=download(own), top=download(top), top_ids=download(top_ids))
 
 
 @torch.inference_mode()

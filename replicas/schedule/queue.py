@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from mneme.primitives import Bounded
@@ -166,16 +166,18 @@ class WaitingQueue:
         flow = self._flows[_flow_key(sequence.request)]
         flow.waiting.remove(sequence)
         self._last_taken = flow
-        self.charge(sequence, max(num_computed, 1))
+        self.charge([sequence], max(num_computed, 1))
         self._count_taken(sequence)
 
     def _count_taken(self, sequence: Sequence) -> None:
         self.num_taken_tokens += self._uncount(sequence)
 
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge its flow, which is active, so much service."""
-        self._flows[_flow_key(sequence.request)].counter += num_tokens
-        self._level += num_tokens / len(self._flows)
+    def charge(self, sequences: Collection[Sequence], num_tokens: int) -> None:
+        """Charge the flows of these sequences, which are active, so much service for each."""
+        for sequence in sequences:
+            self._flows[_flow_key(sequence.request)].counter += num_tokens
+        if sequences:
+            self._level += num_tokens * len(sequences) / len(self._flows)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended while it waited."""

@@ -202,6 +202,9 @@ class Scheduler:
         if self._costs is not None and prefills:
             order = [*loading, *decodes, *sorted(prefills, key=self._set_due)]
         for sequence in order:
+            if (part := self._take_next(sequence)) is not None:
+                batch.append(part)
+                continue
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
             if loading and sequence in loading:
@@ -211,9 +214,6 @@ class Scheduler:
                 # The history is perhaps more than the cache tier had of it.
                 num_history = max(sequence.path.num_tokens, view.num_history if view.event else 0)
                 sequence.path = self._opener.shorten(sequence, sequence.path, num_history)
-            if (part := self._take_next(sequence)) is not None:
-                batch.append(part)
-                continue
             is_decode = self._num_pending(sequence) <= 1
             num_prefills -= not is_decode
             limit = 1 if is_decode else self._limit(sequence, has_others=bool(num_prefills or self.waiting))
@@ -228,9 +228,7 @@ class Scheduler:
         if self.gathering and self.gathering.arrive(self.running, self._has_all):
             self._admit(batch, budget)
         self._widen(batch, budget)
-        for part in batch:
-            if part.samples:
-                self.waiting.charge(part.sequence, OUTPUT_WEIGHT)
+        self.waiting.charge([part.sequence for part in batch if part.samples], OUTPUT_WEIGHT)
         return batch
 
     def _make_budget(self, decodes: Collection[Sequence]) -> StepBudget:
@@ -401,6 +399,8 @@ class Scheduler:
     def _widen(self, batch: list[StepRows], budget: StepBudget) -> None:
         """Give the rows that are left to prompts that were cut, the oldest first."""
         for index, part in enumerate(batch):
+            if part.samples:
+                continue
             path, ids = part.sequence.path, part.sequence.context
             if part.end == len(ids) or part.sequence.load is not None or part.sequence.blend.num_to_compare:
                 continue
@@ -453,11 +453,13 @@ class Scheduler:
 
     def _take_next(self, sequence: Sequence) -> StepRows | None:
         """Take a decode's row where that is the next slot of its own page; None: `_take_rows` looks at all else."""
-        path = sequence.path
-        if path is None or sequence.load is not None or sequence.is_probing or not sequence.num_output:
+        path, context = sequence.path, sequence.context
+        if path is None or sequence.load is not None or sequence.scoring is not None or not sequence.num_output:
             return None
-        run = path.write_next(sequence.context)
-        return None if run is None else StepRows(sequence, [(path.num_tokens - 1, path.num_tokens)], [run], [0])
+        if sequence.blend.is_probing or sequence.view.is_over(len(context)):
+            return None
+        run = path.write_next(context)
+        return None if run is None else StepRows.plain(sequence, path.num_tokens, run)
 
     def _take_rows(self, sequence: Sequence, budget: int) -> StepRows | None:
         """Take at most so many rows.
@@ -533,8 +535,10 @@ class Scheduler:
 
     def _num_pending(self, sequence: Sequence) -> int:
         """Count the rows before its next token: 1 in decode; 0 where all has KV and only the logits are missing."""
-        assert sequence.path is not None
-        return sequence.blend.num_to_compare + sequence.path.num_pending(sequence.context)
+        path = sequence.path
+        assert path is not None
+        num_pending = path.num_pending(sequence.context) if path.gaps else len(sequence.context) - path.num_tokens
+        return sequence.blend.num_to_compare + num_pending
 
     def _suspend(self, sequence: Sequence) -> None:
         self._release(sequence)

@@ -3,20 +3,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "common.h"
+#include "calls.h"
 
 namespace mneme::attention {
-
-// Laid out like native/kv.py: _Write.
-struct Write {
-  const void *k, *v;  // [T, num_kv_heads, head_dim]
-  int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;  // in elements
-  const int64_t *slots, *positions;  // [T]
-  void *k_pages, *v_pages;           // [num_kv_heads, num_slots, head_dim]
-  const float* rope;                 // [num_positions, 2, rotary_half] cos, sin; null: no rotation
-  int64_t num_rows, num_slots, num_positions;
-  int32_t num_kv_heads, head_dim, rotary_half, dtype, num_threads;
-};
 
 // a * b + c as torch's addcmul rounds it, so that both paths store the same keys.
 static inline float multiply_add(float a, float b, float c) {

@@ -5,7 +5,7 @@
 // one lane of a bf16 dot product takes. A tile of MR rows keeps its sums in registers over all of k. So
 // each sum is one chain in the order of k, whatever the number of rows: a row's result never depends on its batch.
 // Bytes: the weight once per block of rows whose inputs fit the cache, x and y once. Flops: 2 per weight and row.
-#include "lanes.h"
+#include "calls.h"
 
 #include <algorithm>
 
@@ -171,14 +171,6 @@ void linear(const Problem& problem, int num_threads) {
 
 }  // namespace
 }  // namespace mneme
-
-// linear.py has the same structure.
-struct MnemeLinear {
-  const void* packed;
-  const float* bias;  // or null
-  int64_t num_features, num_steps;
-  int32_t dtype;  // of x and the weight; y has it too, or float32 if `float_out`
-};
 
 extern "C" void mneme_linear(const MnemeLinear* weight, const void* x, int64_t num_rows, int64_t x_stride, void* y,
                              int32_t float_out, int32_t num_threads) {

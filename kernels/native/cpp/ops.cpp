@@ -3,7 +3,7 @@
 // Each row is computed alone and in one order, so it does not depend on the rows beside it.
 // Bytes: inputs and results once each (a draw reads its logits twice, unless it is greedy). Flops per element: norms 4,
 // with the addition 5, gates about 20, the best token 3, other draws about 20.
-#include "lanes.h"
+#include "calls.h"
 
 #include <algorithm>
 #include <cmath>

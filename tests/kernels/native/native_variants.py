@@ -13,6 +13,7 @@ import pytest
 from mneme.kernels import linear
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import kv as native_kv
+from mneme.kernels.native import layers as native_layers
 from mneme.kernels.native import library as native_library
 from mneme.kernels.native import ops as native_ops
 from mneme.kernels.native.library import build, find_compiler
@@ -44,6 +45,6 @@ def use_library(library: ctypes.CDLL | None) -> Iterator[None]:
         typed = cache(native_library.native_function.__wrapped__)
         for module in (native_library, native_kv, linear, native_ops):
             patch.setattr(module, "library", lambda: library)
-        for module in (native_backend, native_kv, linear, native_ops):
+        for module in (native_backend, native_kv, native_layers, linear, native_ops):
             patch.setattr(module, "native_function", typed)
         yield

@@ -153,7 +153,7 @@ def test_any_use_gives_the_order_of_the_model(todo: list[tuple[str, str | None, 
         elif model.running:
             sequence = model.running[number % len(model.running)]
             if what == "charge":
-                queue.charge(sequence, number)
+                queue.charge([sequence], number)
                 model.charge(sequence, number, model.active)
             elif what == "suspend":
                 queue.put_back(sequence)
