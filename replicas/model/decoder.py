@@ -15,6 +15,7 @@ from mneme.cachetier.host_pages.streams import CudaStreams, EventSpans, Streams
 from mneme.cachetier.host_pages.tier import Load
 from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
+from mneme.kernels.native.choice import OURS, CpuKernels
 from mneme.kernels.work import Share
 from mneme.replicas.blend.fusor import Fusor
 from mneme.replicas.model.decoder_config import DecoderConfig, RopeConfig
@@ -81,11 +82,16 @@ class Decoder:
         *,
         share: Share = "auto",
         max_context: int | None = None,
+        kernels: CpuKernels = OURS,
     ) -> None:
-        """`max_context`: tokens of the longest sequence that will be run, if fewer than the model's."""
+        """Make a decoder.
+
+        max_context  tokens of the longest sequence that will be run, if fewer than the model's
+        kernels      who computes on a CPU: of products the weights know it
+        """
         self.config = config
         self.max_context = min(config.max_context, max_context or config.max_context)
-        self.share = share
+        self.share, self.kernels = share, kernels
         self._weights = weights
         # The sum over all layers has channels beyond 65504 in many models: float16 would hold an infinity there.
         self._residual = torch.float32 if self.dtype is torch.float16 else self.dtype
