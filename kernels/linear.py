@@ -6,6 +6,7 @@ Bytes: at least the weight, x and y once each. Flops: 2 * T * N * K.
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, 
 
 _PANEL = 32  # output features that are kept side by side
 _HALF_PART = 1 / 64  # exact but for what rounding to float16 loses beside 1e-5
+_scratch = threading.local()
 _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature that are kept side by side
 
 
@@ -58,12 +60,14 @@ class PlainLinear:
         return F.embedding(index, self._weight)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None = None, torch_rows: int | None = None) -> Linear:
     """weight [N, K], bias [N]: packed for the compiled kernel where there is one, else as torch has it.
+
+    torch_rows  see `PackedLinear`
 
     A packed weight is a copy; the caller should drop its own.
     """
-    return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
+    return PackedLinear(weight, bias, torch_rows) if can_pack(weight) else PlainLinear(weight, bias)
 
 
 class _Weight(ctypes.Structure):
@@ -85,12 +89,19 @@ class PackedLinear:
     """A `Linear` whose weight is packed for the compiled kernel (native/cpp/linear.cpp); the plain weight is not kept.
 
     One packed copy serves any number of rows: from few, where it reads weights about as fast as memory goes, to
-    thousands, where it is as fast as oneDNN in bfloat16 and twice as fast in float32 (benchmarks/bench_linear.py).
+    thousands, where it is as fast as oneDNN on a processor that both use alike (benchmarks/bench_linear.py).
     Each sum runs over k in one order whatever the number of rows, so a row's result is the same bits in every batch.
+
+    Where oneDNN has what the compiled kernel lacks, such as AMX, torch may multiply from some number of rows on: the
+    weight is unpacked for the call, which takes about as long as reading it twice, so that there is never a second
+    copy of all weights. A row's bits then depend on whether its step has so many rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight [N, K], float32 or bfloat16, copied; bias [N]. Raises ValueError for others."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, torch_rows: int | None = None) -> None:
+        """weight [N, K], float32 or bfloat16, copied; bias [N]. Raises ValueError for others.
+
+        torch_rows  from so many rows on torch multiplies, but for sums that are wanted unrounded; None: never
+        """
         if weight.ndim != 2 or not can_pack(weight):
             raise ValueError(f"weight: must be a matrix that can be packed (got {weight.dtype} {tuple(weight.shape)})")
         self._num_features, self._num_inputs = weight.shape
@@ -99,7 +110,7 @@ class PackedLinear:
             raise ValueError(f"bias: must have shape ({self._num_features},) on the CPU ({got})")
         self._packed = _pack(weight)
         self._bias = None if bias is None else bias.float().contiguous()
-        self._dtype = weight.dtype
+        self._dtype, self._torch_rows = weight.dtype, torch_rows
         self._padding = -self._num_inputs % _STEP_BY_DTYPE[weight.dtype]
         self._call = native_function("mneme_linear")
         self._struct = _Weight(
@@ -118,6 +129,11 @@ class PackedLinear:
         if out_dtype is not None and out_dtype is not torch.float32 and out_dtype is not self._dtype:
             raise ValueError(f"out_dtype: must be float32 or {self._dtype}, as the weight is (got {out_dtype})")
         num_rows = x.shape[0]
+        is_rounded = out_dtype is None or out_dtype is self._dtype
+        if self._torch_rows is not None and num_rows >= self._torch_rows and is_rounded:
+            bias = None if self._bias is None else self._bias.to(self._dtype)
+            y = F.linear(x, self.unpacked(), bias)
+            return y if out is None else out.copy_(y)
         if self._padding or x.stride(1) != 1:
             x = F.pad(x, (0, self._padding)).contiguous()
         y = x.new_empty((num_rows, self._num_features), dtype=out_dtype) if out is None else out
@@ -131,6 +147,16 @@ class PackedLinear:
     def address(self) -> int | None:
         """Return where compiled code finds the weight, while this lives; None where inputs have to be padded first."""
         return None if self._padding else self._pointer
+    def unpacked(self) -> Tensor:
+        """[N, K] in memory of this thread, which the next call overwrites."""
+        shape = (self._num_features, self._num_inputs + self._padding)
+        found: Tensor | None = getattr(_scratch, "weight", None)
+        num_bytes = shape[0] * shape[1] * self._dtype.itemsize
+        if found is None or len(found) < num_bytes:
+            found = _scratch.weight = torch.empty(num_bytes, dtype=torch.uint8)
+        weight = found[:num_bytes].view(self._dtype).view(shape)
+        native_function("mneme_unpack")(self._pointer, weight.data_ptr(), num_threads())
+        return weight[:, : self._num_inputs]
 
     def weight_rows(self, index: Tensor) -> Tensor:
         panels = self._packed[index // _PANEL, :, index % _PANEL]

@@ -8,6 +8,7 @@ from typing import Literal
 from mneme.cachetier.names import EvictionPolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
+from mneme.kernels.native.choice import CpuKernelsUse
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.truncation import Truncation
 
@@ -23,8 +24,11 @@ class EngineConfig:
 
     device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, or cuda:1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # of weights and KV; auto: bfloat16 where the device multiplies it, else float32
+        "auto"  # of weights and KV; auto: bfloat16 where the device multiplies it faster, else float32
     )
+    # Who multiplies on a CPU; invariant: ours, so that a row's product has the same bits in every step; fastest: for so
+    # many rows who is faster here, ours or torch (measured once); auto: fastest in bfloat16, else invariant.
+    cpu_kernels: CpuKernelsUse = "auto"
     page_size: int = 32  # token slots per page; 64 gives wide tiles a kernel of their own on sm_90, and slower decodes
     num_pages: int | None = None  # None: from kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a share of the device's free memory, at most 1 GiB on a CPU

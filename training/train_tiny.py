@@ -28,8 +28,8 @@ from tiny_tokenizer import CONTEXT_TOKENS, task_texts, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from mneme.kernels.native.library import cpu_features
 from mneme.lab.quality.coreference import px_cases
-from mneme.replicas.engine.build import cpu_multiplies_bfloat16
 
 SEED = 20
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +123,7 @@ Check = Callable[[TinyLlama], dict[str, float]]
 def loss_of(model: TinyLlama, batch: Batch) -> Tensor:
     """Weighted mean cross entropy; only positions that count reach the vocabulary."""
     chosen = batch.weights[:, 1:] > 0
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cpu_multiplies_bfloat16()):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled="avx512_bf16" in cpu_features()):
         logits = model.logits(model.hidden(batch.ids[:, :-1])[chosen])
     losses = F.cross_entropy(logits.float(), batch.ids[:, 1:][chosen], reduction="none")
     weights = batch.weights[:, 1:][chosen]

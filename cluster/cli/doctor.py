@@ -150,13 +150,14 @@ def _cpu() -> list[Finding]:
 
 
 def _compiled_kernels() -> list[Finding]:
-    """Built here if they are not yet, as the first replica would."""
+    """Built and timed here if they are not yet, as the first replica would."""
     from mneme.replicas.engine.build import compiled_kernels  # imports torch
+    from mneme.replicas.engine.choice import machine_choice
 
     path = compiled_kernels()
-    if path is not None:
-        return [Finding("cpu kernels", path, True)]
-    return [Finding("cpu kernels", "torch, several times slower", None, "install g++, or see the log line above")]
+    if path is None:
+        return [Finding("cpu kernels", "torch, several times slower", None, "install g++, or see the log line above")]
+    return [Finding("cpu kernels", path, True), Finding("measured here", str(machine_choice()))]
 
 
 def _placement() -> list[Finding]:

@@ -249,8 +249,9 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 
 async def _version(service: Service, request: Request) -> answers.Version:
-    """The server's version."""
-    return {"version": __version__}
+    """The server's version, and who computes on the CPUs of its replicas."""
+    found = ((each.get("dtype"), each.get("kernels")) for each in (await service.stats()).values())
+    return {"version": __version__, "kernels": sorted({f"{dtype}: {kernels}" for dtype, kernels in found if kernels})}
 
 
 async def _docs(service: Service, request: Request) -> Response:

@@ -635,6 +635,7 @@ class Ready(Worst):
 
 class Version(TypedDict):
     version: str
+    kernels: list[str]  # who computes on the CPUs of replicas, and in which dtype
 
 
 class OpenApi(TypedDict):

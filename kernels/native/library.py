@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_copy_tokens": ((*[POINTER] * 4, *[COUNT] * 7, NUMBER), COUNT),
     "mneme_layers": ((POINTER, *[COUNT] * 2), COUNT),
     "mneme_linear": ((*[POINTER] * 2, *[COUNT] * 2, POINTER, *[NUMBER] * 2), None),
+    "mneme_unpack": ((*[POINTER] * 2, NUMBER), None),
     "mneme_rms_norm": ((*[POINTER] * 3, *[COUNT] * 5, REAL, *[NUMBER] * 2), None),
     "mneme_add_rms_norm": ((*[POINTER] * 4, *[COUNT] * 2, REAL, *[NUMBER] * 2), None),
     "mneme_mask_logits": ((*[POINTER] * 2, *[COUNT] * 3, NUMBER), None),

@@ -28,6 +28,7 @@ from mneme.cachetier.session_log.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, Overloaded
 from mneme.kernels.native import library as native_library
+from mneme.kernels.native.choice import OURS, CpuKernels, CpuKernelsUse, is_invariant
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
 from mneme.replicas.blend.gate import measured_on, read_gate
@@ -38,6 +39,7 @@ from mneme.replicas.connector.device_pages import make_chunk_pages
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.connector.step_load import ChunkLoader
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
+from mneme.replicas.engine.choice import machine_choice
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.stats import StartReport, rss_bytes
@@ -113,13 +115,15 @@ def build_engine(
     check_capability(device)
     check_heads(model_config, device)
     dtype = choose_dtype(config.dtype, device, model_config.dtype)
+    kernels = choose_kernels(config.cpu_kernels, device, dtype)
+    report("kernel timings", 1.0)
     with _fitting("model: its weights do not", device):
-        weights = load_weights(model_dir, model_config, device, dtype, report)
+        weights = load_weights(model_dir, model_config, device, dtype, report, kernels.product_rows)
 
     def decoder_of(num_pages: int) -> Decoder:
         """No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table."""
         max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
-        return Decoder(model_config, weights, max_context=max_context)
+        return Decoder(model_config, weights, max_context=max_context, kernels=kernels)
 
     num_pages = choose_num_pages(config, model_config, device, dtype, device_share)
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_bytes is None:
@@ -169,7 +173,7 @@ def build_engine(
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
-    logger.info("loaded %s in %s", model_dir, start)
+    logger.info("loaded %s in %s; dtype %s, kernels: %s", model_dir, start, runner.dtype, runner.kernels)
     return engine
 
 
@@ -247,7 +251,8 @@ def check_heads(model: DecoderConfig, device: torch.device) -> None:
 
 
 def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtype:
-    """ "auto" is bfloat16 where the hardware multiplies it, else float32; on a CPU a float32 checkpoint stays as it is.
+    """ "auto" is bfloat16 where a GPU multiplies it and where a CPU was measured to be faster in it, else float32; on a
+    CPU a float32 checkpoint stays as it is.
 
     checkpoint  what config.json says the weights are
     """
@@ -256,7 +261,15 @@ def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtyp
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     is_half = checkpoint in ("bfloat16", "float16")
-    return torch.bfloat16 if is_half and cpu_multiplies_bfloat16() else torch.float32
+    return _DTYPES[machine_choice().half_dtype] if is_half else torch.float32
+
+
+def choose_kernels(use: CpuKernelsUse, device: torch.device, dtype: torch.dtype) -> CpuKernels:
+    """Choose who computes on a CPU, by timings that are made where none are kept and they decide anything."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu" or is_invariant(use, name):
+        return OURS
+    return machine_choice().kernels(name)
 
 
 def choose_num_pages(
@@ -378,15 +391,6 @@ def _described(device: torch.device) -> str:
     free, total = torch.cuda.mem_get_info(device)
     size = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     return f"the GPU ({torch.cuda.get_device_name(device)}, {size}); it needs a larger one, or one of its own"
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Return whether Linux says that it does; where not, products in float32 are several times faster."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def open_cache_tier(

@@ -17,6 +17,7 @@ from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend, choose
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.native.backend import attend_native
 from mneme.kernels.native.layers import LayerRows, NativeLayers
+from mneme.kernels.native.choice import OURS, CpuKernels
 from mneme.kernels.work import Share
 from mneme.replicas.blend.fusor import Fusor
 from mneme.replicas.model.decoder_config import DecoderConfig, RopeConfig
@@ -85,11 +86,16 @@ class Decoder:
         *,
         share: Share = "auto",
         max_context: int | None = None,
+        kernels: CpuKernels = OURS,
     ) -> None:
-        """`max_context`: tokens of the longest sequence that will be run, if fewer than the model's."""
+        """Make a decoder.
+
+        max_context  tokens of the longest sequence that will be run, if fewer than the model's
+        kernels      who computes on a CPU: of products the weights know it
+        """
         self.config = config
         self.max_context = min(config.max_context, max_context or config.max_context)
-        self.share = share
+        self.share, self.kernels = share, kernels
         self._weights = weights
         # The sum over all layers has channels beyond 65504 in many models: float16 would hold an infinity there.
         self._residual = torch.float32 if self.dtype is torch.float16 else self.dtype
@@ -164,8 +170,10 @@ class Decoder:
         return self.logits(normed, inputs.logits)
 
     def _is_native(self, inputs: StepInputs) -> bool:
-        """Return whether nobody looks between the operations of a layer, and compiled code attends."""
-        if inputs.fusor is not None or inputs.observe is not None or inputs.read_rows is not None:
+        """Return whether nobody looks between the operations of a layer, all have one plan, and compiled code does all."""
+        if inputs.fusor is not None or inputs.observe is not None or inputs.read_rows is not None or inputs.plans:
+            return False
+        if any(rows is not None and len(inputs.token_ids) >= rows for rows in self.kernels):
             return False
         return choose("auto", self.device, self.dtype, inputs.plan) is attend_native
 

@@ -63,12 +63,13 @@ class Files(Source, Protocol):
 class Tensors:
     """Builds parts of the tensors whose names begin with a prefix."""
 
-    def __init__(self, source: Source, config: DecoderConfig, prefix: str = "") -> None:
-        self._source, self._config, self._prefix = source, config, prefix
+    def __init__(self, source: Source, config: DecoderConfig, prefix: str = "", torch_rows: int | None = None) -> None:
+        """`torch_rows`: from so many rows on torch multiplies them, see `mneme.kernels.linear.PackedLinear`."""
+        self._source, self._config, self._prefix, self._torch_rows = source, config, prefix, torch_rows
 
     def under(self, prefix: str) -> Tensors:
         """Return the tensors behind a further prefix."""
-        return Tensors(self._source, self._config, self._prefix + prefix)
+        return Tensors(self._source, self._config, self._prefix + prefix, self._torch_rows)
 
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
@@ -92,7 +93,10 @@ class Tensors:
 
     def linear(self, size_by_name: dict[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
         """Join projections of the same input, in order, into one matrix."""
-        return make_linear(*self._joined(size_by_name, num_inputs, has_bias=has_bias))
+        return self._linear(*self._joined(size_by_name, num_inputs, has_bias=has_bias))
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return make_linear(weight, bias, self._torch_rows)
 
     def attention(
         self,
@@ -115,7 +119,7 @@ class Tensors:
         if config.has_sinks:
             norms["sinks"] = self.tensor("sinks", config.num_q_heads).float()
         out = self.linear({o: config.hidden_size}, config.q_size, has_bias=config.o_bias)
-        return Attention(qkv=make_linear(weight, bias), o=out, **norms)
+        return Attention(qkv=self._linear(weight, bias), o=out, **norms)
 
     def gated_mlp(
         self, *, gate_up: tuple[str, ...] = ("gate_proj", "up_proj"), down: str = "down_proj", size: int | None = None
@@ -169,7 +173,7 @@ class Tensors:
         if can_group(first.device, first.dtype):
             experts = GroupedExperts(found, activation)
         else:
-            matrices = ((make_linear(e.gate_up, e.gate_up_bias), make_linear(e.down, e.down_bias)) for e in found)
+            matrices = ((self._linear(e.gate_up, e.gate_up_bias), self._linear(e.down, e.down_bias)) for e in found)
             experts = SeparateExperts([GatedMlp(*both, activation) for both in matrices])
         num_chosen, is_normalized = own.num_chosen, own.is_normalized
         return Experts(

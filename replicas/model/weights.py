@@ -44,21 +44,31 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Progress = silent,
+    torch_rows: int | None = None,
 ) -> DecoderWeights:
-    """Read every tensor; raises `CheckpointError` that names the file and the tensor."""
+    """Read every tensor; raises `CheckpointError` that names the file and the tensor.
+
+    torch_rows  see `mneme.kernels.linear.PackedLinear`
+    """
     family = FAMILIES[config.family]
     with ExitStack() as stack:
         files = open_files(model_dir, device, dtype, stack)
         checked = Checked(files, dtype)
         build(family, checked, config)
         checked.refuse_unread(family)
-        return build(family, files, config, on_progress)
+        return build(family, files, config, on_progress, torch_rows)
 
 
-def build(family: Family, source: Source, config: DecoderConfig, on_progress: Progress = silent) -> DecoderWeights:
-    """Build a decoder of a source's tensors."""
+def build(
+    family: Family,
+    source: Source,
+    config: DecoderConfig,
+    on_progress: Progress = silent,
+    torch_rows: int | None = None,
+) -> DecoderWeights:
+    """Build a decoder of a source's tensors; `torch_rows`: see `load_weights`."""
     prefix = next((each for each in family.prefixes if source.has(each + family.embedding)), family.prefixes[0])
-    tensors, hidden = Tensors(source, config, prefix), config.hidden_size
+    tensors, hidden = Tensors(source, config, prefix, torch_rows), config.hidden_size
     layers = []
     for index in range(config.num_layers):
         layers.append(family.layer(tensors.under(f"{family.layers}{index}."), config, index))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,15 +88,55 @@ def test_rows_of_the_weight_come_back(dtype: torch.dtype) -> None:
     assert torch.equal(PackedLinear(weight).weight_rows(index), weight[index])
 
 
-def test_threads_change_nothing() -> None:
-    x, linear = draw(30, 64, dtype=torch.bfloat16), make_linear(draw(200, 64, dtype=torch.bfloat16, seed=1))
+@pytest.mark.parametrize("torch_rows", [None, 1])
+def test_threads_change_nothing(torch_rows: int | None) -> None:
+    weight = draw(200, 64, dtype=torch.bfloat16, seed=1)
+    x, linear = draw(30, 64, dtype=torch.bfloat16), make_linear(weight, None, torch_rows)
     alone = linear(x)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert torch.equal(linear(x), alone)
+        assert_close(linear(x), x, weight, None)
+        assert torch_rows is not None or torch.equal(linear(x), alone)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 15), (32, 32), (33, 33), (70, 130), (200, 64)])
+def test_what_torch_multiplies_is_the_weight_itself(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """One after the other in the same memory, and from that number of rows on alone."""
+    weight, bias = draw(outputs, inputs, dtype=dtype), draw(outputs, dtype=dtype, seed=2)
+    linear, ours = PackedLinear(weight, bias, torch_rows=4), PackedLinear(weight, bias)
+    assert torch.equal(PackedLinear(draw(300, 70, dtype=dtype)).unpacked(), draw(300, 70, dtype=dtype))
+    assert torch.equal(linear.unpacked(), weight)
+    for rows in (0, 1, 3, 4, 5, 33):
+        x = draw(rows, inputs + 3, dtype=dtype, seed=3)[:, 2 : inputs + 2]
+        assert_close(linear(x), x, weight, bias)
+        assert torch.equal(linear(x, torch.float32), ours(x, torch.float32) if dtype != torch.float32 else linear(x))
+        assert torch.equal(linear(x), F.linear(x, weight, bias) if rows >= 4 else ours(x))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("torch_rows", [None, 1])
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, torch_rows: int | None) -> None:
+    x, weight = draw(40, 70, dtype=dtype), draw(33, 70, dtype=dtype, seed=1)
+    x[3, 5], x[17, 69], x[39, 0] = torch.nan, torch.inf, -torch.inf
+    y = PackedLinear(weight, None, torch_rows)(x)
+    touched = [3, 17, 39]
+    assert not y[touched].isfinite().any()
+    kept = [row for row in range(40) if row not in touched]
+    assert_close(y[kept], x[kept], weight, None)
+
+
+def test_one_weight_serves_several_threads() -> None:
+    weight = draw(200, 64, dtype=torch.bfloat16)
+    x, linear = draw(30, 64, dtype=torch.bfloat16, seed=1), make_linear(weight, None, 1)
+    wanted = linear(x)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(torch.equal(y, wanted) for y in threads.map(lambda _: linear(x), range(40)))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])

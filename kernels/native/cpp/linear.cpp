@@ -169,6 +169,21 @@ void linear(const Problem& problem, int num_threads) {
   }
 }
 
+constexpr int64_t kUnpackSteps = 16;  // whose 2 KB are read at once: each feature gets a cache line of them
+
+// Features of one panel back into rows, [features, num_steps] of 4 bytes.
+void unpack_panel(const uint32_t* __restrict packed, int64_t num_steps, int count, uint32_t* __restrict weight) {
+  int64_t step = 0;
+  for (; step + kUnpackSteps <= num_steps; step += kUnpackSteps) {
+    const uint32_t* from = packed + step * kPanel;
+    for (int feature = 0; feature < count; ++feature)
+      for (int64_t i = 0; i < kUnpackSteps; ++i) weight[feature * num_steps + step + i] = from[i * kPanel + feature];
+  }
+  for (; step < num_steps; ++step)
+    for (int feature = 0; feature < count; ++feature)
+      weight[feature * num_steps + step] = packed[step * kPanel + feature];
+}
+
 }  // namespace
 }  // namespace mneme
 
@@ -182,4 +197,16 @@ extern "C" void mneme_linear(const MnemeLinear* weight, const void* x, int64_t n
     linear<Float32>(problem, num_threads);
   else
     linear<BFloat16>(problem, num_threads);
+}
+
+// `out` [num_features, num_steps] of 4 bytes: the weight as it was before it was packed, with zeros behind an odd row.
+extern "C" void mneme_unpack(const MnemeLinear* weight, void* out, int32_t num_threads) {
+  using namespace mneme;
+  const int64_t num_steps = weight->num_steps, num_panels = (weight->num_features + kPanel - 1) / kPanel;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+  for (int64_t panel = 0; panel < num_panels; ++panel) {
+    const int64_t first = panel * kPanel, at = first * num_steps;
+    const int count = static_cast<int>(std::min<int64_t>(kPanel, weight->num_features - first));
+    unpack_panel(static_cast<const uint32_t*>(weight->packed) + at, num_steps, count, static_cast<uint32_t*>(out) + at);
+  }
 }

@@ -1,7 +1,8 @@
-"""Steps are measured with the runner that serves, and nothing of it is left in the engine."""
+"""Steps are measured with the runner that serves, and nothing of it is left in the engine; kernels once a machine."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +15,12 @@ import torch
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import Calibration, CostFile, CostModel, fit
+from mneme.kernels.native.choice import Choice, CpuKernels, Timing
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
 from mneme.kernels.share_cost import TRITON
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import build, choice
 from mneme.replicas.engine import calibration as module
 from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.calibration import (
@@ -228,3 +231,64 @@ def test_time_for_edges_is_bounded(tmp_path: Path) -> None:
     edges = measured_edges(1000, tmp_path, budget_s=5, clock=lambda: float(next(ticks)))
     assert set(edges) == {"host"}
     assert next(ticks) < 20
+
+
+TIMINGS = [Timing("product", "bfloat16", 64, 2.0, 1.0), Timing("product", "float32", 64, 3.0, 4.0)]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An empty cache folder; a number for each time that a machine is measured."""
+    times: list[int] = []
+    monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(choice, "measured_timings", lambda: times.append(1) or TIMINGS)
+    monkeypatch.setattr(choice, "library", lambda: None)
+    choice._choice_of.cache_clear()  # of this process: others are played
+    return times
+
+
+def test_a_machine_is_measured_once(measured: list[int]) -> None:
+    for _ in range(2):
+        assert choice.machine_choice() == Choice("bfloat16", CpuKernels(product_rows=64), CpuKernels())
+        choice._choice_of.cache_clear()  # another process
+    assert measured == [1]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": "another"}', '{"timings": [["product", "int8", 1, 1, 1]]}'])
+def test_what_cannot_be_used_is_measured_again(content: str, measured: list[int], tmp_path: Path) -> None:
+    choice.machine_choice()
+    (kept,) = tmp_path.glob("timings-*.json")
+    known = json.loads(kept.read_text())
+    kept.write_text(content.replace("{", f'{{"format": "{known["format"]}", ', 1) if "timings" in content else content)
+    choice._choice_of.cache_clear()
+    choice.machine_choice()
+    assert measured == [1, 1]
+    assert json.loads(kept.read_text()) == known
+
+
+def test_another_number_of_threads_is_another_machine(measured: list[int]) -> None:
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            choice.machine_choice()
+    finally:
+        torch.set_num_threads(before)
+    assert measured == [1, 1]
+
+
+def test_both_arms_are_timed_in_both_dtypes_until_the_budget_is_spent() -> None:
+    ticks = itertools.count()
+    found = choice.measured_timings(rows=(1, 2, 3), budget_s=25.0, clock=lambda: next(ticks))
+    assert [(each.dtype, each.rows) for each in found] == [("bfloat16", 1), ("float32", 1)]
+    assert {(each.ours_s, each.torch_s) for each in found} == {(1.0, 1.0)}
+
+
+def test_an_engine_gets_who_is_faster_where_it_may_differ(measured: list[int]) -> None:
+    cpu = torch.device("cpu")
+    assert build.choose_kernels("auto", cpu, torch.float32) == CpuKernels()
+    assert build.choose_kernels("invariant", cpu, torch.bfloat16) == CpuKernels()
+    assert not measured, "nothing is measured that decides nothing"
+    assert build.choose_kernels("auto", cpu, torch.bfloat16) == CpuKernels(product_rows=64)
+    assert build.choose_kernels("fastest", cpu, torch.float32) == CpuKernels()
+    assert build.choose_kernels("auto", torch.device("cuda"), torch.bfloat16) == CpuKernels()

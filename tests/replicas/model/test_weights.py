@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mneme.errors import CheckpointError
+from mneme.kernels.native.choice import OURS, Choice, HalfDtype
 from mneme.replicas.engine import build as load_module
 from mneme.replicas.engine.build import choose_dtype
 from mneme.replicas.model.directory import load_model_config, parse_model_config
@@ -107,10 +108,10 @@ def test_what_a_reader_raises_ends_the_loading() -> None:
         Upload(streams, readers, piece_bytes=64)(torch.zeros(100))
 
 
-@pytest.mark.parametrize("multiplies", [False, True])
-def test_the_default_type_is_what_the_cpu_multiplies(multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "cpu_multiplies_bfloat16", lambda: multiplies)
-    cpu, half = torch.device("cpu"), torch.bfloat16 if multiplies else torch.float32
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_the_default_type_is_what_the_cpu_multiplies_faster(name: HalfDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "machine_choice", lambda: Choice(name, OURS, OURS))
+    cpu, half = torch.device("cpu"), getattr(torch, name)
     assert choose_dtype("auto", cpu, "bfloat16") == choose_dtype("auto", cpu, "float16") == half
     assert choose_dtype("auto", cpu, "float32") == torch.float32
     assert choose_dtype("bfloat16", cpu, "float32") == torch.bfloat16
