@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
+from mneme.kernels.quantized import QuantizedLinear
 
 _PANEL = 32  # output features that are kept side by side
 _HALF_PART = 1 / 64  # exact but for what rounding to float16 loses beside 1e-5
@@ -21,6 +22,9 @@ _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature tha
 
 class Linear(Protocol):
     """Projects rows. Sums are float32 and rounded once."""
+
+    format: str  # of its weight: a dtype's name, int8 or int4
+    num_bytes: int  # of its weight
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N], in x's dtype or, where `out_dtype` is float32, in that one.
@@ -41,6 +45,7 @@ class PlainLinear:
         """weight [N, K], a row per output feature; bias [N]."""
         self._weight = weight
         self._bias = bias
+        self.format, self.num_bytes = _name_of(weight.dtype), weight.nbytes
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         if out_dtype == torch.float32 != x.dtype and x.is_cuda:  # the product's sums, unrounded; CUDA alone gives them
@@ -58,11 +63,15 @@ class PlainLinear:
         return F.embedding(index, self._weight)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None = None, bits: int | None = None) -> Linear:
     """weight [N, K], bias [N]: packed for the compiled kernel where there is one, else as torch has it.
+
+    bits  8 or 4: rounded to so many, where the compiled kernel multiplies those
 
     A packed weight is a copy; the caller should drop its own.
     """
+    if bits is not None and can_pack(weight):
+        return QuantizedLinear(weight, bias, bits)
     return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
 
 
@@ -98,6 +107,7 @@ class PackedLinear:
             got = f"got {tuple(bias.shape)} on {bias.device}"
             raise ValueError(f"bias: must have shape ({self._num_features},) on the CPU ({got})")
         self._packed = _pack(weight)
+        self.format, self.num_bytes = _name_of(weight.dtype), self._packed.nbytes
         self._bias = None if bias is None else bias.float().contiguous()
         self._dtype = weight.dtype
         self._padding = -self._num_inputs % _STEP_BY_DTYPE[weight.dtype]
@@ -130,6 +140,10 @@ class PackedLinear:
     def weight_rows(self, index: Tensor) -> Tensor:
         panels = self._packed[index // _PANEL, :, index % _PANEL]
         return panels.flatten(1)[:, : self._num_inputs]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_kv_deviation": ((POINTER, POINTER), COUNT),
     "mneme_copy_tokens": ((*[POINTER] * 4, *[COUNT] * 7, NUMBER), COUNT),
     "mneme_linear": ((*[POINTER] * 2, *[COUNT] * 2, POINTER, *[NUMBER] * 2), None),
+    "mneme_linear_quantized": ((*[POINTER] * 2, *[COUNT] * 2, POINTER, *[NUMBER] * 2), None),
     "mneme_rms_norm": ((*[POINTER] * 3, *[COUNT] * 5, REAL, *[NUMBER] * 2), None),
     "mneme_add_rms_norm": ((*[POINTER] * 4, *[COUNT] * 2, REAL, *[NUMBER] * 2), None),
     "mneme_mask_logits": ((*[POINTER] * 2, *[COUNT] * 3, NUMBER), None),

@@ -63,6 +63,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "kv_tokens": runner.num_pages * runner.page_size,
         "device": runner.device,
         "dtype": runner.dtype,
+        "weight_bytes": dict(runner.weight_bytes),
         "start": engine.start_phases,
     }
     if engine.connector is not None:

@@ -5,7 +5,7 @@ Shapes: T query rows, S sampled rows, H hidden, Hq/Hkv query and key heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -107,6 +107,11 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         return self._weights.device
+
+    @property
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Bytes of matrices by format."""
+        return self._weights.num_bytes
 
     @property
     def dtype(self) -> torch.dtype:

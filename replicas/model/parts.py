@@ -6,8 +6,8 @@ other rows, except on CUDA, where a product may be summed otherwise for another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -243,6 +243,7 @@ class DecoderWeights:
     dtype: torch.dtype
     device: torch.device
     positions: Tensor | None = None  # [max_context, H], added to embeddings
+    num_bytes: Mapping[str, int] = field(default_factory=dict)  # of matrices, by format: float32, bfloat16, int8, int4
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, H]"""
