@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
+from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, library, native_function, num_threads
+from mneme.kernels.quantized import QuantizedLinear
 
 _PANEL = 32  # output features that are kept side by side
 _HALF_PART = 1 / 64  # exact but for what rounding to float16 loses beside 1e-5
@@ -23,6 +24,9 @@ _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature tha
 
 class Linear(Protocol):
     """Projects rows. Sums are float32 and rounded once."""
+
+    format: str  # of its weight: a dtype's name, int8 or int4
+    num_bytes: int  # of its weight
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N], in x's dtype or, where `out_dtype` is float32, in that one.
@@ -43,6 +47,7 @@ class PlainLinear:
         """weight [N, K], a row per output feature; bias [N]."""
         self._weight = weight
         self._bias = bias
+        self.format, self.num_bytes = _name_of(weight.dtype), weight.nbytes
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         if out_dtype == torch.float32 != x.dtype and x.is_cuda:  # the product's sums, unrounded; CUDA alone gives them
@@ -60,24 +65,19 @@ class PlainLinear:
         return F.embedding(index, self._weight)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, torch_rows: int | None = None) -> Linear:
+def make_linear(
+    weight: Tensor, bias: Tensor | None = None, bits: int | None = None, torch_rows: int | None = None
+) -> Linear:
     """weight [N, K], bias [N]: packed for the compiled kernel where there is one, else as torch has it.
 
+    bits        8 or 4: rounded to so many, where the compiled kernel multiplies those
     torch_rows  see `PackedLinear`
 
     A packed weight is a copy; the caller should drop its own.
     """
+    if bits is not None and can_pack(weight):
+        return QuantizedLinear(weight, bias, bits)
     return PackedLinear(weight, bias, torch_rows) if can_pack(weight) else PlainLinear(weight, bias)
-
-
-class _Weight(ctypes.Structure):
-    _fields_ = (
-        ("packed", POINTER),
-        ("bias", POINTER),
-        ("num_features", COUNT),
-        ("num_steps", COUNT),
-        ("dtype", NUMBER),
-    )
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -109,16 +109,18 @@ class PackedLinear:
             got = f"got {tuple(bias.shape)} on {bias.device}"
             raise ValueError(f"bias: must have shape ({self._num_features},) on the CPU ({got})")
         self._packed = _pack(weight)
+        self.format, self.num_bytes = _name_of(weight.dtype), self._packed.nbytes
         self._bias = None if bias is None else bias.float().contiguous()
         self._dtype, self._torch_rows = weight.dtype, torch_rows
         self._padding = -self._num_inputs % _STEP_BY_DTYPE[weight.dtype]
         self._call = native_function("mneme_linear")
-        self._struct = _Weight(
+        self._struct = LinearWeight(
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self._num_features,
             self._packed.shape[1],
             DTYPE_NUMBERS[weight.dtype],
+            bits=0,
         )
         self._pointer = ctypes.addressof(self._struct)
 
@@ -147,6 +149,7 @@ class PackedLinear:
     def address(self) -> int | None:
         """Return where compiled code finds the weight, while this lives; None where inputs have to be padded first."""
         return None if self._padding else self._pointer
+
     def unpacked(self) -> Tensor:
         """[N, K] in memory of this thread, which the next call overwrites."""
         shape = (self._num_features, self._num_inputs + self._padding)
@@ -161,6 +164,10 @@ class PackedLinear:
     def weight_rows(self, index: Tensor) -> Tensor:
         panels = self._packed[index // _PANEL, :, index % _PANEL]
         return panels.flatten(1)[:, : self._num_inputs]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from mneme.replicas.documents import BlendOptions
 from mneme.replicas.truncation import Truncation
 
 EMBEDDED_MODEL = "mneme-tiny"  # the one that comes with the package
+WeightsForm = Literal["auto", "dense", "int8", "int4"]
 GenerationConfigUse = Literal["auto", "none"]
 MAX_TIMEOUT_S = 86_400.0  # of a request
 MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin
@@ -29,6 +30,9 @@ class EngineConfig:
     # Who multiplies on a CPU; invariant: ours, so that a row's product has the same bits in every step; fastest: for so
     # many rows who is faster here, ours or torch (measured once); auto: fastest in bfloat16, else invariant.
     cpu_kernels: CpuKernelsUse = "auto"
+    # What weights are multiplied as. auto: int8 or int4 where the checkpoint is quantized so and a kernel multiplies
+    # them (on CPUs, with a compiler), else dense, in `dtype`. Products of either round their inputs to 8 bits.
+    weights: WeightsForm = "auto"
     page_size: int = 32  # token slots per page; 64 gives wide tiles a kernel of their own on sm_90, and slower decodes
     num_pages: int | None = None  # None: from kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a share of the device's free memory, at most 1 GiB on a CPU

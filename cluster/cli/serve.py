@@ -109,8 +109,10 @@ def _summary(url: str, service: dict[str, Any]) -> str:
     from mneme.cluster.http.api_docs import curl_line
 
     replicas = "1 replica" if service["replicas"] == 1 else f"{service['replicas']} replicas"
+    formats = service["weights"] or []
+    rounded = "" if formats == [service["dtype"]] else f" with weights in {' and '.join(formats)}"
     return f"""\
-  {service["device"]}, {service["dtype"]}, context {service["max_model_len"]:,} tokens, KV of \
+  {service["device"]}, {service["dtype"]}{rounded}, context {service["max_model_len"]:,} tokens, KV of \
 {service["kv_capacity_tokens"]:,} tokens on {replicas}
   API      {url}/v1 (OpenAI's), described at {url}/docs
   figures  {url}/metrics, and {url} in a browser

@@ -129,6 +129,12 @@ ENGINES = (
         reason=_REASONS,
     ),
     family("mneme_engine_steps_total", "Engine steps.", "steps"),
+    family(
+        "mneme_weight_bytes",
+        "Bytes of engines' matrices, by what they are multiplied as.",
+        "weight_bytes.{format}",
+        format=("float32", "bfloat16", "float16", "int8", "int4"),
+    ),
     *(
         family(
             f"mneme_cost_{name}_total",

@@ -666,6 +666,7 @@ class Service(TypedDict):
     replicas: int
     device: str | None
     dtype: str | None
+    weights: list[str] | None
     kv_capacity_tokens: int
     kv_usage: float  # share of the pages that running requests hold
     requests: Requests

@@ -49,6 +49,17 @@ _LIBRARY_KEPT_S = 30 * 86400  # since it was last loaded
 POINTER, COUNT, NUMBER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}  # cpp/common.h: DType
 
+
+class LinearWeight(ctypes.Structure):
+    """Describes a packed weight to compiled code (cpp/calls.h: MnemeLinear)."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("packed", "bias")),
+        *((name, COUNT) for name in ("num_features", "num_steps")),
+        *((name, NUMBER) for name in ("dtype", "bits")),
+    )
+
+
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_attend": ((*[POINTER] * 2, COUNT, *[POINTER] * 2, COUNT, *[POINTER] * 3, NUMBER), None),
     "mneme_write_kv": ((POINTER,), COUNT),

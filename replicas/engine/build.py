@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
 from mneme.replicas.blend.gate import measured_on, read_gate
 from mneme.replicas.card import sampling_defaults, shard_paths
-from mneme.replicas.config import EngineConfig
+from mneme.replicas.config import EngineConfig, WeightsForm
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.device_pages import make_chunk_pages
 from mneme.replicas.connector.save import ChunkSaver
@@ -118,7 +118,8 @@ def build_engine(
     kernels = choose_kernels(config.cpu_kernels, device, dtype)
     report("kernel timings", 1.0)
     with _fitting("model: its weights do not", device):
-        weights = load_weights(model_dir, model_config, device, dtype, report, kernels.product_rows)
+        weights = load_weights(model_dir, model_config, device, dtype, report, kernels.product_rows, config.weights)
+    form = form_of(config.weights, weights.num_bytes)
 
     def decoder_of(num_pages: int) -> Decoder:
         """No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table."""
@@ -146,9 +147,13 @@ def build_engine(
     report("warm-up", 1.0)
     connector, durable, costs, keep_costs = None, None, None, None
     if cache is not None:  # costs are of steps as they will be served, with graphs
-        file = _costs_file(runner, config, cache, model_config, dtype)
+        file = _costs_file(runner, config, cache, model_config, dtype, form)
         if cache.enabled and config.prefix_sharing:
-            connector = open_cache_tier(runner, config, cache, file, model_dir, model_config, dtype, report, open_store)
+            fingerprint = model_fingerprint(
+                model_dir, model_config, dtype, form,
+                chunk_tokens=cache.chunk_tokens, memory=_kept_folder() / "weights.json",
+            )  # fmt: skip
+            connector = open_cache_tier(runner, config, cache, file, fingerprint, report, open_store)
             weights_name = connector.fingerprint.weights
             durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
             report("cache tier", 1.0)
@@ -159,7 +164,7 @@ def build_engine(
     gate = read_gate(
         model_dir,
         lambda: measured_on(
-            model_fingerprint(model_dir, model_config, dtype, memory=_kept_folder() / "weights.json")
+            model_fingerprint(model_dir, model_config, dtype, form, memory=_kept_folder() / "weights.json")
             if connector is None
             else connector.fingerprint
         ),
@@ -270,6 +275,17 @@ def choose_kernels(use: CpuKernelsUse, device: torch.device, dtype: torch.dtype)
     if device.type != "cpu" or is_invariant(use, name):
         return OURS
     return machine_choice().kernels(name)
+
+
+def form_of(wanted: WeightsForm, num_bytes: Mapping[str, int]) -> WeightsForm:
+    """Return the form that weights have by now: dense where auto rounded none; its name is part of what KV depends on.
+
+    Raises `ConfigError` where nothing multiplies the form that was asked for.
+    """
+    if wanted in ("int8", "int4") and wanted not in num_bytes:
+        rule = "needs a CPU, a C++ compiler, and engine.dtype float32 or bfloat16"
+        raise ConfigError(f"engine.weights: {wanted} {rule}; dense serves the model here")
+    return wanted if {"int8", "int4"} & num_bytes.keys() else "dense"
 
 
 def choose_num_pages(
@@ -398,9 +414,7 @@ def open_cache_tier(
     engine: EngineConfig,
     cache: CacheConfig,
     file: CostFile,
-    model_dir: Path,
-    model: DecoderConfig,
-    dtype: torch.dtype,
+    fingerprint: ModelFingerprint,
     report: Progress,
     open_store: OpenStore | None = None,
 ) -> KvConnector:
@@ -408,9 +422,6 @@ def open_cache_tier(
 
     Called before there is traffic. Raises `ConfigError` or `CheckpointError`.
     """
-    fingerprint = model_fingerprint(
-        model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=_kept_folder() / "weights.json"
-    )
     store = ProcessChunkStore(cache) if open_store is None else open_store(cache, fingerprint)
     report("cache tier", 1.0)
     try:  # the store has made the folder
@@ -447,11 +458,16 @@ def connect(
 
 
 def _costs_file(
-    runner: Runner, engine: EngineConfig, cache: CacheConfig, model: DecoderConfig, dtype: torch.dtype
+    runner: Runner,
+    engine: EngineConfig,
+    cache: CacheConfig,
+    model: DecoderConfig,
+    dtype: torch.dtype,
+    form: WeightsForm,
 ) -> CostFile:
-    """Name where costs of a disk and of all models of one shape are kept: weights change nothing of a step's time."""
+    """Name where costs of a disk and of all models of one shape are kept: what weights are changes no step's time."""
     disk = None if cache.disk is None or not cache.enabled else cache.disk.folder
-    shape = json.dumps([asdict(model), str(dtype), cache.chunk_tokens, disk], sort_keys=True, default=repr)
+    shape = json.dumps([asdict(model), str(dtype), form, cache.chunk_tokens, disk], sort_keys=True, default=repr)
     return CostFile(_kept_folder(), hashlib.blake2b(shape.encode()).digest()[:32], machine_of(runner, engine))
 
 
@@ -490,16 +506,23 @@ def chunk_layout(config: DecoderConfig, dtype: torch.dtype, chunk_tokens: int) -
 
 
 def model_fingerprint(
-    model_dir: Path, config: DecoderConfig, dtype: torch.dtype, *, chunk_tokens: int = 256, memory: Path | None = None
+    model_dir: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    form: WeightsForm = "dense",
+    *,
+    chunk_tokens: int = 256,
+    memory: Path | None = None,
 ) -> ModelFingerprint:
     """Identify all that a model's KV depends on. Reads every weight file once.
 
-    `dtype` is what the engine computes in; `memory`: see `weights_digest`.
+    `dtype` and `form` are what the engine computes in; `memory`: see `weights_digest`.
     """
     # A field that families got later changes the fingerprint of those alone that have it.
     defaults = {field.name: field.default for field in fields(config)}
     given = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
     architecture = {name: value for name, value in given.items() if value != defaults[name]}
+    architecture |= {} if form == "dense" else {"weights": form}
     ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
     return ModelFingerprint(
         weights=weights_digest(shard_paths(model_dir), memory),

@@ -64,6 +64,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "device": runner.device,
         "dtype": runner.dtype,
         "kernels": runner.kernels,
+        "weight_bytes": dict(runner.weight_bytes),
         "start": engine.start_phases,
     }
     if engine.connector is not None:

@@ -5,7 +5,7 @@ Shapes: T query rows, S sampled rows, H hidden, Hq/Hkv query and key heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,8 +16,8 @@ from mneme.cachetier.host_pages.tier import Load
 from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend, choose
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.native.backend import attend_native
-from mneme.kernels.native.layers import LayerRows, NativeLayers
 from mneme.kernels.native.choice import OURS, CpuKernels
+from mneme.kernels.native.layers import LayerRows, NativeLayers
 from mneme.kernels.work import Share
 from mneme.replicas.blend.fusor import Fusor
 from mneme.replicas.model.decoder_config import DecoderConfig, RopeConfig
@@ -124,6 +124,11 @@ class Decoder:
         return self._weights.device
 
     @property
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Bytes of matrices by format."""
+        return self._weights.num_bytes
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._weights.dtype
 
@@ -170,7 +175,7 @@ class Decoder:
         return self.logits(normed, inputs.logits)
 
     def _is_native(self, inputs: StepInputs) -> bool:
-        """Return whether nobody looks between the operations of a layer, all have one plan, and compiled code does all."""
+        """Return whether nobody looks between a layer's operations, all have one plan, and compiled code does all."""
         if inputs.fusor is not None or inputs.observe is not None or inputs.read_rows is not None or inputs.plans:
             return False
         if any(rows is not None and len(inputs.token_ids) >= rows for rows in self.kernels):

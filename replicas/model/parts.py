@@ -6,8 +6,8 @@ other rows, except on CUDA, where a product may be summed otherwise for another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from mneme.kernels.linear import Linear, PackedLinear
 from mneme.kernels.native.layers import DenseLayer, RmsWeights, can_run
 from mneme.kernels.ops import Activation, add_rms_norm, gated, rms_norm
+from mneme.kernels.quantized import QuantizedLinear
 
 CLAMPED = "swiglu_clamped"
 _ALPHA, _LIMIT = 1.702, 7.0  # of it
@@ -166,7 +167,7 @@ def _dense(layer: Layer, next_norm: Norm, dtype: torch.dtype) -> DenseLayer:
 
 
 def _address(linear: Linear) -> int:
-    if not isinstance(linear, PackedLinear) or linear.address is None:
+    if not isinstance(linear, (PackedLinear, QuantizedLinear)) or linear.address is None:
         raise _OtherPart
     return linear.address
 
@@ -287,6 +288,7 @@ class DecoderWeights:
     dtype: torch.dtype
     device: torch.device
     positions: Tensor | None = None  # [max_context, H], added to embeddings
+    num_bytes: Mapping[str, int] = field(default_factory=dict)  # of matrices, by format: float32, bfloat16, int8, int4
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, H]"""

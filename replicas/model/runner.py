@@ -101,6 +101,7 @@ class Runner:
         self.max_context = decoder.max_context
         self.device, self.dtype = str(decoder.device), str(decoder.dtype).removeprefix("torch.")
         self.kernels = str(decoder.kernels) if decoder.device.type == "cpu" else None
+        self.weight_bytes = decoder.weight_bytes
         self.vocab_size = config.vocab_size
         self.num_shared_segments = 0  # read once for several sequences, over all steps
         self.share_cost = share_cost_of(decoder.device, decoder.dtype)

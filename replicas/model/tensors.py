@@ -6,7 +6,9 @@ byte of a tensor is read, so a hostile file can make neither a large allocation 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.linear import Linear, make_linear
+from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder_config import DecoderConfig, ExpertsConfig
 from mneme.replicas.model.parts import (
     Attention,
@@ -46,6 +49,9 @@ class Source(Protocol):
     def stored(self, name: str, *shape: int) -> Tensor:
         """Return its bytes as they are in the file, uint8; raises `CheckpointError`."""
 
+    def bits(self, name: str) -> int | None:
+        """Return in how many bits its numbers are in the file, in equal steps: 4 or 8; None: not quantized."""
+
 
 class Files(Source, Protocol):
     """Knows from headers alone what tensors there are."""
@@ -60,16 +66,39 @@ class Files(Source, Protocol):
         """Return the names in the files of what it is made of, by the headers; raises `CheckpointError` without it."""
 
 
+class Linears:
+    """Makes products with weights in the form that was asked for, and counts their bytes by format."""
+
+    def __init__(self, form: WeightsForm = "dense", torch_rows: int | None = None) -> None:
+        """`torch_rows`: from so many rows on torch multiplies dense ones, see `mneme.kernels.linear.PackedLinear`."""
+        self._form, self._torch_rows = form, torch_rows
+        self.num_bytes: Counter[str] = Counter()
+
+    def make(
+        self, weight: Tensor, bias: Tensor | None = None, *, stored: Sequence[int | None], least: int = 4
+    ) -> Linear:
+        """stored: bits of its parts in the file; least: bits that it needs"""
+        bits = {"dense": None, "int8": 8, "int4": 4}.get(self._form)
+        if self._form == "auto" and None not in stored:
+            bits = max(each for each in stored if each is not None)
+        linear = make_linear(weight, bias, None if bits is None else max(bits, least), self._torch_rows)
+        self.num_bytes[linear.format] += linear.num_bytes
+        return linear
+
+
 class Tensors:
     """Builds parts of the tensors whose names begin with a prefix."""
 
-    def __init__(self, source: Source, config: DecoderConfig, prefix: str = "", torch_rows: int | None = None) -> None:
-        """`torch_rows`: from so many rows on torch multiplies them, see `mneme.kernels.linear.PackedLinear`."""
-        self._source, self._config, self._prefix, self._torch_rows = source, config, prefix, torch_rows
+    def __init__(self, source: Source, config: DecoderConfig, linears: Linears, prefix: str = "") -> None:
+        self._source, self._config, self._linears, self._prefix = source, config, linears, prefix
 
     def under(self, prefix: str) -> Tensors:
         """Return the tensors behind a further prefix."""
-        return Tensors(self._source, self._config, self._prefix + prefix, self._torch_rows)
+        return Tensors(self._source, self._config, self._linears, self._prefix + prefix)
+
+    def bits(self, *names: str) -> list[int | None]:
+        """Return in how many bits each of some matrices is in its file."""
+        return [self._source.bits(f"{self._prefix}{name}.weight") for name in names]
 
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
@@ -93,10 +122,12 @@ class Tensors:
 
     def linear(self, size_by_name: dict[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
         """Join projections of the same input, in order, into one matrix."""
-        return self._linear(*self._joined(size_by_name, num_inputs, has_bias=has_bias))
+        joined = self._joined(size_by_name, num_inputs, has_bias=has_bias)
+        return self._linears.make(*joined, stored=self.bits(*size_by_name))
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return make_linear(weight, bias, self._torch_rows)
+    def router(self, name: str, num_inputs: int, *, has_bias: bool = False) -> Linear:
+        """Make what chooses experts, which is never rounded."""
+        return make_linear(*self._joined({name: self._own_experts.num_experts}, num_inputs, has_bias=has_bias))
 
     def attention(
         self,
@@ -119,7 +150,7 @@ class Tensors:
         if config.has_sinks:
             norms["sinks"] = self.tensor("sinks", config.num_q_heads).float()
         out = self.linear({o: config.hidden_size}, config.q_size, has_bias=config.o_bias)
-        return Attention(qkv=self._linear(weight, bias), o=out, **norms)
+        return Attention(qkv=self._linears.make(weight, bias, stored=self.bits(*named)), o=out, **norms)
 
     def gated_mlp(
         self, *, gate_up: tuple[str, ...] = ("gate_proj", "up_proj"), down: str = "down_proj", size: int | None = None
@@ -151,7 +182,7 @@ class Tensors:
         if own.shared_size is not None:
             mlp = self.under("shared_expert.").gated_mlp(size=own.shared_size)
             shared = SharedExpert(mlp, self.linear({"shared_expert_gate": 1}, hidden))
-        return self._experts(self.linear({"gate": own.num_experts}, hidden), found, shared)
+        return self._experts(self.router("gate", hidden), found, shared, self.bits(f"experts.0.{gate}"))
 
     def fused_experts(self) -> Experts:
         """Build gpt-oss's experts: one tensor of all, in MXFP4 or not, with gates and ups in turns."""
@@ -160,20 +191,27 @@ class Tensors:
         down, down_bias = at._fused("down_proj", own.num_experts, hidden, own.intermediate_size)
         by_expert = zip(gate_up, down, gate_up_bias, down_bias, strict=True)
         found = [ExpertTensors(_gates_first(up), out, _gates_first(b), c) for up, out, b, c in by_expert]
-        return self._experts(self.linear({"router": own.num_experts}, hidden, has_bias=True), found)
+        return self._experts(self.router("router", hidden, has_bias=True), found)
 
     @property
     def _own_experts(self) -> ExpertsConfig:
         assert self._config.experts is not None
         return self._config.experts
 
-    def _experts(self, router: Linear, found: list[ExpertTensors], shared: SharedExpert | None = None) -> Experts:
+    def _experts(
+        self,
+        router: Linear,
+        found: list[ExpertTensors],
+        shared: SharedExpert | None = None,
+        stored: Sequence[int | None] = (None,),
+    ) -> Experts:
         own, activation, first = self._own_experts, self._config.activation, found[0].down
         experts: GroupedExperts | SeparateExperts
         if can_group(first.device, first.dtype):
             experts = GroupedExperts(found, activation)
         else:
-            matrices = ((self._linear(e.gate_up, e.gate_up_bias), self._linear(e.down, e.down_bias)) for e in found)
+            make = partial(self._linears.make, stored=stored)
+            matrices = ((make(e.gate_up, e.gate_up_bias), make(e.down, e.down_bias)) for e in found)
             experts = SeparateExperts([GatedMlp(*both, activation) for both in matrices])
         num_chosen, is_normalized = own.num_chosen, own.is_normalized
         return Experts(

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
-from mneme.kernels.linear import make_linear
 from mneme.replicas.card import GGUF, read_json, shard_paths
+from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.directory import Progress, silent
 from mneme.replicas.model.families.family import Family
@@ -29,7 +29,7 @@ from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.formats.gguf_file import ROTATIONS, GgufFile
 from mneme.replicas.model.formats.quantized import QuantizedTensors
 from mneme.replicas.model.parts import DecoderWeights
-from mneme.replicas.model.tensors import Files, Source, Tensors
+from mneme.replicas.model.tensors import Files, Linears, Source, Tensors
 
 _PIECE_BYTES = 8 << 20  # that is read and copied at once
 _SMALL_BYTES = 1 << 20  # a tensor that is not worth a piece
@@ -45,10 +45,12 @@ def load_weights(
     dtype: torch.dtype,
     on_progress: Progress = silent,
     torch_rows: int | None = None,
+    form: WeightsForm = "dense",
 ) -> DecoderWeights:
     """Read every tensor; raises `CheckpointError` that names the file and the tensor.
 
     torch_rows  see `mneme.kernels.linear.PackedLinear`
+    form        what matrices are multiplied as
     """
     family = FAMILIES[config.family]
     with ExitStack() as stack:
@@ -56,7 +58,7 @@ def load_weights(
         checked = Checked(files, dtype)
         build(family, checked, config)
         checked.refuse_unread(family)
-        return build(family, files, config, on_progress, torch_rows)
+        return build(family, files, config, on_progress, Linears(form, torch_rows))
 
 
 def build(
@@ -64,18 +66,21 @@ def build(
     source: Source,
     config: DecoderConfig,
     on_progress: Progress = silent,
-    torch_rows: int | None = None,
+    linears: Linears | None = None,
 ) -> DecoderWeights:
-    """Build a decoder of a source's tensors; `torch_rows`: see `load_weights`."""
+    """Build a decoder of a source's tensors."""
+    linears = linears or Linears()
     prefix = next((each for each in family.prefixes if source.has(each + family.embedding)), family.prefixes[0])
-    tensors, hidden = Tensors(source, config, prefix, torch_rows), config.hidden_size
+    tensors, hidden = Tensors(source, config, linears, prefix), config.hidden_size
     layers = []
     for index in range(config.num_layers):
         layers.append(family.layer(tensors.under(f"{family.layers}{index}."), config, index))
         on_progress("loading weights", (index + 1) / config.num_layers)
     embedding, head = tensors.tensor(family.embedding, config.vocab_size, hidden), None
+    stored = tensors.bits(family.embedding.removesuffix(".weight"))
     if not config.tied_embeddings:
-        of_head = tensors if tensors.has(family.head) else Tensors(source, config)
+        of_head = tensors if tensors.has(family.head) else Tensors(source, config, linears)
+        stored = of_head.bits(family.head.removesuffix(".weight"))
         head = of_head.tensor(family.head, config.vocab_size, hidden)
     positions = None
     if family.positions is not None:
@@ -84,10 +89,11 @@ def build(
         embedding=None if head is None else embedding,
         layers=layers,
         norm=family.norm(tensors, config),
-        head=make_linear(embedding if head is None else head),
+        head=linears.make(embedding if head is None else head, stored=stored, least=8),
         dtype=embedding.dtype,
         device=embedding.device,
         positions=None if positions is None else positions[_NUM_SPARE_POSITIONS:],
+        num_bytes=dict(linears.num_bytes),
     )
 
 
@@ -196,6 +202,9 @@ class SafetensorsFiles:
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; must be uint8")
         return self._there(tensor)
 
+    def bits(self, _name: str) -> None:
+        """See `Source`."""
+
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._upload is not None and tensor.nbytes > _SMALL_BYTES:
             return self._upload(tensor)
@@ -254,6 +263,10 @@ class GgufTensors:
         """See `Source`."""
         raise CheckpointError(f"{self._file.path}: {name} is not offered")
 
+    def bits(self, name: str) -> int | None:
+        """See `Source`."""
+        return self._file.bits(self._name_of(name)[0])
+
 
 class Checked:
     """Checks names and shapes, and gives tensors without memory: a `Source` to build a model of on trial."""
@@ -271,6 +284,9 @@ class Checked:
 
     def stored(self, name: str, *shape: int) -> torch.Tensor:
         return self.tensor(name, *shape).to(torch.uint8)
+
+    def bits(self, _name: str) -> None:
+        """See `Source`: on trial nothing is multiplied."""
 
     def refuse_unread(self, family: Family) -> None:
         """Raise `CheckpointError` for tensors that have no place in the model."""

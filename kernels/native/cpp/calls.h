@@ -3,12 +3,14 @@
 
 #include "attention.h"
 
-// linear.py has the same structure.
+// Laid out like native/library.py: LinearWeight.
 struct MnemeLinear {
   const void* packed;
   const float* bias;  // or null
-  int64_t num_features, num_steps;
-  int32_t dtype;  // of x and the weight; y has it too, or float32 if `float_out`
+  int64_t num_features;
+  int64_t num_steps;  // of inputs: of two in bfloat16, else of one
+  int32_t dtype;      // of x; y has it too, or float32 if `float_out`
+  int32_t bits;       // of a weight's number, 8 or 4; 0: as many as `dtype` has
 };
 
 namespace mneme::attention {
@@ -29,6 +31,8 @@ struct Write {
 extern "C" {
 void mneme_linear(const MnemeLinear* weight, const void* x, int64_t num_rows, int64_t x_stride, void* y,
                   int32_t float_out, int32_t num_threads);
+void mneme_linear_quantized(const MnemeLinear* weight, const void* x, int64_t num_rows, int64_t x_stride, void* y,
+                            int32_t float_out, int32_t num_threads);
 int64_t mneme_write_kv(const mneme::attention::Write* write);
 void mneme_attend(const mneme::attention::Step* step, const void* q, int64_t q_stride, const void* k, const void* v,
                   int64_t num_slots, void* out, float* lse, float* total, int32_t num_threads);

@@ -5,15 +5,14 @@
 // one lane of a bf16 dot product takes. A tile of MR rows keeps its sums in registers over all of k. So
 // each sum is one chain in the order of k, whatever the number of rows: a row's result never depends on its batch.
 // Bytes: the weight once per block of rows whose inputs fit the cache, x and y once. Flops: 2 per weight and row.
-#include "calls.h"
-
 #include <algorithm>
+
+#include "calls.h"
+#include "panels.h"
 
 namespace mneme {
 namespace {
 
-constexpr int kPanel = 32;             // output features of a panel
-constexpr int kVectors = kPanel / kLanes;  // of a panel's step
 constexpr int64_t kBlockBytes = 512 << 10;  // of inputs that stay in the second-level cache while all panels pass by
 // Registers hold MR * kVectors sums: 24 of 32 with AVX-512, 12 of 16 with AVX2, else 8 of 16.
 #if defined(__AVX512F__)
@@ -23,8 +22,6 @@ constexpr int kMaxRows = 3;
 #else
 constexpr int kMaxRows = 1;
 #endif
-// With 4 KB memory idles (a fifth slower at 8 rows); far more does not fit the first-level cache.
-constexpr int kAheadBytes = 16384;
 
 struct Float32 {
   using Value = float;
@@ -63,10 +60,8 @@ struct BFloat16 {
 struct Problem {
   const void* x;       // [num_rows, x_stride]
   const void* packed;  // [num_panels, steps, kPanel, kStep]
-  const float* bias;   // [num_features] or null
-  void* y;             // [num_rows, num_features]
-  int64_t num_rows, x_stride, num_features, num_steps;
-  bool float_out;  // y holds float32 whatever x is
+  Output output;
+  int64_t num_rows, x_stride, num_steps;
 };
 
 // What a tile asks memory for while it computes, in steps of `stride` bytes, `kVectors` to a step of k.
@@ -82,24 +77,6 @@ inline Ahead ahead_of(const Problem& problem, int64_t panel, int64_t tile, int64
   const char* weight = static_cast<const char*>(problem.packed) + panel * panel_bytes;
   if (num_tiles == 1) return {weight + kAheadBytes, 64};
   return {weight + panel_bytes + panel_bytes * tile / num_tiles, 64 / num_tiles};
-}
-
-// Adds the bias, rounds and writes the sums of `num_rows` rows from `row`, one panel.
-__attribute__((noinline)) void finish(const Problem& problem, int64_t row, int num_rows, int64_t panel, float* sums) {
-  const int64_t feature = panel * kPanel;
-  const int count = static_cast<int>(std::min<int64_t>(kPanel, problem.num_features - feature));
-  for (int r = 0; r < num_rows; ++r) {
-    float* values = sums + r * kPanel;
-    if (problem.bias)
-      for (int i = 0; i < count; ++i) values[i] += problem.bias[feature + i];
-    const int64_t at = (row + r) * problem.num_features + feature;
-    if (problem.float_out) {
-      std::copy(values, values + count, static_cast<float*>(problem.y) + at);
-      continue;
-    }
-    bf16* y = static_cast<bf16*>(problem.y) + at;
-    for (int i = 0; i < count; i += kLanes) store(y + i, load(values + i), count - i);
-  }
 }
 
 // MR rows from `row` times one panel.
@@ -131,7 +108,7 @@ __attribute__((noinline)) void tile(const Problem& problem, int64_t row, int64_t
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) store(values + r * kPanel + v * kLanes, sums[r][v]);
-  finish(problem, row, MR, panel, values);
+  finish(problem.output, row, MR, panel, values);
 }
 
 // One panel for rows [row, row + num_rows), num_rows <= MR: finds the tile of that many rows.
@@ -155,7 +132,7 @@ void block_of(const Problem& problem, int64_t first, int64_t last, int64_t panel
 
 template <class Type>
 void linear(const Problem& problem, int num_threads) {
-  const int64_t num_panels = (problem.num_features + kPanel - 1) / kPanel;
+  const int64_t num_panels = (problem.output.num_features + kPanel - 1) / kPanel;
   const int64_t row_bytes = problem.num_steps * Type::kStep * sizeof(typename Type::Value);
   const int64_t block_rows = std::max<int64_t>(kMaxRows, kBlockBytes / std::max<int64_t>(1, row_bytes));
   const int64_t num_blocks = (problem.num_rows + block_rows - 1) / block_rows;
@@ -190,9 +167,10 @@ void unpack_panel(const uint32_t* __restrict packed, int64_t num_steps, int coun
 extern "C" void mneme_linear(const MnemeLinear* weight, const void* x, int64_t num_rows, int64_t x_stride, void* y,
                              int32_t float_out, int32_t num_threads) {
   using namespace mneme;
+  if (weight->bits) return mneme_linear_quantized(weight, x, num_rows, x_stride, y, float_out, num_threads);
   const bool is_float = weight->dtype == kFloat32;
-  const Problem problem{x,        weight->packed,       weight->bias,      y, num_rows,
-                        x_stride, weight->num_features, weight->num_steps, is_float || float_out};
+  const Output output{weight->bias, y, weight->num_features, is_float || float_out};
+  const Problem problem{x, weight->packed, output, num_rows, x_stride, weight->num_steps};
   if (is_float)
     linear<Float32>(problem, num_threads);
   else

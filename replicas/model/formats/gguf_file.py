@@ -116,6 +116,14 @@ class GgufFile:
             raise CheckpointError(f"{path}: general.architecture must be one of {names} (got {shown(name)})")
         self.dialect = _DIALECTS[known]
 
+    def bits(self, name: str) -> int | None:
+        """Return how many bits a tensor's numbers have, if they are in equal steps: 4 or 8; None: any other."""
+        import gguf
+
+        kind = gguf.GGMLQuantizationType(self.tensors[name].kind).name
+        found = re.match(r"Q(\d)_", kind)  # the others are floats, or of a table's numbers
+        return None if found is None else 4 if int(found[1]) <= 4 else 8
+
     def array(self, name: str, expert: int | None = None) -> FloatArray:
         """Return a tensor dequantized, as the family's own checkpoints have it: float32, rows first.
 

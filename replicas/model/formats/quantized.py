@@ -141,6 +141,11 @@ class QuantizedTensors:
         """See `Source`."""
         return self._files.stored(name, *shape)
 
+    def bits(self, name: str) -> int | None:
+        """See `Source`. FP8 is rounded once more, to 8 bits."""
+        form = self._form(name)
+        return None if form is None else 4 if form != "scaled" and self._bits <= 4 else 8
+
     def _form(self, name: str) -> str | None:
         stem = name.removesuffix("weight")
         if stem == name:

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from mneme.kernels import linear
+from mneme.kernels import linear, quantized
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import kv as native_kv
 from mneme.kernels.native import layers as native_layers
@@ -43,8 +43,8 @@ def use_library(library: ctypes.CDLL | None) -> Iterator[None]:
     """All modules of compiled code call this one inside the block; None: they do without."""
     with pytest.MonkeyPatch.context() as patch:
         typed = cache(native_library.native_function.__wrapped__)
-        for module in (native_library, native_kv, linear, native_ops):
+        for module in (native_library, native_kv, linear, quantized, native_ops):
             patch.setattr(module, "library", lambda: library)
-        for module in (native_backend, native_kv, native_layers, linear, native_ops):
+        for module in (native_backend, native_kv, native_layers, linear, quantized, native_ops):
             patch.setattr(module, "native_function", typed)
         yield
