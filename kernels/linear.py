@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, library, native_function, num_threads
-from mneme.kernels.quantized import QuantizedLinear
+from mneme.kernels.native.quantized import QuantizedLinear
 
 _PANEL = 32  # output features that are kept side by side
 _HALF_PART = 1 / 64  # exact but for what rounding to float16 loses beside 1e-5
@@ -66,7 +66,7 @@ class PlainLinear:
 
 
 def make_linear(
-    weight: Tensor, bias: Tensor | None = None, bits: int | None = None, torch_rows: int | None = None
+    weight: Tensor, bias: Tensor | None = None, torch_rows: int | None = None, bits: int | None = None
 ) -> Linear:
     """weight [N, K], bias [N]: packed for the compiled kernel where there is one, else as torch has it.
 

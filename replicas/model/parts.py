@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mneme.kernels.linear import Linear, PackedLinear
 from mneme.kernels.native.layers import DenseLayer, RmsWeights, can_run
+from mneme.kernels.native.quantized import QuantizedLinear
 from mneme.kernels.ops import Activation, add_rms_norm, gated, rms_norm
-from mneme.kernels.quantized import QuantizedLinear
 
 CLAMPED = "swiglu_clamped"
 _ALPHA, _LIMIT = 1.702, 7.0  # of it

@@ -81,7 +81,7 @@ class Linears:
         bits = {"dense": None, "int8": 8, "int4": 4}.get(self._form)
         if self._form == "auto" and None not in stored:
             bits = max(each for each in stored if each is not None)
-        linear = make_linear(weight, bias, None if bits is None else max(bits, least), self._torch_rows)
+        linear = make_linear(weight, bias, self._torch_rows, None if bits is None else max(bits, least))
         self.num_bytes[linear.format] += linear.num_bytes
         return linear
 

@@ -10,12 +10,13 @@ from functools import cache
 
 import pytest
 
-from mneme.kernels import linear, quantized
+from mneme.kernels import linear
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import kv as native_kv
 from mneme.kernels.native import layers as native_layers
 from mneme.kernels.native import library as native_library
 from mneme.kernels.native import ops as native_ops
+from mneme.kernels.native import quantized
 from mneme.kernels.native.library import build, find_compiler
 from tests.budget import rarer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mneme.kernels.quantized import GROUP, QuantizedLinear, quantize
+from mneme.kernels.native.quantized import GROUP, QuantizedLinear, quantize
 from tests.kernels.native.native_variants import VARIANTS, use_variant
 from tests.kernels.test_linear import DTYPES, draw
 
