@@ -19,7 +19,8 @@ of C, what computing takes, was given, and then the step that was begun for it i
 
 *Asking*: pairs of prompts of 320 tokens of which the tier has nothing, with an engine that asks it and one that does
 not; both save. What asking in vain costs is an answer's time (two changes of threads) or, where answers are slow (20 ms
-in the row `late ms`), the constant part of one more step: 1% of 10 ms is an answer in 0.1 ms.
+in the row `late ms`), the constant part of one more step: 1% of 10 ms is an answer in 0.1 ms. After some 20 of these
+prompts a question is worth less than that, and one prompt in 16 asks.
 
 What bounds it, one thread: to recompute, 2 x 26M flops per token and attention; to load, 8 KB per token of history:
 a checksum, a copy into pages, and on a disk a read, on a thread beside the engine's.

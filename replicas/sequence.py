@@ -111,7 +111,6 @@ class Sequence:
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     num_expected: int = 0  # rows of its prompt, when it was added; where costs are known
     due_s: float = 0.0  # when its prompt would be done, had what is left of it begun as it came; no costs: as it came
-    begun_s: float | None = None  # when it first had rows
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events
     drawing: Drawing = field(default_factory=Drawing)  # how its tokens are drawn, and with which its output ends

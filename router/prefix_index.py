@@ -106,10 +106,6 @@ class PrefixIndex:
                 host_blocks[replica] = host_blocks.get(replica, 0) + 1
         return Matches({replica: depth for depth, bits in ends for replica in self._names(bits)}, host_blocks)
 
-    def matched_blocks(self, hashes: Sequence[int]) -> dict[str, int]:
-        """The number of leading blocks each replica has; replicas that have none are absent."""
-        return self.match(hashes, self._turned_s).blocks
-
     def drop(self, hashes: Iterable[int]) -> None:
         """Nobody has these blocks."""
         for block_hash in hashes:

@@ -57,6 +57,7 @@ class Outbox:
         self._on_end = on_end  # told of every request that has ended
         self._clock = clock
         self._events: list[TokenEvent] = []
+        self._begun_s: dict[Sequence, float] = {}  # when each first had rows, of those that have not ended
         # "prompt", "cached", "generated", as `kv_details`, and what was on the device here and nowhere else ("alone").
         self.num_tokens: Counter[str] = Counter()
         self.num_finished: Counter[str] = Counter()  # by finish_reason
@@ -72,16 +73,15 @@ class Outbox:
 
     def mark_begun(self, batch: Iterable[StepRows]) -> None:
         """Note when sequences first have rows: in the step of this batch."""
-        begun = [part.sequence for part in batch if part.sequence.begun_s is None]
+        begun = [part.sequence for part in batch if part.sequence not in self._begun_s]
         if begun:
-            now_s = self._clock()
-            for sequence in begun:
-                sequence.begun_s = now_s
+            self._begun_s.update(dict.fromkeys(begun, self._clock()))
 
     def ended(self, end: End) -> None:
         """Tell that a request has ended, if it is one that somebody sent."""
         if end.parent is None:
             self.report(end.sequence, end.reason, end.error)
+        self._begun_s.pop(end.sequence, None)
 
     def report(
         self, sequence: Sequence, finish_reason: str | None = None, error: str | MnemeError | None = None
@@ -91,14 +91,11 @@ class Outbox:
             self._report_next(sequence)
             return
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
-        usage = sequence.pop_usage()
-        if usage is not None and sequence.begun_s is not None:
-            request = sequence.request
-            usage = usage._replace(
-                queue_s=sequence.begun_s - request.taken_s, prefill_s=self._clock() - sequence.begun_s
-            )
+        usage, begun_s = sequence.pop_usage(), self._begun_s.get(sequence)
+        if usage is not None and begun_s is not None:
+            usage = usage._replace(queue_s=begun_s - sequence.request.taken_s, prefill_s=self._clock() - begun_s)
         is_counted = not sequence.request.is_warm_up
-        if usage is not None and sequence.begun_s is not None and is_counted:
+        if usage is not None and begun_s is not None and is_counted:
             details = usage.kv_details()
             alone = max(details["device"] - sequence.request.elsewhere_tokens, 0)
             self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, alone=alone, **details)

@@ -276,7 +276,15 @@ class PrefixForest:
         return GraftPiece(chunk, ends[0][0], ends[-1][1], runs, tuple(path.pages[first:last]))
 
     def release(self, path: Path, owner: Owner | None = None) -> None:
-        """Give a path back: its pages stay cached. They are the owner's, if it is given, and no others any more."""
+        """Give a path back: its pages stay cached. They are the owner's, if it is given, and no others any more.
+
+        Of a pin: its pages are as any others again.
+        """
+        if path in self._pinned:
+            self._pinned.remove(path)
+            for page in path.pages:
+                page.pins -= 1
+                self._num_pinned -= not page.pins
         number, now_s, pages, root = next(self._releases), self._clock(), path.pages, path.root
         for page in pages:
             page.released, page.last_used_s = number, now_s
@@ -392,7 +400,7 @@ class PrefixForest:
             raise PinRefused(num_new, max(left, 0), needed)
 
     def pin(self, salt: str, ids: Sequence[int], *, num_kept_tokens: int = 0) -> Path:
-        """Keep what is resident of a prompt until `unpin` of what this returns.
+        """Keep what is resident of a prompt until `release` of what this returns.
 
         Raises `PinRefused` if fewer pages than the reserve, or than `num_kept_tokens` need, would then be left
         unpinned, or if the device lacks what a row behind them sees.
@@ -420,23 +428,13 @@ class PrefixForest:
         left = self.device.num_pages - self._num_pinned - num_new
         return left, max(self.num_reserved, -(-num_kept_tokens // self.page_size))
 
-    def unpin(self, pinned: Path) -> None:
-        """Let pinned pages be as any others again, and empty the path; nothing if that is so already."""
-        if pinned not in self._pinned:
-            return
-        self._pinned.remove(pinned)
-        for page in pinned.pages:
-            page.pins -= 1
-            self._num_pinned -= not page.pins
-        self.release(pinned)
-
     def clear(self, *, is_trusted: bool = True) -> None:
         """Forget every cached page of both tiers; pages in use or pinned stay.
 
         `is_trusted`: False after a failed step: pins go too. Pages that sequences hold stay theirs.
         """
         for pinned in () if is_trusted else list(self._pinned):
-            self.unpin(pinned)
+            self.release(pinned)
         self.store.clear()
         if not is_trusted:
             self.store.forget_moves()

@@ -144,9 +144,9 @@ class Scheduler:
         return pinned
 
     def unpin(self, pinned: Path) -> None:
-        """See `PrefixForest.unpin`."""
+        """Let pinned pages be as any others again."""
         self._refused = None
-        self._forest.unpin(pinned)
+        self._forest.release(pinned)
 
     @property
     def is_blocked(self) -> bool:

@@ -26,7 +26,7 @@ def test_matches_the_longest_chain_of_each_replica(chains: list[list[int]], aske
         length = min(len(chain), len(asked)) if common is None else common
         if length:
             expected[replica] = max(expected.get(replica, 0), length)
-    assert index.matched_blocks(hashes(asked)) == expected
+    assert index.match(hashes(asked)).blocks == expected
 
 
 @given(CHAINS, st.integers(1, 20))
@@ -35,7 +35,7 @@ def test_stays_bounded_and_loses_tails_first(chains: list[list[int]], bound: int
     for chain in chains:
         index.record(hashes(chain), "r")
         assert len(index) <= bound
-        assert index.matched_blocks(hashes(chain)) == {"r": min(len(chain), bound)}
+        assert index.match(hashes(chain)).blocks == {"r": min(len(chain), bound)}
 
 
 def test_a_successor_has_nothing_of_the_dead_whatever_was_recorded_meanwhile() -> None:
@@ -48,4 +48,4 @@ def test_a_successor_has_nothing_of_the_dead_whatever_was_recorded_meanwhile() -
         index.match([], SENT_S * turn)
         index.record(chain[:100], "alive")
     index.record([5000], "successor")
-    assert index.matched_blocks(chain) == {"alive": 1000}
+    assert index.match(chain).blocks == {"alive": 1000}

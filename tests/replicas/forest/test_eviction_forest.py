@@ -264,8 +264,7 @@ class ForestMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         pin, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-        self.forest.unpin(pin)
-        self.forest.unpin(pin)
+        self.forest.release(pin)
 
     @rule(seconds=st.sampled_from([0.25, 1.0, 16.0]))
     def wait(self, seconds: float) -> None:
