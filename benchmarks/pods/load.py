@@ -1,7 +1,7 @@
 """Load on the doors of pods: streams of one greedy prompt, whose texts must be alike, and sessions that append turns.
 
-Each request is a new connection to a door that the service would choose. The client of `lab/bench` is another: it keeps to
-one address and its connections, and sends histories, not turns that append.
+Each request is a new connection to a door that the service would choose. The client of `lab/bench` is another: it keeps
+to one address and its connections, and sends histories, not turns that append.
 """
 
 from __future__ import annotations
