@@ -37,13 +37,16 @@ help: # this list
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
+# Compiling all 20,000 files took most of the time; Python compiles those that it imports when it first does.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
+
 $(READY): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt "torch>=2.11"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e .
+	$(PIP_INSTALL) "torch>=2.11"
+	$(PIP_INSTALL) -e .
 	touch $@
 
 $(DEV_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	$(PIP_INSTALL) -e ".[dev]"
 	touch $@
 
 serve: $(READY) # the embedded model, or MODEL=, on PORT
