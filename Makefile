@@ -37,7 +37,8 @@ help: # this list
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-# Compiling all 20,000 files took most of the time; Python compiles those that it imports when it first does.
+# Python compiles what it imports when it first does. If pip compiled all 20,000 files, it would take twice as long, and the first start
+# a third less (docs/benchmarks.md, "A stranger's path").
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 
 $(READY): pyproject.toml constraints.txt | $(BIN)/python
