@@ -37,13 +37,17 @@ help: # this list
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
+# Python compiles what it imports when it first does. If pip compiled all 20,000 files, it would take twice as long, and the first start
+# a third less (docs/benchmarks.md, "A stranger's path").
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
+
 $(READY): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt "torch>=2.11"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e .
+	$(PIP_INSTALL) "torch>=2.11"
+	$(PIP_INSTALL) -e .
 	touch $@
 
 $(DEV_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	$(PIP_INSTALL) -e ".[dev]"
 	touch $@
 
 serve: $(READY) # the embedded model, or MODEL=, on PORT

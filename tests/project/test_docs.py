@@ -48,6 +48,13 @@ def test_the_tests_that_the_security_page_names_are_there() -> None:
     assert [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()] == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/from-vllm.md"])
+def test_an_example_in_python_answers(page: str) -> None:
+    (example,) = re.findall(r"```python\n(.+?)```", (ROOT / page).read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout.strip()  # it is drawn, so not always the same
+
+
 def test_the_sizes_of_models_are_those_of_their_shapes() -> None:
     rows = re.findall(
         r"^\| (\S+) \| (\d+) x (\d+) x (\d+) \| ([\d,]+) \| ([\d,]+)" + r" \| ([\d.,]+) GiB" * 3 + r" \|$",
@@ -63,14 +70,6 @@ def test_the_sizes_of_models_are_those_of_their_shapes() -> None:
         assert of_a_gib == 2**30 // token_bytes, name
         assert device == pytest.approx(weights + 8 * 8192 * token_bytes / 2**30, abs=0.06), name
         assert node == pytest.approx(8e6 * token_bytes / 2**30, abs=0.5), name
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("page", ["README.md", "docs/from-vllm.md"])
-def test_an_example_in_python_answers(page: str) -> None:
-    (example,) = re.findall(r"```python\n(.+?)```", (ROOT / page).read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout.strip()  # it is drawn, so not always the same
 
 
 def test_the_api_page_names_every_route_and_error() -> None:

@@ -43,6 +43,14 @@ def test_a_tenant_sees_its_own_sessions_the_last_one_first() -> None:
     assert [each["id"] for each in ask(client, "/v1/sessions", A)["data"]] == ["salted", "second", "first"]
     assert [each["id"] for each in ask(client, "/v1/sessions", B)["data"]] == ["other"]
     assert [each["id"] for each in ask(client, "/v1/sessions?limit=1", A)["data"]] == ["salted"]
+    assert client.post("/v1/sessions/first/fork", json={"session_id": "branch"}, headers=A).status_code == 200
+    assert ask(client, "/v1/sessions/branch", A)["forked_from"] == "first"
+    for refused in (
+        client.get("/v1/sessions/branch", headers=B),
+        client.post("/v1/sessions/first/fork", json={}, headers=B),
+    ):
+        assert refused.status_code == 404  # in B's tree there is neither a branch nor what it comes from
+        assert "no such session" in refused.json()["error"]["message"]
     (one,) = ask(client, "/v1/sessions", B)["data"]
     known = client.get("/v1/sessions/other", headers=B).json()
     differ = ("idle_s", "expires_in_s", "replica")  # the fake's replicas both list it
