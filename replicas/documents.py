@@ -14,6 +14,7 @@ from typing_extensions import TypedDict  # pydantic's condition before Python 3.
 from mneme.errors import InvalidRequest
 
 MAX_DOCUMENTS = 1024  # of one request
+BESIDE = -1  # the group of documents that are given beside the messages
 MIN_TOKENS_LIMIT = 2**31 - 1
 
 Mode = Literal["auto", "off", "selective", "full_reuse"]
@@ -25,6 +26,7 @@ Reason = Literal[
     "not_allowed",
     "sooner_in_full",
     "asked_again",
+    "first_asked",
     "sliding_window",
     "learned_positions",
     "not_shared",
@@ -51,7 +53,8 @@ class BlendOptions:
     selector    which tokens are recomputed; None: the engine chooses
     ratio       their share, from 0 to 1; None: the engine chooses
     min_tokens  shorter documents are computed as any text
-    order       "any": documents of one message may change places, so that more of them are found as an exact prefix
+    order       "any": documents of one message may change places, so that more of them are found as an exact prefix;
+                None: those that are given beside the messages may, unless the mode is "off"
 
     Raises `InvalidRequest` with the option, the value and the rule.
     """
@@ -60,12 +63,12 @@ class BlendOptions:
     selector: Selector | None = None
     ratio: float | None = None
     min_tokens: int = 64
-    order: Order = "given"
+    order: Order | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("mode", Mode), ("order", Order), ("selector", Selector)):
             value = getattr(self, name)
-            if value not in get_args(kind) and not (name == "selector" and value is None):
+            if value not in get_args(kind) and not (name in ("order", "selector") and value is None):
                 raise InvalidRequest(name, value, f"must be one of {', '.join(get_args(kind))}")
         is_number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
         if self.ratio is not None and not (is_number and 0 <= self.ratio <= 1):  # NaN fails every comparison
@@ -76,6 +79,10 @@ class BlendOptions:
     def is_long(self, span: DocumentSpan) -> bool:
         """Return whether a document is long enough to be reused in place."""
         return span.end - span.start >= max(self.min_tokens, 1)
+
+    def may_move(self, span: DocumentSpan) -> bool:
+        """Return whether a document may change places with others of its group."""
+        return self.order == "any" or (self.order is None and self.mode != "off" and span.group == BESIDE)
 
     def updated(self, given: Mapping[str, Any]) -> BlendOptions:
         """Replace the options that a request gives; raises `InvalidRequest` for names that are none, too."""
@@ -137,6 +144,9 @@ class Declined(NamedTuple):
 
 
 OFF = Declined("off", "blend.mode is off")
+FIRST_ASKED = Declined(
+    "first_asked", "asked for the first time: computed with the text around it, and by itself behind the answer"
+)
 ASKED_AGAIN = Declined("asked_again", "asked for again behind the same text: computed exactly, to be found from now on")
 SLIDING_WINDOW = Declined("sliding_window", "the model has sliding windows")
 LEARNED_POSITIONS = Declined("learned_positions", "the model has learned positions")
@@ -159,7 +169,7 @@ class DocumentUsage(NamedTuple):
     tokens: int
     exact: int  # of them, those whose KV was found: as a part of an exact prefix
     reused: int  # and those whose KV was computed behind other text
-    source: str  # of most of these: a tier; "computed": there were none
+    source: str  # of most of its KV: a tier, or "computed"
     outcome: Literal["exact", "blended", "computed"]
     why: str
 
@@ -168,7 +178,7 @@ class ShownDocument(TypedDict):
     """A document's place in the prompt, in tokens.
 
     Of them `exact` were found as a part of an exact prefix, and for `reused` ones KV stands that was computed behind
-    other text; `source` is the tier that most of these came from, "computed" where there were none.
+    other text; `source` is the tier that most of its KV came from, or "computed".
     """
 
     id: str

@@ -326,6 +326,8 @@ class GenerationRequest:
 
     def in_order(self, order: Sequence[int]) -> GenerationRequest:
         """Put its documents in this order, for good; what stands between them stays in its place."""
+        if not order:  # a turn behind others that had some
+            return self
         spans, ids, text = self.documents, self.prompt_token_ids, self.prompt_text or ""
         new_ids, new_text, placed = list(ids[: spans[0].start]), text[: spans[0].char_start], []
         for slot, index in enumerate(order):

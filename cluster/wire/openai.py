@@ -395,7 +395,7 @@ class BlendBody(Body):
     selector: Selector | None = None
     ratio: float | None = None
     min_tokens: Int = 64
-    order: Order = "given"
+    order: Order | None = None
 
     def given(self) -> dict[str, Any]:
         return self.model_dump(include=self.model_fields_set)

@@ -11,7 +11,7 @@ Policy only: no tensors.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from mneme.primitives import Bounded
@@ -26,6 +26,13 @@ class AskedBeginnings:
 
     def __init__(self, max_items: int = _MAX_BEGINNINGS) -> None:
         self._first_turns: Bounded[bytes, int] = Bounded(max_items)
+
+    def is_new(self, salt: str, ids: Sequence[int], turn: int) -> bool:
+        """Note a document by itself; returns whether no other turn asked for it before."""
+        digest = next_digest(first_digest(salt), _digest(ids))
+        first = self._first_turns.get(digest, turn)
+        self._first_turns[digest] = first
+        return first == turn
 
     def record(self, salt: str, ids: Sequence[int], spans: Sequence[DocumentSpan], turn: int) -> int:
         """Note a prompt; returns how many of its tokens another turn's prompt began with, up to a border of a document.
@@ -50,6 +57,7 @@ class AskedBeginnings:
         num_kept: int,
         *,
         max_places: int,
+        may_move: Callable[[DocumentSpan], bool],
     ) -> None:
         """Let documents follow the first `num_kept` ones of an order as they did in a prompt, inside their messages."""
         digest, start = first_digest(salt), 0
@@ -58,7 +66,9 @@ class AskedBeginnings:
             digest, start = next_digest(digest, _digest(ids[start : span.start])), span.end
             for at in range(place, place + 1 if place < num_kept else len(order)):
                 behind = next_digest(digest, documents[order[at]])
-                if spans[order[at]].group == span.group and behind in self._first_turns:
+                other = spans[order[at]]
+                can_stand = other.group == span.group and (at == place or may_move(other))
+                if can_stand and behind in self._first_turns:
                     break
             else:
                 return

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,6 +42,7 @@ from mneme.replicas.documents import (
     ASKED_AGAIN,
     EVICTED,
     EXACT,
+    FIRST_ASKED,
     HISTORY,
     NO_ROOM,
     OFF,
@@ -87,7 +88,7 @@ class Blend:
     narrowed: IntArray = field(default_factory=no_rows, repr=False)  # those whose rows may leave a pass
     # Of each: the layer from which on its private slot holds what is cached, or the number of layers. 0: unknown.
     left: IntArray = field(default_factory=no_rows, repr=False)
-    num_narrowed_from: Counter[str] = field(default_factory=Counter, repr=False)  # of them, whose KV was found there
+    narrowed_from: list[FoundRange] = field(default_factory=list, repr=False)  # where the KV of some was found
     scores: FloatArray | None = field(default=None, repr=False)  # by position
     is_scored: bool = False  # they are complete
     is_probing: bool = False  # its next rows are for choosing what is computed anew, and sample nothing
@@ -97,8 +98,11 @@ class Blend:
     num_exact: int = 0  # tokens that its path began with
     num_again: int = 0  # tokens, from the first on, that are computed exactly: they were asked for before
     num_asked: int = 0  # likewise, but when it has ended: their documents' KV is there, and this request need not wait
+    first_asked: tuple[DocumentSpan, ...] = ()  # documents without KV here, which nobody asked for before
     why: str = "the request asks for it"
     is_measured: bool = False  # a quality report allows it
+    predicted_s: float | None = None  # what its rows cost; None: nobody asks, or it cannot be compared
+    took_s: float = 0.0  # its steps, which were its alone
     may_raise: Callable[[BlendOptions, Mapping[str, int]], BlendOptions] | None = None  # the ratio, under a load
 
     @property
@@ -124,13 +128,21 @@ class Blend:
     def narrowed_found(self) -> dict[str, int]:
         """Tokens of `narrowed` that were found, by source, in the mean over the layers behind the first."""
         kept = 1 - self.num_recomputed / max(self.num_chosen, 1)
-        return {source: int(kept * number) for source, number in self.num_narrowed_from.items()}
+        num_by_source = self._num_narrowed(0, self.spans[-1].end) if self.spans else {}
+        return {source: int(kept * number) for source, number in num_by_source.items()}
+
+    def _num_narrowed(self, start: int, end: int) -> Counter[Source]:
+        """Count those within [start, end) whose KV was found, by source."""
+        counts: Counter[Source] = Counter()
+        for first, stop, source in self.narrowed_from:
+            counts[source] += num_within(self.narrowed, max(first, start), min(stop, end))
+        return counts
 
     def add_narrowed(self, spans: Iterable[tuple[int, int]], found: Sequence[FoundRange]) -> None:
         """Note where the KV of `narrowed` in `spans`, which a step computes in the first layers, was found."""
         for first, end in spans:
-            for start, stop, source in found:
-                self.num_narrowed_from[source] += num_within(self.narrowed, max(start, first), min(stop, end))
+            ranges = ((max(start, first), min(stop, end), source) for start, stop, source in found)
+            self.narrowed_from += [each for each in ranges if each[0] < each[1]]
 
     @property
     def effective_selector(self) -> Selector:
@@ -141,7 +153,7 @@ class Blend:
     def apply_loading(self, num_loaded: Mapping[str, int]) -> None:
         """Note what of its documents is loaded in the step that its own rows are in, by where that comes from."""
         if self.may_raise is not None and not self.is_scored:
-            self.options = self.may_raise(self.options, num_loaded)
+            self.options, self.predicted_s = self.may_raise(self.options, num_loaded), None
 
     def missing(self, context: Sequence[int], forest: PrefixForest, *, has_history: bool) -> list[list[int]]:
         """List the prompts to be computed before it can be opened: of documents, and what is before the first.
@@ -170,7 +182,8 @@ class Blend:
         first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
         self.reused = self.narrowed = no_rows()
         self.num_chosen, self.is_probing, self.num_to_compare = 0, False, 0
-        self.uses, self.num_exact, self.declined = [], first, EXACT if first >= end else EVICTED
+        self.uses, self.num_exact = [], first
+        self.declined = EXACT if first >= end else FIRST_ASKED if self.first_asked else EVICTED
         uses = [] if first >= end else self._uses(first, end, context, forest)
         if not uses:
             return path
@@ -247,6 +260,8 @@ class Blend:
             return TOO_SHORT.why
         if span.end <= self.num_again:
             return ASKED_AGAIN.why
+        if span in self.first_asked:
+            return FIRST_ASKED.why
         if span not in self.spans:
             return TOO_LONG.why
         return "computed for this request, as part of its prefix" if span.end <= self.num_exact else EVICTED.why
@@ -295,8 +310,11 @@ class Blend:
             if self.uses:
                 num_exact = min(num_exact, max(self.num_exact - span.start, 0))
             first = first_by_ids.setdefault(tuple(ids[span.start : span.end]), span)
-            most = num_by_source.most_common(1)[0][0] if num_by_source else "computed"
             size = span.end - span.start
+            num_from = Counter[str](num_by_source)
+            num_from.update(self._num_narrowed(span.start, span.end))
+            num_from["computed"] = size - num_from.total()
+            most = max(num_from, key=num_from.__getitem__)
             usage = DocumentUsage(span.name, span.start, size, num_exact, num_reused, most, "exact", EXACT.why)
             usages.append(self._with_outcome(usage, span, first, is_last=span.end == len(ids)))
         return tuple(usages)
@@ -353,6 +371,7 @@ def decide(
     num_tokens: int,
     num_exact: int,
     num_again: int = 0,
+    unknown: Collection[DocumentSpan] = (),
 ) -> Blend | Declined:
     """Return how a request's documents are reused in place, or why they are not.
 
@@ -360,8 +379,9 @@ def decide(
     num_tokens  of the prompt, and of what its session had before
     num_exact   of them, those from the first on that are not computed
     num_again   and those that another prompt began with, which `auto` computes exactly
+    unknown     documents of which no KV can be had: `auto` computes them with the text around them
     """
-    options, why, may_raise = request.blend, "the request asks for it", None
+    options, why, predicted_s, may_raise = request.blend, "the request asks for it", None, None
     if options.mode == "off":
         return OFF
     whole = [span for span in request.documents if options.is_long(span)]
@@ -373,7 +393,7 @@ def decide(
     else:
         is_exact = num_exact >= spans[-1].end
         num_exact = max(num_exact, num_again)
-        spans = tuple(span for span in spans if span.end > num_again)
+        spans = tuple(span for span in spans if span.end > num_again and span not in unknown)
         num_reused = sum(max(span.end - max(span.start, num_exact), 0) for span in spans)
         num_text = max(num_tokens - num_exact - num_reused, 1)
         work = Work(num_exact, num_reused, num_text, num_layers)
@@ -381,10 +401,10 @@ def decide(
         if isinstance(decided, Declined):
             return decided
         if not spans:
-            return EXACT if is_exact else ASKED_AGAIN
+            return EXACT if is_exact else FIRST_ASKED if unknown else ASKED_AGAIN
         if options.ratio is None:
             may_raise = partial(controller.raised, work)
-        options, why = decided
+        options, why, predicted_s = decided
     blend = Blend(
         options=options,
         spans=spans,
@@ -395,6 +415,7 @@ def decide(
         num_layers=num_layers,
         why=why,
         may_raise=may_raise,
+        predicted_s=predicted_s,
         num_again=num_again,
     )
     if blend.effective_selector == "all":

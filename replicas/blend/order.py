@@ -22,7 +22,7 @@ def best_order(request: GenerationRequest, forest: PrefixForest, asked: AskedBeg
     spans, ids = request.documents, request.prompt_token_ids
     order = list(range(len(spans)))
     salt, root = request.salt, forest.roots.get(request.salt)
-    if request.blend.order == "given" or request.append or root is None:
+    if not any(map(request.blend.may_move, spans)) or request.append or root is None:
         return order
     known = list(ids[: spans[0].start])
     page, position = follow(root, root.start, known, salt)
@@ -33,7 +33,7 @@ def best_order(request: GenerationRequest, forest: PrefixForest, asked: AskedBeg
         best = page, position, place
         for candidate in range(place, len(order)):
             span = spans[order[candidate]]
-            if span.group != spans[place].group:
+            if span.group != spans[place].group or (candidate > place and not request.blend.may_move(span)):
                 break
             known[position:] = ids[span.start : span.end]
             found = follow(page, position, known, salt)
@@ -46,5 +46,5 @@ def best_order(request: GenerationRequest, forest: PrefixForest, asked: AskedBeg
         span, end = spans[order[place]], spans[place + 1].start if place + 1 < len(spans) else len(ids)
         known[position:] = (*ids[span.start : span.end], *ids[spans[place].end : end])
         page, position = follow(best[0], best[1], known, salt)
-    asked.go_on(salt, ids, spans, order, num_known, max_places=_MAX_PLACES)
+    asked.go_on(salt, ids, spans, order, num_known, max_places=_MAX_PLACES, may_move=request.blend.may_move)
     return order

@@ -42,7 +42,15 @@ from mneme.replicas.blend.blend import Blend, decide
 from mneme.replicas.blend.gate import NO_REPORT, Gate
 from mneme.replicas.blend.order import best_order
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.documents import HISTORY, LEARNED_POSITIONS, NOT_SHARED, SLIDING_WINDOW, Declined
+from mneme.replicas.documents import (
+    FIRST_ASKED,
+    HISTORY,
+    LEARNED_POSITIONS,
+    NOT_SHARED,
+    SLIDING_WINDOW,
+    Declined,
+    DocumentSpan,
+)
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
@@ -444,10 +452,14 @@ class Engine:
             self.connector.look_up(sequence, self.forest, is_alone=is_alone, asks=asks)
         self.scheduler.add(sequence, parent=parent, leader=leader, num_missing=len(missing))
         self._sequence_by_id[request.request_id] = sequence
+        new = [[*self.sink_ids, *sequence.context[span.start : span.end]] for span in sequence.blend.first_asked]
         for index, ids in enumerate(missing):
-            self._start_child(sequence, f"child-{index}", ids, taken_s=request.taken_s)
+            name, is_only_found = f"child-{index}", ids in new
+            self._start_child(sequence, name, ids, is_only_found=is_only_found, taken_s=request.taken_s)
 
-    def _start_child(self, parent: Sequence, name: str, ids: list[int], **more: Any) -> None:
+    def _start_child(
+        self, parent: Sequence, name: str, ids: list[int], *, is_only_found: bool = False, **more: Any
+    ) -> None:
         """Compute a prompt that a sequence needs or leaves; nobody else hears of it."""
         request = parent.request
         child = GenerationRequest(
@@ -458,11 +470,14 @@ class Engine:
             **more,
         )
         self._start(child, TurnPrompt(ids, ids, None, 0), parent)
+        if is_only_found:
+            self._sequence_by_id[child.request_id].is_only_found = True
 
     def _blend(self, sequence: Sequence, *, is_approximate: bool) -> Blend:
         """Say how a sequence uses documents. `is_approximate`: its session's earlier turns reuse some in place."""
         cannot = self._cannot_blend if sequence.request.documents else HISTORY
         num_asked = 0 if cannot else self._num_asked(sequence)
+        first_asked = () if cannot else self._first_asked(sequence)
         decided = cannot or decide(
             sequence.request,
             self.sink_ids,
@@ -472,9 +487,14 @@ class Engine:
             num_tokens=len(sequence.context),
             num_exact=self._num_exact(sequence),
             num_again=0 if self._can_wait(sequence, num_asked) else num_asked,
+            unknown=first_asked if self.connector is None else (),
         )
         if isinstance(decided, Declined):
-            return Blend(declined=decided, is_history_approximate=is_approximate)
+            declined = Blend(declined=decided, is_history_approximate=is_approximate)
+            declined.first_asked = first_asked if decided is FIRST_ASKED else ()
+            return declined
+        if first_asked:  # which are computed as text
+            decided.first_asked, decided.predicted_s = first_asked, None
         decided.is_history_approximate = is_approximate and sequence.root is not None  # else that is computed exactly
         decided.num_asked = num_asked if sequence.request.blend.mode == "auto" else 0
         return decided
@@ -501,6 +521,20 @@ class Engine:
         request = sequence.request
         return self._asked.record(request.salt, sequence.context, request.documents, root_turn(request))
 
+    def _first_asked(self, sequence: Sequence) -> tuple[DocumentSpan, ...]:
+        """Return documents without KV here that no other turn asked for: to compute them first would cost this one."""
+        request, turn = sequence.request, root_turn(sequence.request)
+        if request.blend.mode != "auto":
+            return ()
+        whole = [span for span in request.documents if request.blend.is_long(span)]
+        ids = {span: sequence.context[span.start : span.end] for span in whole}
+        new = [span for span in whole if self._asked.is_new(request.salt, ids[span], turn)]
+        salt, sink_ids = request.salt, self.sink_ids
+        return tuple(span for span in new if not self._has_all(salt, [*sink_ids, *ids[span]]))
+
+    def _has_all(self, salt: str, ids: list[int]) -> bool:
+        return sum(self.forest.resident(salt, ids)) == len(ids)
+
     def _can_wait(self, sequence: Sequence, end: int) -> bool:
         """Return whether its first tokens may be computed when it has ended: if documents among them have KV.
 
@@ -511,7 +545,7 @@ class Engine:
             return False
         wholes = [span for span in request.documents if span.end <= end and request.blend.is_long(span)]
         prompts = [[*self.sink_ids, *context[span.start : span.end]] for span in wholes]
-        return bool(prompts) and all(sum(self.forest.resident(request.salt, ids)) == len(ids) for ids in prompts)
+        return bool(prompts) and all(self._has_all(request.salt, ids) for ids in prompts)
 
     def _is_coming(self, salt: str, ids: list[int]) -> bool:
         """Return whether a child computes a prompt that begins so."""
@@ -525,6 +559,10 @@ class Engine:
         self._expire()
         if self.connector is not None:
             self.connector.look_again(self.scheduler.waiting.unstarted, self.forest)
+            for child in [child for child in self.scheduler.gathering.parent_by_child if child.is_only_found]:
+                load = child.load
+                if child.begun_s is None and (load is None or (load.is_decided and not load.spans)):
+                    self._finish(child, "abort")
 
     def _commit(self, flight: _Flight) -> None:
         """Wait for a step's tokens, and give them to its sequences."""
@@ -538,8 +576,11 @@ class Engine:
             outcomes = zip(sampling, sampled, strict=True)
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
             self.connector.end_step(unsound, self.scheduler.retract, has_loads=flight.has_loads)
-        if flight.is_timed and not flight.has_loads:  # else it may have waited
+        is_timed = flight.is_timed and not flight.has_loads  # else it may have waited
+        if is_timed:
             self._learn(batch, self._committed_s - began_s)
+        if flight.is_special:
+            self._time_blends(batch, self._committed_s - began_s if is_timed else None)
         for part, scores in self.runner.pop_scores() if flight.is_special else ():
             sequence = part.sequence
             if sequence.path is not None and sequence.blend.add_scores(scores, is_last=part.is_last):
@@ -575,6 +616,17 @@ class Engine:
         ]
         if self.costs is not None and rows and len(rows) == len(batch):
             self.costs.learn_step(rows, took_s)
+
+    def _time_blends(self, batch: list[StepRows], took_s: float | None) -> None:
+        """Let the controller know what a blend took up to its first token, if no step of that was others' too."""
+        for part in batch:
+            blend = part.sequence.blend
+            if took_s is None or len(batch) > 1:
+                blend.predicted_s = None
+            elif blend.predicted_s:
+                blend.took_s += took_s
+                if part.samples and not part.sequence.num_output:
+                    self._blends.learn(blend.predicted_s, blend.took_s)
 
     def _compute_again(self, why: str) -> None:
         """Queue what ran to be computed again: the step failed, so no page is trusted."""
@@ -640,15 +692,27 @@ class Engine:
                 self._finish(child, "abort")
 
     def _compute_asked(self, end: End) -> None:
-        """Compute exactly what two prompts began with, once the second has its answer: from now on it is found."""
+        """Compute exactly what two prompts began with, once the second has its answer: from now on it is found.
+
+        If nobody waits, all that a prompt reused documents in, as without reuse it would be found too, and by
+        themselves the documents that were asked for the first time.
+        """
         sequence, blend = end.sequence, end.sequence.blend
-        if not blend.num_asked or end.reason not in ("stop", "length") or sequence.request.choice_index:
+        if end.reason not in ("stop", "length") or sequence.request.choice_index:
             return
-        salt, ids = sequence.request.salt, sequence.context[: self.capacity - 1]
-        is_known = sum(self.forest.resident(salt, ids)) >= blend.num_asked
-        if not is_known and not self._is_coming(salt, ids[: blend.num_asked]):
-            is_all = blend.num_asked >= blend.spans[-1].end
-            self._start_child(sequence, "exact", ids if is_all else ids[: blend.num_asked], taken_s=self.clock())
+        if self.connector is not None and sequence.chain is None:
+            return  # it was deleted meanwhile
+        salt, ids, is_idle = sequence.request.salt, sequence.context[: self.capacity - 1], not self.scheduler.has_work
+        for index, span in enumerate(blend.first_asked if is_idle else ()):
+            alone = [*self.sink_ids, *ids[span.start : span.end]]
+            if not self._has_all(salt, alone):
+                self._start_child(sequence, f"document-{index}", alone, taken_s=self.clock())
+        is_own = sequence.request.blend.mode == "auto" and is_idle and blend.uses and blend.base is None
+        num_wanted = blend.spans[-1].end if is_own else blend.num_asked
+        is_known = sum(self.forest.resident(salt, ids)) >= num_wanted
+        if num_wanted and not is_known and not self._is_coming(salt, ids[:num_wanted]):
+            is_all = num_wanted >= blend.spans[-1].end
+            self._start_child(sequence, "exact", ids if is_all else ids[:num_wanted], taken_s=self.clock())
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""

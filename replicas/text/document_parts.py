@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mneme.errors import InvalidRequest
-from mneme.replicas.documents import Document, DocumentSpan
+from mneme.replicas.documents import BESIDE, Document, DocumentSpan
 from mneme.replicas.request import History
 from mneme.replicas.text.prompts import Appended
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ class StandIns:
         """`documents`: what the request says beside its messages; raises `InvalidRequest`."""
         self._key = secrets.token_hex(12)
         self._documents: list[Document] = []
-        self._beside = [self.put(each, f"documents[{i}]", group=-1) for i, each in enumerate(documents)]
+        self._beside = [self.put(each, f"documents[{i}]", group=BESIDE) for i, each in enumerate(documents)]
 
     def put(self, given: object, where: str, *, group: int) -> str:
         """Return what stands for a document of the message `group`; raises `InvalidRequest`."""

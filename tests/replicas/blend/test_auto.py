@@ -27,7 +27,7 @@ def costs(step_s: float = 0.0, disk_token_s: float = 0.0) -> CostModel:
 
 
 def test_without_costs_the_smallest_ratio_is_taken() -> None:
-    chosen, why = Controller(GATE).decide(BlendOptions(min_tokens=5), WORK)
+    chosen, why, _ = Controller(GATE).decide(BlendOptions(min_tokens=5), WORK)
     assert chosen == BlendOptions(mode="selective", selector="hkvd", ratio=0.1, min_tokens=5)
     assert why == "the quality report allows it"
     alike = Gate({"hkvd": 0.2, "query": 0.2, "random": 0.3})
@@ -57,12 +57,12 @@ def test_what_the_request_names_is_used_if_it_is_allowed() -> None:
 def test_the_soonest_is_taken() -> None:
     # hkvd: 400 rows, 1,200 more in one of 24 layers, 3,000 in 1.2 of them. query: 700 and 100. In full: 3,100.
     controller = Controller(GATE, costs())
-    chosen, why = controller.decide(BlendOptions(), WORK)
+    chosen, why, _ = controller.decide(BlendOptions(), WORK)
     assert isinstance(chosen, BlendOptions)
     assert (chosen.selector, chosen.ratio) == ("hkvd", 0.1)
     assert why == "the quality report allows it; predicted: 0.6 s, 3.1 s in full"
     # With few layers its pass over the documents costs more than asking.
-    chosen, _ = controller.decide(BlendOptions(), WORK._replace(num_layers=4))
+    chosen, *_ = controller.decide(BlendOptions(), WORK._replace(num_layers=4))
     assert isinstance(chosen, BlendOptions)
     assert (chosen.selector, chosen.ratio) == ("query", 0.2)
 
@@ -73,6 +73,22 @@ def test_what_is_sooner_in_full_is_computed_in_full() -> None:
     found = controller.decide(BlendOptions(selector="query"), work)
     assert found == ("sooner_in_full", "predicted to be sooner: 10.1 s, 20.2 s with reuse")
     assert isinstance(controller.decide(BlendOptions(), work._replace(num_reused=0)), Decision)
+
+
+def test_where_blends_took_longer_than_their_rows_it_is_computed_in_full_and_tried_again() -> None:
+    controller = Controller(GATE, costs())
+    decided = controller.decide(BlendOptions(), WORK)  # 0.6 s of 3.1 s
+    assert isinstance(decided, Decision)
+    assert decided.predicted_s is not None
+    controller.learn(decided.predicted_s, 12 * decided.predicted_s)
+    assert controller.decide(BlendOptions(), WORK) == (
+        "sooner_in_full", "predicted to be sooner: 3.1 s, 3.9 s with reuse",
+    )  # fmt: skip
+    found = [controller.decide(BlendOptions(), WORK)[0] for _ in range(50)]
+    assert found[:5] == ["sooner_in_full"] * 5
+    assert found[-1] != "sooner_in_full"
+    controller.learn(decided.predicted_s, decided.predicted_s)
+    assert isinstance(controller.decide(BlendOptions(), WORK), Decision)
 
 
 def test_rows_cost_more_behind_a_longer_context() -> None:

@@ -132,7 +132,7 @@ def tiny_model() -> dict[str, str]:
 
 
 def told(folder: Path, *blends: dict[str, Any], dtype: str = "float32") -> list[dict[str, Any]]:
-    """`kv_details.blend` of one prompt under several options, each the first to ask for it.
+    """`kv_details.blend` of one prompt under several options, each the first to ask for it but not for its documents.
 
     folder  of reports, which lie beside the model's files there
     """
@@ -142,6 +142,8 @@ def told(folder: Path, *blends: dict[str, Any], dtype: str = "float32") -> list[
     found = []
     for blend in blends:
         with LLM(str(folder), device="cpu", dtype=dtype, config={"num_pages": 32}) as llm:
+            for part in PARTS:
+                llm.generate({"prompt": [part]}, SamplingParams(max_tokens=1), blend={"min_tokens": 1, **blend})
             (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=1), blend={"min_tokens": 1, **blend})
             found.append(output.metrics.blend.as_json())
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
+from mneme.replicas.documents import BESIDE, BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.budget import examples
@@ -66,6 +67,23 @@ def test_a_given_order_stays() -> None:
     _, blend = ask(engine, prompt([B, A], "given"))
     assert (names(blend), blend.order) == ("BA", (0, 1))
     assert [each.exact for each in blend.documents] == [0, 0]
+
+
+def test_without_an_order_those_beside_the_messages_may_move_unless_reuse_is_off() -> None:
+    for order, groups, mode, found in (
+        (None, [BESIDE, BESIDE], "auto", "AB"), (None, [0, 0], "auto", "BA"), (None, [BESIDE, BESIDE], "off", "BA"),
+        ("given", [BESIDE, BESIDE], "auto", "BA"), ("any", [0, 0], "off", "AB"),
+    ):  # fmt: skip
+        engine = make_engine()
+        ask(engine, prompt([A, B], "given"))
+        request = prompt([B, A], groups=groups)
+        request = replace(request, blend=replace(request.blend, order=order, mode=mode))
+        assert names(ask(engine, request)[1]) == found, (order, groups, mode)
+
+
+def test_a_request_without_documents_stays_as_it_is() -> None:
+    request = replace(prompt([A]), documents=())
+    assert request.in_order(()) is request
 
 
 def test_what_is_known_comes_first_and_the_rest_as_given() -> None:
