@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mneme.kernels.page_table import IntArray, References
-from mneme.kernels.segments import OwnRuns, Segment, ranges, run_lengths, run_starts
+from mneme.kernels.segments import LineageSegments, OwnRuns, Segment, Segments, ranges, run_lengths, run_starts
 from mneme.kernels.share_cost import ShareCost
 
 Int32Array = npt.NDArray[np.int32]
@@ -125,18 +125,8 @@ def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
     return _RowSpans(start, count)
 
 
-class FoundSegments(Protocol):
-    """Segments of page tables, and what is in none: `Segments` or `LineageSegments`."""
-
-    @property
-    def segments(self) -> tuple[Segment, ...]: ...
-
-    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> OwnRuns:
-        """List the pages outside the chosen segments."""
-
-
 def arrange(
-    found: FoundSegments,
+    found: Segments | LineageSegments,
     sequence: IntArray,
     num_sequences: int,
     *,
@@ -228,9 +218,7 @@ def _private_runs(own: OwnRuns, spans: _RowSpans) -> tuple[_Runs, list[tuple[int
 
 def _work_list(shared: _Runs, private: _Runs, sharers: list[tuple[int, int]]) -> WorkList:
     num_shared_runs = len(shared.page_counts)
-    both = private
-    if num_shared_runs:
-        both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True)))
+    both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True))) if num_shared_runs else private
     spare = np.repeat((0, _SPARE_PAGES), (num_shared_runs, len(sharers)))
     room = both.page_counts + spare
     page_begin = np.cumsum(room) - room
