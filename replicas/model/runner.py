@@ -433,13 +433,9 @@ class Runner:
         return sorted(batch, key=lambda part: _path(part).page_ids.tobytes())
 
     def _step_plan(
-        self,
-        batch: list[StepRows],
-        ordered: list[StepRows],
-        positions: IntArray,
-        bucket: int | None,
+        self, batch: list[StepRows], ordered: list[StepRows], positions: IntArray, bucket: int | None,
         begun: list[int] | None,
-    ) -> Plan:
+    ) -> Plan:  # fmt: skip
         """Plan the step; rows that fill it up to a bucket are at position 0 of sequences that have no pages."""
         counts = [part.num_rows for part in ordered]
         num_padding = 0 if bucket is None else bucket - len(positions)
