@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,16 @@ class Segment(NamedTuple):
     masks: IntArray  # [c, n], or [1, n] where all sharers see the same of each page
 
 
+class OwnRuns(NamedTuple):
+    """Lists what each sequence reads by itself, by (sequence, delta), ascending; pages in the order of its table."""
+
+    sequence: IntArray  # [n]
+    delta: IntArray  # [n]
+    num_pages: IntArray  # [n] one at least
+    page_id: npt.NDArray[np.integer[Any]]
+    mask: IntArray  # parallel to page_id
+
+
 class Segments(NamedTuple):
     """All segments, and which reference belongs to which."""
 
@@ -49,10 +59,17 @@ class Segments(NamedTuple):
         """List the pages of all references."""
         return self.references.page_id
 
-    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> References:
-        """List the references outside the chosen segments, in the order of the tables."""
-        wanted = ~np.append(is_chosen, False)[self.segment_of_ref]  # the last one is PRIVATE's
-        return References(*(column[wanted] for column in self.references))
+    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> OwnRuns:
+        """List the pages outside the chosen segments."""
+        wanted = np.flatnonzero(~np.append(is_chosen, False)[self.segment_of_ref])  # the last one is PRIVATE's
+        keys = sharer_keys(self.references.sequence[wanted], self.references.delta[wanted])
+        if (keys[1:] < keys[:-1]).any():
+            order = np.argsort(keys, kind="stable")
+            wanted, keys = wanted[order], keys[order]
+        starts = run_starts(keys)
+        sequence, delta = split_sharer_keys(keys[starts])
+        num_pages = run_lengths(starts, len(keys))
+        return OwnRuns(sequence, delta, num_pages, self.references.page_id[wanted], self.references.mask[wanted])
 
 
 class _Runs(NamedTuple):
@@ -244,29 +261,25 @@ class LineageSegments:
     def _num_own(self) -> IntArray:
         return self.lineages.counts - self.first_own
 
-    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> References:
+    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> OwnRuns:
         """See `Segments.unshared`."""
-        ends = np.cumsum(self.lineages.counts)
-        starts = ends - self.lineages.counts
-        begins, sizes = [starts + self.first_own], [self._num_own]
-        sequences = [np.arange(len(starts))]
-        for index in np.flatnonzero(~is_chosen).tolist():
-            first, last, depths = self.nodes[index]
-            for low, high in depths:
-                begins.append(starts[first:last] + low)
-                sizes.append(np.full(last - first, high - low))
-                sequences.append(sequences[0][first:last])
-        begin, size, sequence = np.concatenate(begins), np.concatenate(sizes), np.concatenate(sequences)
-        if len(begins) > 1:
+        ids, masks, counts = self.lineages.page_ids, self.lineages.masks, self.lineages.counts
+        starts, sequence = np.cumsum(counts) - counts, np.arange(len(counts))
+        begin, size, own = starts + self.first_own, self._num_own, sequence
+        rest = [self.nodes[index] for index in np.flatnonzero(~is_chosen).tolist()]
+        if rest:
+            parts = [(sequence[first:last], low, high) for first, last, depths in rest for low, high in depths]
+            begin = np.concatenate([begin, *(starts[some] + low for some, low, _ in parts)])
+            size = np.concatenate([size, *(np.full(len(some), high - low) for some, low, high in parts)])
+            own = np.concatenate([own, *(some for some, _, _ in parts)])
             order = np.argsort(begin, kind="stable")  # by sequence, then in the order of its table
-            begin, size, sequence = begin[order], size[order], sequence[order]
-        at = ranges(begin, size)
-        return References(
-            np.repeat(sequence, size),
-            self.lineages.page_ids[at].astype(np.int64),
-            np.zeros(len(at), np.int64),
-            self.lineages.masks[at] & full_mask(self.page_size),
-        )
+            begin, size, own = begin[order], size[order], own[order]
+        at = slice(None) if size.sum() == len(ids) else ranges(begin, size)
+        num_pages = np.zeros(len(counts), np.int64)
+        np.add.at(num_pages, own, size)
+        has_any = np.flatnonzero(num_pages)
+        zeros = np.zeros(len(has_any), np.int64)
+        return OwnRuns(sequence[has_any], zeros, num_pages[has_any], ids[at], masks[at] & full_mask(self.page_size))
 
 
 def find_lineage_segments(lineages: Lineages, page_size: int) -> LineageSegments:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mneme.kernels.page_table import IntArray, References
-from mneme.kernels.segments import Segment, ranges, run_lengths, run_starts, sharer_keys, split_sharer_keys
+from mneme.kernels.segments import LineageSegments, OwnRuns, Segment, Segments, ranges, run_lengths, run_starts
 from mneme.kernels.share_cost import ShareCost
 
 Int32Array = npt.NDArray[np.int32]
@@ -101,7 +101,7 @@ class _Runs(NamedTuple):
     row: IntArray
     run_counts: IntArray  # [P] runs of each piece
     page_counts: IntArray  # [R]
-    page_id: IntArray
+    page_id: npt.NDArray[np.integer[Any]]
     entry_counts: IntArray  # [R] rows of the run's piece
     delta: IntArray
     mask_number: IntArray
@@ -125,18 +125,8 @@ def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
     return _RowSpans(start, count)
 
 
-class FoundSegments(Protocol):
-    """Segments of page tables, and what is in none: `Segments` or `LineageSegments`."""
-
-    @property
-    def segments(self) -> tuple[Segment, ...]: ...
-
-    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> References:
-        """List the references outside the chosen segments, in the order of the tables."""
-
-
 def arrange(
-    found: FoundSegments,
+    found: Segments | LineageSegments,
     sequence: IntArray,
     num_sequences: int,
     *,
@@ -195,23 +185,22 @@ def _shared_runs(pieces: list[list[_SharedRun]]) -> _Runs:
     )
 
 
-def _private_runs(refs: References, spans: _RowSpans) -> tuple[_Runs, list[tuple[int, int]]]:
+def _private_runs(own: OwnRuns, spans: _RowSpans) -> tuple[_Runs, list[tuple[int, int]]]:
     """One piece per sequence, one run per delta with room for more pages; and the (sequence, delta) of each run."""
-    wanted = np.flatnonzero(spans.num_rows[refs.sequence])
-    keys = sharer_keys(refs.sequence[wanted], refs.delta[wanted])
-    if (keys[1:] < keys[:-1]).any():
-        order = np.argsort(keys, kind="stable")
-        wanted, keys = wanted[order], keys[order]
-    starts = run_starts(keys)
-    lengths = run_lengths(starts, len(keys))
-    sequences, deltas = split_sharer_keys(keys[starts])
+    has_rows = spans.num_rows[own.sequence] > 0
+    if not has_rows.all():
+        pages = np.repeat(has_rows, own.num_pages)
+        columns = (own.sequence[has_rows], own.delta[has_rows], own.num_pages[has_rows])
+        own = OwnRuns(*columns, own.page_id[pages], own.mask[pages])
+    sequences, deltas, lengths = own.sequence, own.delta, own.num_pages
     piece_starts = run_starts(sequences)
     owners = sequences[piece_starts]
     entry_counts = spans.num_rows[sequences]
-    room = np.repeat(np.cumsum(lengths + _SPARE_PAGES) - lengths - _SPARE_PAGES - starts, lengths)
-    place = np.arange(len(wanted)) + room
-    page_id, mask = np.zeros((2, int(lengths.sum()) + _SPARE_PAGES * len(starts)), np.int64)
-    page_id[place], mask[place] = refs.page_id[wanted], refs.mask[wanted]
+    ends = np.cumsum(lengths + _SPARE_PAGES)
+    place = ranges(ends - lengths - _SPARE_PAGES, lengths)
+    num_places = int(ends[-1]) if len(ends) else 0
+    page_id, mask = np.zeros(num_places, own.page_id.dtype), np.zeros(num_places, np.int64)
+    page_id[place], mask[place] = own.page_id, own.mask
     runs = _Runs(
         row_counts=spans.num_rows[owners],
         row=ranges(spans.start[owners], spans.num_rows[owners]),
@@ -221,7 +210,7 @@ def _private_runs(refs: References, spans: _RowSpans) -> tuple[_Runs, list[tuple
         entry_counts=entry_counts,
         delta=np.repeat(deltas, entry_counts),
         mask_number=np.zeros(int(entry_counts.sum()), np.int64),
-        mask_counts=np.ones(len(starts), np.int64),
+        mask_counts=np.ones(len(lengths), np.int64),
         mask=mask,
     )
     return runs, list(zip(sequences.tolist(), deltas.tolist(), strict=True))
@@ -229,7 +218,7 @@ def _private_runs(refs: References, spans: _RowSpans) -> tuple[_Runs, list[tuple
 
 def _work_list(shared: _Runs, private: _Runs, sharers: list[tuple[int, int]]) -> WorkList:
     num_shared_runs = len(shared.page_counts)
-    both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True)))
+    both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True))) if num_shared_runs else private
     spare = np.repeat((0, _SPARE_PAGES), (num_shared_runs, len(sharers)))
     room = both.page_counts + spare
     page_begin = np.cumsum(room) - room
@@ -264,7 +253,7 @@ def _bounds(counts: IntArray) -> Int32Array:
     return _int32(np.concatenate(([0], np.cumsum(counts))))
 
 
-def _int32(array: IntArray) -> Int32Array:
+def _int32(array: npt.NDArray[np.integer[Any]]) -> Int32Array:
     if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise ValueError(f"page_tables: {array.size} entries of work are too many")
-    return array.astype(np.int32)
+    return array.astype(np.int32, copy=False)

@@ -158,7 +158,8 @@ class Runner:
         begun = self._begun(batch)
         ordered = self._ordered(batch, is_kept=begun is not None)
         others = [part for part in ordered if not part.is_plain]
-        token_ids, positions, slots = self._rows(ordered) if others else self._plain_rows(ordered)
+        is_single = all(part.num_rows == 1 for part in others)
+        token_ids, positions, slots = self._single_rows(ordered) if is_single else self._rows(ordered)
         sources = np.full_like(token_ids, -1) if expected is None else expected.sources(token_ids)
         sampled_rows = _sampled_rows(batch, ordered)
         arrays = (token_ids, positions, slots, sources, sampled_rows)
@@ -536,12 +537,13 @@ class Runner:
         token_ids = [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]]
         return np.array(token_ids, np.int64), ranges(starts, ends - starts), self._slots(ordered)
 
-    def _plain_rows(self, ordered: list[StepRows]) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the same of decodes alone."""
-        token_ids = np.array([part.sequence.context[-1] for part in ordered])
-        positions = np.array([part.end for part in ordered]) - 1
-        slots = np.array([part.runs[0][0] for part in ordered]) * self.page_size
-        return token_ids, positions, slots + [part.runs[0][1] for part in ordered]
+    def _single_rows(self, ordered: list[StepRows]) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the same of sequences that have one row each."""
+        ends = [part.end for part in ordered]
+        token_ids = [part.sequence.context[end - 1] for part, end in zip(ordered, ends, strict=True)]
+        runs = [part.runs[0] if part.runs else _SPARE_RUN for part in ordered]
+        slots = [page_id * self.page_size + offset for page_id, offset, _ in runs]
+        return np.array(token_ids), np.array(ends) - 1, np.array(slots)
 
     def _slots(self, ordered: list[StepRows]) -> IntArray:
         """Return where each row's KV is written; the spare slot for a last row without a run."""
