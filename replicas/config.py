@@ -26,8 +26,8 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # of weights and KV; auto: bfloat16 where the device multiplies it faster, else float32
     )
-    # Who multiplies on a CPU; invariant: ours, so that a row's product has the same bits in every step; fastest: for so
-    # many rows who is faster here, ours or torch (measured once); auto: fastest in bfloat16, else invariant.
+    # Who multiplies and attends on a CPU; invariant: ours, so that a row's product has the same bits in every step;
+    # fastest: for so many rows who is faster here, ours or torch (measured once); auto: fastest in bfloat16 alone.
     cpu_kernels: CpuKernelsUse = "auto"
     page_size: int = 32  # token slots per page; 64 gives wide tiles a kernel of their own on sm_90, and slower decodes
     num_pages: int | None = None  # None: from kv_cache_bytes

@@ -36,7 +36,7 @@ LEVELS = {
         "arguments",
         "native reference torch triton",
         "kv_write linear ops",
-        "cudnn",
+        "long",
         "attention",
     ),
     "cachetier": (
@@ -99,7 +99,7 @@ CEILINGS = {
     "cluster/serve": 2500,
     "cluster/wire": 3050,
     "kernels": 2100,
-    "kernels/cudnn": 250,
+    "kernels/long": 250,
     "kernels/native": 800,
     "kernels/torch": 200,
     "kernels/triton": 2850,
