@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 NOT_MEASURED = "not measured"  # shown in the place of a value
 NOT_RUN = "not run"
+MATRIX_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve", "sme")
 Name = TypeVar("Name")
 Took = TypeVar("Took")
 
@@ -143,7 +144,8 @@ class Run:
         self.checks: list[Check] = []
         self.started_s, self._load_before = time.perf_counter(), load_average()
         self._facts: dict[str, Any] = {
-            "benchmark": name, "device": device or cpu_name(), "kind": kind, "quick": args.quick,
+            "benchmark": name, "device": device or cpu_name(), "instructions": cpu_flags(), "kind": kind,
+            "quick": args.quick,
             "seed": getattr(args, "seed", 0),
         }  # fmt: skip
         if threads is not None:
@@ -225,6 +227,13 @@ def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
 def load_average() -> float:
     """The machine's load average of the last minute."""
     return round(os.getloadavg()[0], 2)
+
+
+def cpu_flags() -> str:
+    """Name what the processor has of the instructions that decide how fast matrices are multiplied."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return " ".join(flag for flag in MATRIX_FLAGS if flag in flags)
 
 
 def cpu_name() -> str:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.arguments import AttendArgs
-from mneme.kernels.cudnn import backend as cudnn
 from mneme.kernels.kv_write import mark_free, mark_written, new_slot_position, write_kv
+from mneme.kernels.long import backend as long
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import library as native_library
 from mneme.kernels.page_table import ALL_VISIBLE, FREE_SLOT_POSITION, PageRef, PageTable, QueryRows
@@ -69,6 +69,7 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     backend: Backend = "auto",
+    prompt_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query row of `plan` over what its sequence's page table shows it.
 
@@ -84,6 +85,7 @@ def attend(
     softmax_scale  factor of q . k, before the cap
     window         positions a row sees, its own included
     soft_cap       scores become soft_cap * tanh(score / soft_cap)
+    prompt_rows    on a CPU torch attends to what is plain of prompts that have so many rows; None: never
 
     Returns out, like q, and lse, float32 [T, num_q_heads], the natural logarithm. A row that sees nothing gives 0 and
     -inf. Raises ValueError, naming the argument, for shapes that do not fit the plan and for a visible pair that is
@@ -91,10 +93,12 @@ def attend(
     """
     arguments = AttendArgs(q, k_pages, v_pages, slot_position, rope, plan, softmax_scale, window, soft_cap)
     arguments.check()
-    return choose(backend, q.device, q.dtype, plan)(arguments)
+    return choose(backend, q.device, q.dtype, plan, prompt_rows)(arguments)
 
 
-def choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Plan) -> _Attention:
+def choose(
+    backend: Backend, device: torch.device, dtype: torch.dtype, plan: Plan, prompt_rows: int | None = None
+) -> _Attention:
     """Choose, here alone, who attends. `auto`: compiled code where it can be had, else torch."""
     if backend == "reference":
         return attend_reference
@@ -107,14 +111,17 @@ def choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Pla
         obstacle = "is not installed" if triton_backend is None else triton_backend.reason_against(device, plan)
         if triton_backend is not None and obstacle is None:
             attend_triton: _Attention = triton_backend.attend_triton
-            if backend == "auto" and cudnn.has_long(device, dtype, plan):
-                return partial(cudnn.attend_long, rest=attend_triton)
+            if backend == "auto" and long.has_long(long.CUDNN, device, dtype, plan):
+                return partial(long.attend_long, library=long.CUDNN, rest=attend_triton)
             return attend_triton
         if backend == "triton":
             raise ValueError(f"backend: 'triton' {obstacle}")
         return attend_torch
     obstacle = _native_obstacle(device, dtype)
     if obstacle is None:
+        by_torch = None if prompt_rows is None else long.torch_on_cpu(prompt_rows)
+        if by_torch is not None and long.has_long(by_torch, device, dtype, plan):
+            return partial(long.attend_long, library=by_torch, rest=native_backend.attend_native)
         return native_backend.attend_native
     if backend == "native":
         raise ValueError(f"backend: {obstacle} (got {backend!r})")

@@ -27,8 +27,8 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # of weights and KV; auto: bfloat16 where the device multiplies it faster, else float32
     )
-    # Who multiplies on a CPU; invariant: ours, so that a row's product has the same bits in every step; fastest: for so
-    # many rows who is faster here, ours or torch (measured once); auto: fastest in bfloat16, else invariant.
+    # Who multiplies and attends on a CPU; invariant: ours, so that a row's product has the same bits in every step;
+    # fastest: for so many rows who is faster here, ours or torch (measured once); auto: fastest in bfloat16 alone.
     cpu_kernels: CpuKernelsUse = "auto"
     # What weights are multiplied as. auto: int8 or int4 where the checkpoint is quantized so and a kernel multiplies
     # them (on CPUs, with a compiler), else dense, in `dtype`. Products of either round their inputs to 8 bits.

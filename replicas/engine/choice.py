@@ -1,7 +1,8 @@
 """Times the compiled kernels and torch's on this machine's CPU, once, and keeps the seconds in the cache folder.
 
 `kernels/native/choice.py` says what follows from them. Each arm takes its turn three times, and its fastest counts, in
-time of this thread, which neighbours on the machine change least. Torch's products include unpacking the weight.
+time of this thread, which neighbours on the machine change least. Torch's products
+include unpacking the weight, its attention what goes before it and behind it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from mneme.cache_folder import cache_folder, locked
 from mneme.cachetier.chunk.syscalls import read_private, write_private
-from mneme.kernels.linear import Linear, make_linear
+from mneme.kernels.attention import PageRef, QueryRows, RopeTable, attend, build_plan
+from mneme.kernels.linear import make_linear
 from mneme.kernels.native.choice import Choice, HalfDtype, Timing, Work, choose
 from mneme.kernels.native.library import cpu_features, library
 
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _ROWS = (1, 16, 64, 256, 512)
 _NUM_WEIGHTS, _SIZE = 4, 1024  # square: 8 MB in bfloat16, more than a core's own caches
+_PROMPT_ROWS = (64, 256, 512)  # of one prompt, behind so many tokens:
+_PAST, _PAGE_SIZE = 1024, 32
+_NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 8, 4, 64
 _NUM_TURNS = 3
 _WORKS = get_args(Work)
 _BUDGET_S = 3.0  # nothing is begun after it; on a core with AVX-512 all takes about one
@@ -94,9 +99,12 @@ def _timing(entry: Any) -> Timing:
 
 
 def measured_timings(
-    rows: Sequence[int] = _ROWS, budget_s: float = _BUDGET_S, clock: Callable[[], float] = time.thread_time
+    rows: Sequence[int] = _ROWS,
+    prompt_rows: Sequence[int] = _PROMPT_ROWS,
+    budget_s: float = _BUDGET_S,
+    clock: Callable[[], float] = time.thread_time,
 ) -> list[Timing]:
-    """Time products of all these sizes, the small ones first; `clock` times each, and what is left of the budget."""
+    """Time products and attention of these sizes, the small ones first, by `clock`, until the budget is spent."""
     until_s, found = clock() + budget_s, list[Timing]()
     with torch.inference_mode():
         weights = torch.randn(_NUM_WEIGHTS, _SIZE, _SIZE, generator=torch.Generator().manual_seed(0)) * _SIZE**-0.5
@@ -104,18 +112,46 @@ def measured_timings(
             for name, dtype in _DTYPES.items():
                 if found and clock() > until_s:
                     return found
-                arms = [[make_linear(weight.to(dtype), None, each) for weight in weights] for each in (None, 1)]
-                x = torch.ones(num_rows, _SIZE, dtype=dtype)
-                found.append(Timing("product", name, num_rows, *_fastest_s(arms, x, clock)))
+                arms = [_multiply(weights.to(dtype), num_rows, torch_rows) for torch_rows in (None, 1)]
+                found.append(Timing("product", name, num_rows, *_fastest_s(arms, clock)))
+        for num_rows in prompt_rows:
+            for name, dtype in _DTYPES.items():
+                if clock() > until_s:
+                    return found
+                arms = [_attend(num_rows, dtype, least_rows) for least_rows in (None, 1)]
+                found.append(Timing("attention", name, num_rows, *_fastest_s(arms, clock)))
     return found
 
 
-def _fastest_s(arms: Sequence[Sequence[Linear]], x: Tensor, clock: Callable[[], float]) -> list[float]:
+def _multiply(weights: Tensor, num_rows: int, torch_rows: int | None) -> Callable[[], object]:
+    linears = [make_linear(weight, None, torch_rows) for weight in weights]
+    x = torch.ones(num_rows, _SIZE, dtype=weights.dtype)
+    return lambda: [linear(x) for linear in linears]
+
+
+def _attend(num_rows: int, dtype: torch.dtype, prompt_rows: int | None) -> Callable[[], object]:
+    """Attention of a prompt's last rows, in one layer of a pool that holds it alone."""
+    num_pages = (_PAST + num_rows) // _PAGE_SIZE
+    shape = (_NUM_KV_HEADS, num_pages, _PAGE_SIZE, _HEAD_DIM)
+    k_pages, v_pages = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q = torch.ones(num_rows, _NUM_HEADS, _HEAD_DIM, dtype=dtype)
+    rope = RopeTable.from_theta(10_000.0, _HEAD_DIM, _PAST + num_rows)
+    slot_position = torch.arange(num_pages * _PAGE_SIZE, dtype=torch.int32)
+    positions = range(_PAST, _PAST + num_rows)
+    rows = QueryRows([0] * num_rows, positions)
+    plan = build_plan(
+        [[PageRef(page) for page in range(num_pages)]], rows,
+        page_size=_PAGE_SIZE, num_q_heads=_NUM_HEADS, num_kv_heads=_NUM_KV_HEADS, head_dim=_HEAD_DIM,
+    )  # fmt: skip
+    scale = _HEAD_DIM**-0.5
+    return lambda: attend(q, k_pages, v_pages, slot_position, rope, plan, softmax_scale=scale, prompt_rows=prompt_rows)
+
+
+def _fastest_s(arms: Sequence[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
     seconds = [float("inf")] * len(arms)
     for _ in range(_NUM_TURNS):
-        for index, linears in enumerate(arms):
+        for index, arm in enumerate(arms):
             started_s = clock()
-            for linear in linears:
-                linear(x)
+            arm()
             seconds[index] = min(seconds[index], max(clock() - started_s, 1e-9))
     return seconds

@@ -561,7 +561,7 @@ class Engine:
             self.connector.look_again(self.scheduler.waiting.unstarted, self.forest)
             for child in [child for child in self.scheduler.gathering.parent_by_child if child.is_only_found]:
                 load = child.load
-                if child.begun_s is None and (load is None or (load.is_decided and not load.spans)):
+                if not self._outbox.has_begun(child) and (load is None or (load.is_decided and not load.spans)):
                     self._finish(child, "abort")
 
     def _commit(self, flight: _Flight) -> None:

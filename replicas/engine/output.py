@@ -77,6 +77,10 @@ class Outbox:
         if begun:
             self._begun_s.update(dict.fromkeys(begun, self._clock()))
 
+    def has_begun(self, sequence: Sequence) -> bool:
+        """Return whether a sequence has had rows, until it ends."""
+        return sequence in self._begun_s
+
     def ended(self, end: End) -> None:
         """Tell that a request has ended, if it is one that somebody sent."""
         if end.parent is None:

@@ -256,6 +256,7 @@ class Decoder:
         out, lse = attend(
             q, k_pages, v_pages, pool.slot_position, rope, inputs.plan,
             softmax_scale=config.scale, window=config.windows[index], soft_cap=config.soft_cap,
+            prompt_rows=self.kernels.prompt_rows,
         )  # fmt: skip
         if layer.sinks is not None:  # one more term of the softmax's sum, that has no value
             out *= torch.sigmoid(lse - layer.sinks)[..., None].to(out.dtype)

@@ -34,7 +34,8 @@ from mneme.replicas.engine.calibration import (
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.reporter import Reporter
 from mneme.replicas.engine.stats import engine_stats
-from tests.replicas.tiered_engine import run, submit
+from tests.kernels.cases import needs_native
+from tests.replicas.tiered_engine import answers, run, submit
 
 pytestmark = pytest.mark.engine
 
@@ -278,10 +279,13 @@ def test_another_number_of_threads_is_another_machine(measured: list[int]) -> No
 
 
 def test_both_arms_are_timed_in_both_dtypes_until_the_budget_is_spent() -> None:
-    ticks = itertools.count()
-    found = choice.measured_timings(rows=(1, 2, 3), budget_s=25.0, clock=lambda: next(ticks))
-    assert [(each.dtype, each.rows) for each in found] == [("bfloat16", 1), ("float32", 1)]
-    assert {(each.ours_s, each.torch_s) for each in found} == {(1.0, 1.0)}
+    for budget_s, num_found in ((25.0, 2), (38.0, 3), (1e6, 4)):
+        ticks = itertools.count()
+        found = choice.measured_timings((1,), (32,), budget_s, clock=lambda ticks=ticks: next(ticks))
+        dtypes, sizes = ("bfloat16", "float32"), (("product", 1), ("attention", 32))
+        wanted = [(work, dtype, rows) for work, rows in sizes for dtype in dtypes]
+        assert [each[:3] for each in found] == wanted[:num_found]
+        assert {each[3:] for each in found} == {(1.0, 1.0)}
 
 
 def test_an_engine_gets_who_is_faster_where_it_may_differ(measured: list[int]) -> None:
@@ -292,3 +296,22 @@ def test_an_engine_gets_who_is_faster_where_it_may_differ(measured: list[int]) -
     assert build.choose_kernels("auto", cpu, torch.bfloat16) == CpuKernels(product_rows=64)
     assert build.choose_kernels("fastest", cpu, torch.float32) == CpuKernels()
     assert build.choose_kernels("auto", torch.device("cuda"), torch.bfloat16) == CpuKernels()
+
+
+@needs_native
+def test_in_float32_answers_are_the_same_whoever_computes_and_where_a_stream_is_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_torch = CpuKernels(product_rows=8, prompt_rows=8)
+    monkeypatch.setattr(build, "machine_choice", lambda: Choice("bfloat16", by_torch, by_torch))
+    ids, said = [*range(20, 60)], dict[str, list[int]]()
+    for use in ("auto", "invariant", "fastest"):
+        engine = small_engine(cpu_kernels=use)
+        submit(engine, use, ids, 24)
+        said |= answers(run(engine))
+    assert engine_stats(engine)["kernels"] == "products by torch from 8 rows, prompts by torch from 8 rows"
+    submit(engine, "resumed", ids + said["fastest"][:9], 15)
+    submit(engine, "beside", ids[5:], 15)
+    said |= answers(run(engine))
+    assert said["fastest"] == said["invariant"] == said["auto"]
+    assert said["resumed"] == said["fastest"][9:]

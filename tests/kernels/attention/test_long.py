@@ -1,8 +1,9 @@
-"""Long prompts by cuDNN, in whose place plain products stand: what it gets, and what is merged."""
+"""Long prompts by a library: what it gets, and what is merged. In cuDNN's place stand plain products."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from mneme.kernels.arguments import AttendArgs
 from mneme.kernels.attention import PageRef, QueryRows, RopeTable, new_slot_position
-from mneme.kernels.cudnn import backend as cudnn
+from mneme.kernels.long import backend as long
+from mneme.kernels.long.backend import Library
+from mneme.kernels.native import backend as native_backend
 from mneme.kernels.torch.backend import attend_torch
-from tests.kernels.cases import Scene, assert_close, make_scene
+from tests.kernels.cases import Scene, assert_close, make_scene, needs_native
 
 PAGE = 4
 
@@ -38,14 +41,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         asked.append((q.shape[2], k.shape[2], bool(options["is_causal"])))
         return plain(q, k, v, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cudnn, "sdpa", note)
-    monkeypatch.setattr(cudnn, "_given_up", [])
-    for name, value in (("LEAST_ROWS", 6), ("LEAST_KEYS", 8), ("ROW_STEP", 4), ("KEY_STEP", 8)):
-        monkeypatch.setattr(cudnn, name, value)
+    monkeypatch.setattr(long, "_given_up", set())
+    monkeypatch.setattr(long, "CUDNN", Library("cuDNN", note, 6, 8, row_step=4, key_step=8))
     return asked
 
 
-def prompt(num_rows: int, length: int, *, shared: int = 0, scattered: bool = False, hole: bool = False) -> Scene:
+def prompt(
+    num_rows: int,
+    length: int,
+    *,
+    shared: int = 0,
+    scattered: bool = False,
+    hole: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Scene:
     """A prompt's last rows beside a decode that shares its first pages; free slots hold NaN."""
     num_pages = -(-length // PAGE)
     ids = np.random.default_rng(2).permutation(32)[:num_pages] if scattered else np.arange(3, 3 + num_pages)
@@ -61,18 +70,19 @@ def prompt(num_rows: int, length: int, *, shared: int = 0, scattered: bool = Fal
     rows = QueryRows([0] * num_rows + [1], [*range(length - num_rows, length), shared * PAGE])
     rope = RopeTable.from_theta(100.0, 8, 256)
     return make_scene(
-        np.random.default_rng(1), tables, rows, page_size=PAGE, head_dim=16, rope=rope, slot_position=slot_position
-    )
+        np.random.default_rng(1), tables, rows,
+        page_size=PAGE, head_dim=16, rope=rope, slot_position=slot_position, dtype=dtype,
+    )  # fmt: skip
 
 
-def check(scene: Scene) -> None:
+def check(scene: Scene, library: Library | None = None, rest: Any = attend_torch) -> None:
     plan = scene.plan()
     pool = (scene.k_pages, scene.v_pages, scene.slot_position)
     wanted = scene.attend(plan, backend="reference")
     options = {"window": None, "soft_cap": None} | scene.options
     for _ in range(2):  # two layers
         args = AttendArgs(scene.q, *pool, scene.rope, plan, **options)
-        assert_close(cudnn.attend_long(args, rest=attend_torch), wanted)
+        assert_close(long.attend_long(args, library or long.CUDNN, rest=rest), wanted)
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -124,7 +134,7 @@ def test_where_it_fails_the_rest_does_all_from_then_on(
     def fail(*_: object, **__: object) -> object:
         raise RuntimeError("No execution plans support the graph.")
 
-    monkeypatch.setattr(cudnn, "sdpa", fail)
+    monkeypatch.setattr(long, "CUDNN", long.CUDNN._replace(sdpa=fail))
     check(prompt(12, 40))
     assert "cuDNN attends to no long prompt from now on" in caplog.text
 
@@ -133,6 +143,66 @@ def test_a_window_is_left_to_the_rest(calls: list[tuple[int, int, bool]]) -> Non
     scene = prompt(12, 40)
     check(replace(scene, options=scene.options | {"window": 5}))
     assert not calls
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "length", "shared"),
+    [
+        (8, 8, 0),
+        (9, 9, 0),
+        (31, 32, 0),
+        (32, 33, 0),
+        (33, 97, 0),
+        (100, 101, 0),
+        (8, 120, 3),
+        (64, 128, 5),
+        (65, 127, 1),
+    ],
+)
+def test_on_a_cpu_torch_attends_to_prompts(
+    num_rows: int, length: int, shared: int, scattered: bool, dtype: torch.dtype
+) -> None:
+    """Rows and keys around the sizes of its tiles, and a decode beside them, which has the rest."""
+    scene = prompt(num_rows, length, shared=shared, scattered=scattered, dtype=dtype)
+    plan = scene.plan()
+    assert long.has_long(long.torch_on_cpu(8), torch.device("cpu"), dtype, plan)
+    assert_close(scene.attend(plan, prompt_rows=8), scene.attend(plan, backend="reference"))
+    ours = scene.attend(scene.plan())
+    assert all(map(torch.equal, scene.attend(scene.plan(), prompt_rows=num_rows + 1), ours))
+    check(scene, long.torch_on_cpu(8), native_backend.attend_native)
+
+
+@needs_native
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("pool", ["k_pages", "v_pages"])
+def test_on_a_cpu_what_is_not_finite_reaches_no_row_before_it(value: float, pool: str) -> None:
+    scene = prompt(20, 40)
+    page = scene.tables[0][32 // PAGE].page_id
+    getattr(scene, pool)[:, page, 32 % PAGE, 3] = value
+    found, ours = scene.attend(scene.plan(), prompt_rows=8), scene.attend(scene.plan())
+    before = scene.plan().position < 32
+    assert found[0][before].isfinite().all()
+    for got, wanted in zip(found, ours, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5, equal_nan=True)
+
+
+@needs_native
+def test_on_a_cpu_a_page_with_a_hole_is_read_by_the_rest() -> None:
+    scene = prompt(20, 40, hole=True)
+    assert_close(scene.attend(scene.plan(), prompt_rows=8), scene.attend(scene.plan(), backend="reference"))
+
+
+@needs_native
+def test_two_threads_attend_as_one() -> None:
+    scene, before = prompt(65, 127, shared=2), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_close(scene.attend(scene.plan(), prompt_rows=8), scene.attend(scene.plan(), backend="reference"))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.gpu
@@ -150,10 +220,10 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
         QueryRows(np.zeros(1100, int), np.arange(length - 1100, length)), page_size=64, num_groups=4, head_dim=128,
         rope=RopeTable.from_theta(1e4, 128, 8192), dtype=torch.bfloat16, slot_position=slot_position,
     )  # fmt: skip
-    monkeypatch.setattr(cudnn, "LEAST_KEYS", 4096)
-    monkeypatch.setattr(cudnn, "is_on", True)
+    monkeypatch.setattr(long, "CUDNN", long.CUDNN._replace(least_keys=4096))
+    monkeypatch.setattr(long, "is_on", True)
     placed, plan = on(torch.device("cuda"), scene), scene.plan()
-    assert cudnn.has_long(torch.device("cuda"), torch.bfloat16, plan)
+    assert long.has_long(long.CUDNN, torch.device("cuda"), torch.bfloat16, plan)
     got = placed.attend(plan)
     wanted = placed.attend(plan, backend="triton")
     assert "cuDNN attends to no long prompt" not in caplog.text
