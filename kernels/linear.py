@@ -85,7 +85,7 @@ class PackedLinear:
     """A `Linear` whose weight is packed for the compiled kernel (native/cpp/linear.cpp); the plain weight is not kept.
 
     One packed copy serves any number of rows: from few, where it reads weights about as fast as memory goes, to
-    thousands, where it is as fast as oneDNN in bfloat16 and twice as fast in float32 (benchmarks/bench_linear.py).
+    thousands, where it is as fast as oneDNN in bfloat16 and twice as fast in float32.
     Each sum runs over k in one order whatever the number of rows, so a row's result is the same bits in every batch.
     """
 
