@@ -43,8 +43,9 @@ class Experiment(ABC):
     is_served: ClassVar[bool] = False
     is_timed: ClassVar[bool] = True  # False: what is counted is the same on a busy machine
 
-    def __init__(self, seed: int, *, is_quick: bool) -> None:
-        self.seed, self.is_quick = seed, is_quick
+    def __init__(self, seed: int, *, is_quick: bool, vllm: str | None = None) -> None:
+        """`vllm`: Python of an environment with its CPU build, which is an arm where it can do the work."""
+        self.seed, self.is_quick, self.vllm = seed, is_quick, vllm
 
     @abstractmethod
     def points(self) -> Iterable[Point]:
