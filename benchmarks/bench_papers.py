@@ -8,11 +8,12 @@ on with those that are left until its minutes are over: run it again until it sa
 `results/papers/table.json` are written, which `.ci/papers` shows on docs/papers. `--quick` takes one or two points
 into FOLDER alone. Which take how long: `papers/README.md`; what bounds each, its file's docstring.
 
-`--vllm PYTHON` gives vLLM's CPU build a turn where it can do the work (`peers/vllm_cpu.py` says how to make it).
+`--vllm PYTHON`: its CPU build has a turn, too, in `relay-throughput` (`peers/vllm_cpu.py` says how to make it).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -22,17 +23,15 @@ if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: compiled kernels read it once
 
 from harness import Run, cpu_name, options_of
-from papers import conversations, documents, hierarchy, system_prompt, truncation
+from papers import conversations, deviation, documents, hierarchy, kernels, map_reduce, system_prompt, truncation
 from papers.experiment import RESULTS, Experiment, run_points, tell_table
 
-ROOMS = (system_prompt, conversations, documents, hierarchy, truncation)
+ROOMS = (kernels, system_prompt, conversations, deviation, documents, map_reduce, hierarchy, truncation)
 EXPERIMENTS: dict[str, type[Experiment]] = {each.name: each for room in ROOMS for each in room.EXPERIMENTS}
 
 
 def show(folder: Path) -> None:
     """A line for each experiment."""
-    import json
-
     for name, kind in EXPERIMENTS.items():
         path = folder / f"{name}.json"
         num_done = len(json.loads(path.read_text())["results"]) if path.exists() else 0
@@ -56,13 +55,11 @@ def main() -> int:
         return 0
     are_whole = True
     for name in args.names:
-        experiment = EXPERIMENTS[name](args.seed, is_quick=args.quick)
+        experiment = EXPERIMENTS[name](args.seed, is_quick=args.quick, vllm=args.vllm)
         run = Run(name, args, threads=1)
         if not run_points(experiment, run, 60 * args.minutes / len(args.names)):
             are_whole = False
         elif is_kept:
-            import json
-
             found = json.loads((args.out / f"{name}.json").read_text())["results"]
             loads = [row["load"] for row in found]
             machine = f"{os.cpu_count()} cores, {cpu_name()}, load {min(loads):.0f} to {max(loads):.0f}"

@@ -1,36 +1,28 @@
-"""Engines over a cache tier whose costs were measured, for benchmarks of the tier.
+"""Engines over a cache tier, for benchmarks on a GPU: the store outlives them.
 
-The store outlives its engines and can be restarted under one, as a cluster is: what was in memory is gone, and the
-files are found again. An engine's own pages are emptied between turns, so that it is another replica each time.
+An engine's own pages are emptied between turns, so that it is another replica each time.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from engines import DTYPE, PAGE_SIZE, make_decoder, request
-from workloads import VOCAB_SIZE
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.build import chunk_layout, compiled_kernels, connect
-from mneme.replicas.engine.calibration import calibrate
+from mneme.replicas.engine.build import chunk_layout, connect
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.warm_up import warm_up
 from mneme.replicas.model.decoder import Decoder
@@ -42,17 +34,7 @@ CHUNK_TOKENS = 256
 HOST_BYTES, DISK_BYTES = 1 << 30, 4 << 30
 _MAX_SAMPLED = 32  # by a step that is replayed
 FLUSH_S = 30.0  # for what waits to be saved
-NUM_NEW = 64  # tokens that a turn adds
-NUM_ANSWER = 64  # of a history, those that were sampled
 _UNKNOWN = Calibration(prefill=(0, 0, 0), decode=(0, 0, 0), step_rows=1, kv_bytes_per_token=1)
-_READABLE, _SHARED, _FAILED = 1, 1, ctypes.c_void_p(-1).value
-_MAX_CACHED = 0.01  # of a file that counts as cold
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 class CachedModel(NamedTuple):
@@ -81,20 +63,6 @@ def bare_model(
     name = f"{shape} of random weights, seed {seed}"
     fingerprint = ModelFingerprint(weights=name.encode().hex(), layout=layout, inv_freq=described.rope.inv_freq)
     return CachedModel(decoder, fingerprint, _UNKNOWN)
-
-
-def make_model(
-    shape: str, max_context: int, disk_folder: Path, seed: int, *, dtype: torch.dtype = DTYPE
-) -> CachedModel:
-    """A model of random weights, and what its steps and the tier's edges cost on this machine."""
-    assert compiled_kernels() is not None, "what is compiled now is not to be measured"
-    disk_folder.mkdir(parents=True, exist_ok=True)
-    model = bare_model(shape, max_context, seed, dtype=dtype)
-    runner = Runner(model.decoder, pages_for(max_context), PAGE_SIZE)
-    engine = EngineConfig(page_size=PAGE_SIZE)
-    measured = calibrate(runner, engine, chunk_tokens=CHUNK_TOKENS, disk_folder=disk_folder)
-    runner.close()
-    return model._replace(calibration=measured)
 
 
 def pages_for(num_tokens: int, share: float = 1.25) -> int:
@@ -185,129 +153,18 @@ def wait_for_saves(engine: Engine) -> None:
         time.sleep(0.001)
 
 
-class RestartableStore:
-    """A `ChunkStore` over a node's memory and disk, which can be restarted under an engine."""
+class KeptStore:
+    """A `ChunkStore` over a node's memory and disk, which outlives its engines."""
 
-    def __init__(self, config: CacheConfig, files: FileOperations | None = None) -> None:
-        self._config, self._files = config, files
-        self._inner = ProcessChunkStore(config, files=files)
-
-    @property
-    def folder(self) -> Path:
-        assert self._config.disk is not None
-        return Path(self._config.disk.folder)
-
-    @property
-    def inner(self) -> ProcessChunkStore:
-        return self._inner
-
-    def flush(self) -> None:
-        """All that waits is on the disk."""
-        if not self._inner.node.flush(FLUSH_S):
-            raise MnemeError(f"the disk was not written within {FLUSH_S:g} s")
-
-    def restart(self, *, is_cold: bool) -> None:
-        """Only files are left; cold: none of their bytes is in memory, which is verified."""
-        self._inner.close()
-        if is_cold:
-            make_cold(self.paths())
-        self._inner = ProcessChunkStore(self._config, files=self._files)
-
-    def paths(self) -> list[Path]:
-        """List the files of chunks on the disk."""
-        return sorted(self.folder.rglob("*.kv"))
+    def __init__(self, config: CacheConfig) -> None:
+        self._inner = ProcessChunkStore(config)
 
     def __getattr__(self, name: str) -> Any:
-        """All else of a `ChunkStore`: the store of now does it."""
+        """All of a `ChunkStore`, but for its end."""
         return getattr(self._inner, name)
 
     def close(self) -> None:
-        """Not the store: it outlives its engines. See `end`."""
+        """Not the store. See `end`."""
 
     def end(self) -> None:
         self._inner.close()
-
-
-def make_cold(paths: Iterable[Path]) -> None:
-    """Write the files out and have the kernel forget them. Raises MnemeError for one that it still has in memory."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)  # only clean pages can go
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-        share = cached_share(path)
-        if share > _MAX_CACHED:
-            raise MnemeError(f"{path}: {share:.0%} of it is still in memory: is its folder on a disk?")
-
-
-def cached_share(path: Path) -> float:
-    """How much of a file is in memory, as mincore(2) says; the map it needs is never read."""
-    num_bytes, fd = path.stat().st_size, os.open(path, os.O_RDONLY)
-    try:
-        address = _libc.mmap(None, num_bytes, _READABLE, _SHARED, fd, 0)
-    finally:
-        os.close(fd)
-    if address == _FAILED:
-        raise OSError(ctypes.get_errno(), "mmap", str(path))
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    pages = ctypes.create_string_buffer(-(-num_bytes // page_bytes))
-    try:
-        if _libc.mincore(address, num_bytes, pages):
-            raise OSError(ctypes.get_errno(), "mincore", str(path))
-    finally:
-        _libc.munmap(address, num_bytes)
-    return sum(page & 1 for page in pages.raw) / len(pages)
-
-
-class ThrottledFiles(FileOperations):
-    """A disk that reads at most so many bytes per second, for all readers together; None: as fast as it is."""
-
-    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.bytes_per_s: float | None = None
-        self._sleep, self._lock = sleep, threading.Lock()
-
-    def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """See `FileOperations.read`."""
-        bytes_per_s = self.bytes_per_s  # may change meanwhile, another thread sets it
-        if bytes_per_s is None:
-            return super().read(fd, buffers, offset)
-        with self._lock:
-            num_bytes = super().read(fd, buffers, offset)
-            self._sleep(num_bytes / bytes_per_s)
-        return num_bytes
-
-
-class ColdFiles(FileOperations):
-    """A disk of which nothing stays in memory: what is closed is written out, and the kernel forgets it."""
-
-    def close(self, fd: int) -> None:
-        """See `FileOperations.close`."""
-        os.fsync(fd)  # only clean pages can go
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        super().close(fd)
-
-
-class Draw:
-    """Random token ids; no question begins as an earlier one did."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng, self._first = random.Random(seed), 15
-
-    def ids(self, count: int) -> list[int]:
-        return self._rng.choices(range(16, VOCAB_SIZE), k=count)
-
-    def question(self) -> list[int]:
-        self._first += 1
-        return [self._first, *self.ids(NUM_NEW - 1)]
-
-
-def tell(model: CachedModel, store: RestartableStore, ids: list[int]) -> list[int]:
-    """An engine answers a prompt, saves what it computed, and ends; returns the session so far."""
-    engine = make_engine(model, store, cache_config(store.folder), pages_for(len(ids) + NUM_ANSWER))
-    with closing(engine):
-        told = answer(engine, ids, NUM_ANSWER).token_ids
-        wait_for_saves(engine)
-    store.flush()
-    return ids + told

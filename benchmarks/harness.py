@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import time
@@ -76,11 +75,6 @@ class PartResult:
     checks: list[Check] = field(default_factory=list)
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """Take the geometric mean of positive numbers."""
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def print_part(part: PartResult) -> None:
     """The part's table and what it was held against."""
     print(f"\n== {part.name}: {part.title}")
@@ -117,9 +111,7 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def options_of(
-    description: str | None, *, quick: str, seed: bool = True, out: bool = False, folder: bool = False
-) -> argparse.ArgumentParser:
+def options_of(description: str | None, *, quick: str, seed: bool = True, out: bool = False) -> argparse.ArgumentParser:
     """A parser for what benchmarks are told alike; `quick` says what `--quick` leaves out."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -127,8 +119,6 @@ def options_of(
         parser.add_argument("--seed", type=int, default=0)
     if out:
         parser.add_argument("--out", type=Path, help="folder for JSON and plots")
-    if folder:
-        parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
     return parser
 
 

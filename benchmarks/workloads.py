@@ -5,17 +5,14 @@
 | W    | 8        | 512           | 32             | 32         |
 | S    | 32       | 2,048         | 64             | 64         |
 | P    | 32       | 0             | 2,112          | 64         |
-| D    | 1        | 32            | 64             | 1          |
 
-D has 6 documents of 512 tokens between them; what is shared and the documents are the same for every seed, the order of
-documents is another. Greedy, end-of-text ignored. The model: a random Llama of 31M parameters, hidden 512, intermediate
+Greedy, end-of-text ignored. The model: a random Llama of 31M parameters, hidden 512, intermediate
 1,376, 8 layers, 8 query and 4 key/value heads, vocabulary 8,192, untied embeddings.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,30 +34,23 @@ class Workload(NamedTuple):
     num_shared: int
     num_private: int
     num_new: int
-    num_documents: int = 0  # of DOCUMENT_TOKENS each, behind the shared tokens
 
     @property
     def output_tokens(self) -> int:
         return self.num_requests * self.num_new
 
 
-WORKLOADS = {"W": Workload(8, 512, 32, 32), "S": Workload(32, 2048, 64, 64), "P": Workload(32, 0, 2112, 64),
-             "D": Workload(1, 32, 64, 1, 6)}  # fmt: skip
-DOCUMENT_TOKENS = 512
+WORKLOADS = {"W": Workload(8, 512, 32, 32), "S": Workload(32, 2048, 64, 64), "P": Workload(32, 0, 2112, 64)}
 
 
 def make_prompts(workload: Workload, seed: int = 1) -> list[list[int]]:
     """Token ids of each request; ids under 16 are left out, as peers give some of them a meaning."""
     generator = random.Random(seed)
-    library = random.Random("documents") if workload.num_documents else generator
 
-    def draw(count: int, source: random.Random = generator) -> list[int]:
-        return [source.randrange(16, VOCAB_SIZE) for _ in range(count)]
+    def draw(count: int) -> list[int]:
+        return [generator.randrange(16, VOCAB_SIZE) for _ in range(count)]
 
-    shared = draw(workload.num_shared, library)
-    documents = [draw(DOCUMENT_TOKENS, library) for _ in range(workload.num_documents)]
-    for document in generator.sample(documents, len(documents)):
-        shared += document
+    shared = draw(workload.num_shared)
     return [shared + draw(workload.num_private) for _ in range(workload.num_requests)]
 
 
@@ -72,15 +62,4 @@ def write_random_llama(directory: Path, seed: int = 0, **shape: int) -> Path:
 
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**{**MODEL_SHAPE, **shape})).save_pretrained(directory)
-    return directory
-
-
-def write_chat_llama(directory: Path, **shape: int) -> Path:
-    """Save the same model, or one of another shape, with the tokenizer and the chat template of mneme-tiny."""
-    from mneme.replicas.model.directory import model_directory
-
-    write_random_llama(directory, **{"vocab_size": 3072, "eos_token_id": 3, **shape})
-    for file in model_directory("mneme-tiny").iterdir():
-        if file.name.startswith(("tokenizer", "chat_template")):
-            shutil.copy(file, directory)
     return directory

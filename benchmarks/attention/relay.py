@@ -54,7 +54,7 @@ def relay_speedup_bytes(batch: int, shared: int, private: int, group: int) -> fl
 
 def run(bench: Bench) -> PartResult:
     """The whole grid with grouped heads; on CUDA chosen points, also with a KV head for each query head."""
-    rows = bench.sweep(points(bench), lambda point: _measure(bench, point))
+    rows = bench.sweep(points(bench), lambda point: measure(bench, point))
     title = f"RelayAttention Fig. 1 and 5, {_DTYPE}; ms per call, x over sequence-first, Eq. 10"
     return PartResult(name="relay", title=title, rows=rows, checks=_checks(bench, rows))
 
@@ -68,7 +68,7 @@ def points(bench: Bench) -> list[Point]:
     return [Point(_GQA, b, s, c) for c in privates for b in batches for s in lengths]
 
 
-def _measure(bench: Bench, point: Point) -> dict[str, Any]:
+def measure(bench: Bench, point: Point) -> dict[str, Any]:
     heads, batch, shared, private = point
     if not bench.may_read(batch * (shared + private) * 4 * heads.kv * heads.dim):
         raise NotRun("too long for this device")

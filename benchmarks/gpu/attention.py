@@ -61,7 +61,7 @@ def _bench(run: Run) -> Bench:
 
 
 def _part(run: Run, part: Callable[[Bench], PartResult], shown: Callable[[dict[str, Any]], Row]) -> Iterator[Row]:
-    """The rows of a part of bench_attention.py; everything that it found goes to a file of its name."""
+    """The rows of a part of `attention/`; everything that it found goes to a file of its name."""
     bench = _bench(run)
     found = part(bench)
     text = json.dumps(

@@ -18,7 +18,7 @@ import torch
 from attention.machine import measure_ceilings
 from attention.scenes import layers_for
 from attention.timing import Arm, interleaved
-from cache_engines import CachedModel, RestartableStore, bare_model, cache_config, make_engine, request, wait_for_saves
+from cache_engines import CachedModel, KeptStore, bare_model, cache_config, make_engine, request, wait_for_saves
 from gpu import precompile, smoke
 from gpu.predictions import DATA_SHEETS
 from gpu.steps import Row, Run, Step
@@ -192,7 +192,7 @@ def _served(run: Run, model: CachedModel, name: str, *, is_exact: bool) -> Itera
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         cache = cache_config(Path(folder), host_bytes=8 << 30)
-        store = RestartableStore(cache)
+        store = KeptStore(cache)
         with closing(make_engine(model, store, cache, num_pages)) as engine:
             first = _answers(engine, prompts, num_new)
             wait_for_saves(engine)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from cache_engines import (
     CachedModel,
-    RestartableStore,
+    KeptStore,
     answer,
     bare_model,
     cache_config,
@@ -156,7 +156,7 @@ def _cache_tier(run: Run) -> Iterator[Row]:
 
     with tempfile.TemporaryDirectory() as folder:
         cache = cache_config(Path(folder), host_bytes=4 << 30)
-        store = RestartableStore(cache)
+        store = KeptStore(cache)
         with closing(make_engine(model, store, cache, num_pages)) as engine:
             answer(engine, turn(0), 1)
             answered = time.perf_counter()
@@ -197,7 +197,7 @@ def _saves_beside_decodes(run: Run) -> Iterator[Row]:
     prompt = np.random.default_rng(1).integers(16, 1000, 64).tolist()
     with tempfile.TemporaryDirectory() as folder:
         cache = cache_config(Path(folder), host_bytes=8 << 30)
-        store = RestartableStore(cache)
+        store = KeptStore(cache)
         for name, tier in (("off", None), ("on", store)):
             with closing(make_engine(model, tier, cache, batch * (num_new // PAGE_SIZE + 4) + 64)) as engine:
                 for number in range(batch):

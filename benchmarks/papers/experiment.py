@@ -7,6 +7,7 @@ so that an experiment may be cut between two points, and goes on another time wi
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from harness import Run, load_average, rounded
 
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 TABLE = RESULTS / "table.json"
+QUIET_LOAD = 4.0  # above it what is timed is of a machine that does other work, too
 Point = dict[str, Any]  # its coordinates; what was measured of it is put beside them
 Found = Sequence[Point]
 
@@ -41,8 +43,9 @@ class Experiment(ABC):
     is_served: ClassVar[bool] = False
     is_timed: ClassVar[bool] = True  # False: what is counted is the same on a busy machine
 
-    def __init__(self, seed: int, *, is_quick: bool) -> None:
-        self.seed, self.is_quick = seed, is_quick
+    def __init__(self, seed: int, *, is_quick: bool, vllm: str | None = None) -> None:
+        """`vllm`: Python of an environment with its CPU build, which is an arm where it can do the work."""
+        self.seed, self.is_quick, self.vllm = seed, is_quick, vllm
 
     @abstractmethod
     def points(self) -> Iterable[Point]:
@@ -64,11 +67,15 @@ class Experiment(ABC):
 
 
 def run_points(experiment: Experiment, run: Run, seconds: float) -> bool:
-    """Measure the points that the file in `--out` lacks, until the time is over; whether all are there now."""
+    """Measure the points that the file in `--out` lacks, until the time is over; whether all are there now.
+
+    Times that were measured beside other work are measured again on a quiet machine.
+    """
     path = run.args.out / f"{experiment.name}.json"
     found = [] if run.args.again or not path.exists() else json.loads(path.read_text())["results"]
     points = [rounded(point) for point in experiment.points()]
-    found = [row for row in found if any(point.items() <= row.items() for point in points)]
+    is_poor = is_busy if experiment.is_timed and load_average() <= QUIET_LOAD else lambda _rows: False
+    found = [row for row in found if any(point.items() <= row.items() for point in points) and not is_poor([row])]
     left = [point for point in points if not any(point.items() <= row.items() for row in found)]
     run.say(f"{experiment.name}: {len(points) - len(left)} of {len(points)} points are there")
     ends_s = time.monotonic() + seconds
@@ -90,17 +97,28 @@ def run_points(experiment: Experiment, run: Run, seconds: float) -> bool:
     return True
 
 
+def is_busy(found: Found) -> bool:
+    """Whether the machine did other work in most points."""
+    return statistics.median(row["load"] for row in found) > QUIET_LOAD
+
+
 def tell_table(experiment: Experiment, found: Found, command: str, machine: str) -> None:
-    """Write the experiment's rows into the table."""
+    """Write the experiment's rows into the table.
+
+    Times beside other work are not full, and do not take the place of full ones.
+    """
     table = json.loads(TABLE.read_text())
     ours = experiment.ours(found)
     for row in table:
         if row["row"] in ours:
             told = ours[row["row"]]
+            is_full = told.is_full and not (experiment.is_timed and is_busy(found))
+            if row["is_full"] and not is_full:
+                continue
             note = "; ".join(filter(None, (f"papers/{experiment.name}.json", told.note)))
             row |= {
                 "ours": told.figure, "command": command, "machine": machine, "device": "cpu",
-                "is_full": told.is_full, "is_served": experiment.is_served, "note": note,
+                "is_full": is_full, "is_served": experiment.is_served, "note": note,
             }  # fmt: skip
     TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
 

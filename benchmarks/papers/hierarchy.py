@@ -29,6 +29,7 @@ PAPER = {"LLaMA-13B": (0, 0.034, 0.86), "LLaMA-65B": (0, 0.017, 0.71), "LLaMA-70
 DEVICE_GB, HOST_GB, DISK_GB = 10.0, 128.0, 10_000.0
 THINK_S = 240.0
 TTL_S = 3600.0
+PREFETCHED = 32  # requests that are read ahead for: the simulator's time grows with the square
 
 
 @lru_cache(maxsize=2)
@@ -109,7 +110,8 @@ class Tiers(Simulated):
 class LookAhead(Simulated):
     """Fig. 21: who sees the queue beside who does not, with 2 and 10 TB of SSD, and with memory for 1 to 2%.
 
-    The queue holds the requests that come next, 128 or 32 of them. `min` knows all of the future.
+    The queue holds the requests that come next: 128 of them, or 32, for which the disk is read ahead, too. `min` knows
+    all of the future.
     """
 
     name, title, minutes = "attention-store-look-ahead", "AttentionStore Fig. 21: look-ahead beside LRU and FIFO", 9
@@ -118,22 +120,22 @@ class LookAhead(Simulated):
 
     def points(self) -> Iterable[Point]:
         disks = (2_000,) if self.is_quick else (2_000, 10_000)
-        return [{"disk_gb": disk, "policy": name, "queue": queue} for disk in disks for name, queue in self.arms]
+        return [{"disk_gb": disk, "policy": name, "queue": queue} for disk in disks for name, queue in self.arms[::-1]]
 
     def measure(self, point: Point) -> Point:
         sizes: list[int | None] = [0, *(blocks(size, "LLaMA-65B") for size in (HOST_GB, point["disk_gb"]))]
-        return self.find(sizes, point["policy"], point["queue"], prefetch=point["queue"] > 0)
+        return self.find(sizes, point["policy"], point["queue"], prefetch=point["queue"] == PREFETCHED)
 
     def ours(self, found: Found) -> dict[str, Ours]:
         told = []
         for disk in (2_000, 10_000):
             shares = {arm: at(found, disk_gb=disk, policy=arm[0], queue=arm[1])["found"] for arm in self.arms}
             shown = (
-                f"{name}{f' {queue}' if queue else ''} {percent(shares[name, queue])}" for name, queue in self.arms
+                f"{name}{f' {queue}' if queue else ''} {percent(share)}" for (name, queue), share in shares.items()
             )
             told.append(f"{disk // 1000} TB: {', '.join(shown)}")
         hosts = [percent(at(found, disk_gb=10_000, policy=policy, queue=queue)["host"])
-                 for policy, queue in (("lookahead", 128), ("lru", 0))]  # fmt: skip
+                 for policy, queue in (("lookahead", PREFETCHED), ("lru", 0))]  # fmt: skip
         note = f"simulated, LLaMA-65B's bytes, queues of 128 and 32; in memory {hosts[0]}, with LRU {hosts[1]}"
         return {"A18": Ours("; ".join(told), note=note)}
 

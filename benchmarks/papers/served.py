@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from bench_real_chat import write_bfloat16
+from bench_real_model import reference
 from harness import rounded
+from peers.beside import vllm_server
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -25,6 +29,7 @@ from mneme.lab.bench.measure import Answer, summarize  # noqa: E402
 from mneme.lab.bench.traffic import SessionPlayer  # noqa: E402
 from mneme.lab.bench.workloads import Piece, Session, Turn  # noqa: E402
 from mneme.lab.chat import first_model  # noqa: E402
+from mneme.replicas.model.directory import model_directory  # noqa: E402
 from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
 
 # `share` is no option of a server: attention that reads shared pages once for each sequence is the papers' baseline.
@@ -73,6 +78,15 @@ def start(
         with httpx.Client(base_url=url, timeout=60) as http:
             servers[arm] = Server(url, first_model(http))
     return servers
+
+
+def start_vllm(stack: ExitStack, python: str, model: str) -> Server:
+    """Start vLLM's CPU build with a model's tensors in bfloat16, prefix caching as it comes."""
+    folder, directory = Path(stack.enter_context(tempfile.TemporaryDirectory())), model_directory(model)
+    tensors = write_bfloat16(reference(directory), directory, folder / model)
+    peer = vllm_server(python, tensors, model, free_port(), folder / "vllm.log")
+    stack.callback(peer.stop)
+    return Server(peer.await_ready(), model)
 
 
 class Played(NamedTuple):

@@ -23,9 +23,9 @@ from mneme.lab.bench.workloads import Session, Turn
 from mneme.lab.quality.measure import best_scores
 from mneme.lab.quality.retrieval import hidden_codes
 from papers.experiment import Experiment, Found, Ours, Point, percent, spread, times
-from papers.served import Passage, Server, alone, play, start, told, words
+from papers.served import Passage, Server, alone, play, start, start_vllm, told, words
 
-NONE, PS, RELAY = "none", "PS", "relay"
+NONE, PS, RELAY, VLLM = "none", "PS", "relay", "vLLM"
 ARMS: dict[str, dict[str, Any]] = {NONE: {"engine.prefix_sharing": False}, PS: {"share": "never"}, RELAY: {}}
 REAL, TINY = "smollm2", "mneme-tiny"
 BATCH = 32
@@ -40,6 +40,8 @@ class Behind(Experiment):
 
     def open(self, stack: ExitStack) -> None:
         self._servers = start(stack, TINY if self.is_quick else self.model, ARMS)
+        if self.vllm and not self.is_quick:
+            self._servers[VLLM] = start_vllm(stack, self.vllm, self.model)
 
     def batch(
         self, servers: dict[str, Server], point: Point, system: int, user: Sequence[int], new: Sequence[int]
@@ -53,7 +55,8 @@ class Behind(Experiment):
             play(server, [alone(f"{name} first", 4, 1, prompt)])
             sessions = [alone(f"{name} {i}", user[i], new[i], prompt) for i in range(len(user))]
             found |= {f"{arm} {figure}": value for figure, value in told(play(server, sessions)).items()}
-        return found | {f"{RELAY}/{arm}": found[f"{RELAY} tok/s"] / found[f"{arm} tok/s"] for arm in (NONE, PS)}
+        others = [arm for arm in servers if arm != RELAY]
+        return found | {f"{RELAY}/{arm}": found[f"{RELAY} tok/s"] / found[f"{arm} tok/s"] for arm in others}
 
 
 class Throughput(Behind):
@@ -86,9 +89,10 @@ class Throughput(Behind):
         shapes = ", ".join(
             f"({shape.replace('+', ', ')}) {over(NONE, shape)}" for shape in ("64+128", "128+256", "256+512")
         )
+        beside = f", {over(VLLM, 'ShareGPT')} vLLM-CPU" if f"{VLLM} tok/s" in found[0] else ""
         firsts = [row[f"{PS} ttft_ms"] / row[f"{RELAY} ttft_ms"] for row in found]
         return {
-            "R12": Ours(f"{over(NONE, 'ShareGPT')} no sharing, {over(PS, 'ShareGPT')} prefix sharing"),
+            "R12": Ours(f"{over(NONE, 'ShareGPT')} no sharing, {over(PS, 'ShareGPT')} prefix sharing{beside}"),
             "R13": Ours(f"{shapes}, over no sharing"),
             "C15": Ours(
                 f"first tokens {spread(firsts)} sooner than over prefix sharing alone", False, "one machine of a kind"

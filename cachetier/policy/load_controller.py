@@ -22,7 +22,7 @@ Behind a resident prefix there is a run of chunks that a tier has. Two rules, an
    what computing all takes; but not so long that the first token comes later than after 1.05 C. A load that comes makes
    no request more than 5% slower; one that hangs costs what it was waited for, and is predicted slower the next time.
    (With 0.05 C in the place of C / 4 a load of 5 ms was given up after 24 on a machine with three times as many
-   threads as cores: `bench_cache_turn.py`, 1k of history, warm files.)
+   threads as cores: 2026-11-24, 1k of history, warm files.)
 
 All of that bounds the regret of prompts of which nobody knows whether they are stored. A session's history was: there
 the time that computing it would take stands in the place of 0.05 C, and the longest head that keeps to it is loaded. On

@@ -52,19 +52,6 @@ def closing_line(command: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_bench_attention(tmp_path: Path) -> None:
-    parts = ["--only", "rotation"]
-    found = closing_line(["benchmarks/bench_attention.py", "--quick", *parts, "--out", str(tmp_path)])
-    assert found["threads"] == 1
-    assert "torch" in found["backends"]
-    assert set(found["results"]) == {"rotation"}
-    assert [row["deltas"] for row in found["results"]["rotation"]["rows"]] == ["documents", "shared", "pages"]
-    assert all(row["random"] > 0 for row in found["results"]["rotation"]["rows"])
-    assert found["checks"] == []
-    assert found["not_measured"] == ["gpu_rotation_random_over_zero_deltas"]
-    assert json.loads((tmp_path / "attention.json").read_text()) == found
-
-
 def test_a_paper_s_experiment_is_resumed(tmp_path: Path) -> None:
     command = ["benchmarks/bench_papers.py", "attention-store-capacity", "--quick", "--out", str(tmp_path)]
     subprocess.run([sys.executable, *command, "--minutes", "0"], cwd=BENCHMARKS.parent, check=False, timeout=600)
@@ -83,18 +70,6 @@ def test_a_paper_s_experiment_over_http(tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "histories.json").read_text())["results"]
     assert row["none cached"] == 0
     assert row["device cached"] > 0.7 < row["+host cached"]
-
-
-def test_bench_tier_io_without_a_store(tmp_path: Path) -> None:
-    options = ["--rounds", "1", "--shape", "2x64", "--no-store", "--out", str(tmp_path / "out")]
-    found = closing_line(["benchmarks/bench_tier_io.py", "--quick", "--folder", str(tmp_path), *options])
-    edges = {row["edge"] for row in found["results"]}
-    disk = {"disk write", "disk read, cold", "disk read, warm"}
-    assert edges == {"device<->host", "host->device", "device->host", "host", "host put"} | disk
-    assert all(row["GB/s"] > 0 and row["chunk ms"] <= row["p99 ms"] for row in found["results"])
-    assert found["checks"] == []  # promised of chunks of 8 heads of 128, which were not run
-    assert "cold_disk_read_over_raw_read" in found["not_measured"]
-    assert json.loads((tmp_path / "out" / "tier_io.json").read_text()) == found
 
 
 @pytest.mark.parametrize(
