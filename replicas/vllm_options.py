@@ -43,7 +43,7 @@ FOREIGN = {
     "max_num_batched_tokens": Foreign("max_batch_tokens"),
     "max_num_seqs": Foreign("max_running"),
     "pipeline_parallel_size": Foreign(_REPLICAS, ("1",)),
-    "quantization": Foreign("a checkpoint's own is found, and read to engine.dtype", ("none",)),
+    "quantization": Foreign("a checkpoint's own is found, and multiplied as engine.weights says", ("none",)),
     "revision": Foreign("a model is a directory"),
     "root_path": Foreign("a proxy in front takes a prefix away"),
     "seed": Foreign("each request has its own: SamplingParams(seed=...)"),

@@ -1,7 +1,7 @@
 """`y = x W^T + bias` with weights of 8 or 4 bits, in groups of 32 inputs that have a scale and, in 4 bits, a minimum.
 
 8 bits: round(w / scale), scale = the largest of the group / 127. 4 bits: round((w - minimum) / scale), 15 steps between
-the smallest and the largest of the group. Scales and minima are float16, so what a GGUF file keeps as Q8_0, Q4_0 or
+the smallest and the largest of the group, or as many as it was rounded to before. Scales and minima are float16, so what a GGUF file keeps as Q8_0, Q4_0 or
 Q4_1 is found again as it is there. Inputs are rounded to 8 bits, too, by row and group, when they are multiplied.
 """
 
@@ -18,6 +18,9 @@ from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, library, n
 GROUP = 32  # inputs that share a scale
 _PANEL = 32  # output features that are kept side by side
 _STEP = 4  # inputs of a feature that are kept side by side
+_MOST_STEPS, _FEWEST_STEPS = 15, 7  # between a group's smallest and largest number in 4 bits
+_OFF_GRID = 0.1  # of a step, of numbers that were rounded to bfloat16 behind their grid
+_NUM_SAMPLED = 256
 
 
 def can_quantize(weight: Tensor) -> bool:
@@ -97,9 +100,30 @@ def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
     else:
         least, most = groups.amin(2), groups.amax(2)
         minima = least.half()
-        scales = ((most.float() - minima.float()) / 15).half()
+        scales = ((most.float() - minima.float()) / _num_steps(groups, least, most)).half()
         codes = _rounded(groups.float() - minima.float()[..., None], scales).clamp_(0, 15)
     return codes.to(torch.uint8), scales, minima
+
+
+def _num_steps(groups: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """Return [N, G] in how many steps the smallest and the largest of each group lie apart: 15, or fewer if its numbers
+    lie on such a grid, as they were rounded to 4 bits before and did not use all of them."""
+    found = torch.full(least.shape, float(_MOST_STEPS))
+    span = (most.float() - least.float())[..., None]
+    is_open = span[..., 0] > 0
+    for sample in (is_open.nonzero()[:: max(1, is_open.numel() // _NUM_SAMPLED)], None):
+        for steps in range(_MOST_STEPS, _FEWEST_STEPS - 1, -1):
+            where = is_open.nonzero() if sample is None else sample
+            rows, columns = where.unbind(1)
+            units = (
+                (groups[rows, columns].float() - least[rows, columns].float()[:, None]) * steps / span[rows, columns]
+            )
+            fits = (units - units.round()).abs().amax(1) < _OFF_GRID
+            found[rows[fits], columns[fits]] = steps
+            is_open[rows[fits], columns[fits]] = False
+        if (found == _MOST_STEPS).all():  # of those sampled none was rounded before
+            break
+    return found
 
 
 def _rounded(values: Tensor, scales: Tensor) -> Tensor:

@@ -1,0 +1,115 @@
+"""What matrices are multiplied as: as the file has them, as `engine.weights` says, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mneme.config import parse
+from mneme.errors import ConfigError
+from mneme.kernels.native.quantized import QuantizedLinear
+from mneme.replicas.config import EngineConfig, WeightsForm
+from mneme.replicas.engine.build import build_engine, form_of, model_fingerprint
+from mneme.replicas.model.directory import load_model_config
+from mneme.replicas.model.parts import DecoderWeights, GatedMlp
+from mneme.replicas.model.weights import load_weights
+from tests.kernels.native.native_variants import use_library
+from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.model.formats.test_gguf import converted, make_directory, write
+from tests.replicas.tiered_engine import answers, run, submit
+
+
+def load(directory: Path, form: WeightsForm, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+    return load_weights(directory, load_model_config(directory), torch.device("cpu"), dtype, form=form)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    write_checkpoint("llama-2", directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("kind", "formats"),
+    [
+        ("Q4_0", {"int4", "int8"}),  # the output has 8 bits at least
+        ("Q4_1", {"int4", "int8"}),
+        ("Q8_0", {"int8"}),
+        ("Q5_0", {"int8"}),
+        ("BF16", {"float32"}),
+        ("F32", {"float32"}),
+    ],
+)
+def test_auto_is_what_the_file_has(tmp_path: Path, kind: str, formats: set[str]) -> None:
+    tensors, fields, _ = converted("llama", "llama-blocks")
+    write(tmp_path / "m.gguf", "llama", tensors, fields, kind)
+    make_directory(tmp_path)
+    dense, found = load(tmp_path, "dense"), load(tmp_path, "auto")
+    assert found.num_bytes.keys() == formats
+    assert dense.num_bytes.keys() == {"float32"}
+    x = torch.randn(40, _inputs(dense), generator=torch.Generator().manual_seed(1))
+    for one, other in zip(dense.layers, found.layers, strict=True):
+        wanted = one.attention.qkv(x)
+        error = (other.attention.qkv(x) - wanted).norm() / wanted.norm()
+        assert error < 0.02  # of rounded inputs, and in 5 bits of weights that are rounded once more
+
+
+def _inputs(weights: DecoderWeights) -> int:
+    return int(weights.embed(torch.tensor([0])).shape[1])
+
+
+@pytest.mark.parametrize(("form", "most"), [("int8", 0.02), ("int4", 0.2)])
+def test_any_checkpoint_may_be_rounded(llama: Path, form: WeightsForm, most: float) -> None:
+    dense, found = load(llama, "dense"), load(llama, form)
+    assert form in found.num_bytes
+    assert sum(found.num_bytes.values()) < 0.4 * sum(dense.num_bytes.values())
+    mlp = found.layers[0].mlp
+    assert isinstance(mlp, GatedMlp)
+    assert all(isinstance(each, QuantizedLinear) for each in (mlp.gate_up, mlp.down, found.head))
+    x = torch.randn(40, _inputs(dense), generator=torch.Generator().manual_seed(1))
+    wanted = dense.layers[0].mlp(x, torch.float32)
+    assert (found.layers[0].mlp(x, torch.float32) - wanted).norm() < most * wanted.norm()
+
+
+def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
+    write_checkpoint("mixtral", tmp_path)
+    dense, found = load(tmp_path, "dense"), load(tmp_path, "int4")
+    x = torch.randn(7, _inputs(dense))
+    for one, other in zip(dense.layers, found.layers, strict=True):
+        assert torch.equal(one.mlp.router(x), other.mlp.router(x))  # type: ignore[union-attr]
+    assert found.num_bytes.keys() == {"int4", "int8"}
+
+
+def test_a_form_is_part_of_the_fingerprint(llama: Path) -> None:
+    config = load_model_config(llama)
+    forms: tuple[WeightsForm, ...] = ("dense", "int8", "int4")
+    found = {model_fingerprint(llama, config, torch.float32, form).digest for form in forms}
+    assert len(found) == len(forms)
+    assert model_fingerprint(llama, config, torch.float32).digest in found
+    assert form_of("auto", {"float32": 1}) == "dense"
+    assert form_of("auto", {"int4": 1, "int8": 1}) == "auto"
+
+
+def test_a_form_that_nothing_multiplies_is_refused() -> None:
+    with use_library(None), pytest.raises(ConfigError, match=r"engine.weights: int8 needs a CPU, a C\+\+ compiler"):
+        build_engine("mneme-tiny", parse(EngineConfig, {"device": "cpu", "dtype": "float32", "weights": "int8"}))
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_an_answer_does_not_depend_on_who_is_beside_it(form: str) -> None:
+    """Prompts alone, and together: rounded products keep a row's bits, as dense ones do."""
+    config = parse(EngineConfig, {"device": "cpu", "dtype": "float32", "weights": form, "num_pages": 200})
+    engine = build_engine("mneme-tiny", config)
+    prompts = [list(range(10 + i, 60 + 3 * i)) for i in range(5)]
+    alone = []
+    for ids in prompts:
+        submit(engine, "alone", ids, 12)
+        alone.append(answers(run(engine))["alone"])
+    for i, ids in enumerate(prompts):
+        submit(engine, str(i), ids, 12)
+    together = answers(run(engine))
+    engine.close()
+    assert [together[str(i)] for i in range(5)] == alone
