@@ -20,7 +20,11 @@ from tests.cluster.real_engines import over
 from tests.k8s.renders import CHART
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(page for page in sorted(ROOT.glob("*.md")) if page.name != "CHANGELOG.md"),  # it names what went
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 pytestmark = pytest.mark.lab
 

@@ -301,7 +301,7 @@ function forks(sessions) {
     return before && !seen.has(before.id) ? top(before, seen) : each;
   };
   for (const each of sessions) if (byId.has(each.forked_from)) below.set(each.forked_from, [...(below.get(each.forked_from) ?? []), each]);
-  for (const each of sessions) place(top(each), 0, "");
+  for (const first of sessions.map((each) => top(each))) place(first, 0, first.forked_from && !byId.has(first.forked_from) ? "\u2026" : "");
   return rows;
 }
 

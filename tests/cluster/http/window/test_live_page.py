@@ -125,6 +125,8 @@ def test_forks_and_responses_stand_below_what_they_go_on_from(browser: Any, serv
     indents = [name.evaluate("each => parseFloat(each.style.paddingLeft)") for name in names.all()[at : at + 4]]
     assert indents == [0, 0, 1.2, 1.2]
     assert page.locator("#sessions .bar").count() == 7
+    httpx.delete(f"{server.url}/v1/responses/{first}").raise_for_status()
+    page.wait_for_selector(f"#sessions >> text=\u2026 {second}")
     assert said == []
     page.close()
 
