@@ -111,7 +111,7 @@ CEILINGS = {
     "replicas": 3400,
     "replicas/blend": 1150,
     "replicas/connector": 1400,
-    "replicas/engine": 4150,
+    "replicas/engine": 4200,
     "replicas/forest": 1950,
     "replicas/model": 4300,
     "replicas/schedule": 1200,
