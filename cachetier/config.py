@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,9 +10,12 @@ from mneme.cachetier.names import MAX_CHUNK_TOKENS, EvictionPolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 # In an engine's process, of chunks on their way out (more are not saved) and in: eight chunks of an 8B model each.
 WRITE_BUFFER_BYTES = READ_BUFFER_BYTES = 256 << 20
 SESSION_LOG_BYTES = 1 << 30  # of token logs beside a disk's chunks; k8s/chart adds it to the volume
+_FEW_CHUNKS = 100
 LoadPolicy = Literal["auto", "always", "never"]
 
 
@@ -30,13 +34,22 @@ class DiskTierConfig:
         check_range("capacity_bytes", self.capacity_bytes, 0, 2**60)
 
 
+def warn_of_few_chunks(option: str, num_bytes: int, chunk_bytes: int) -> None:
+    """Say in the log if a tier has room for so little of a model's KV that most goes before it is asked for again."""
+    if 0 < num_bytes < _FEW_CHUNKS * chunk_bytes:
+        told = "%s=%s has room for %s chunks of this model, of %s bytes: give it more, or 0 for none"
+        logger.warning(told, option, num_bytes, num_bytes // chunk_bytes, chunk_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Says how a node keeps chunks and session logs; the same on all nodes of a cluster."""
 
     enabled: bool = True  # false: KV leaves no engine
     chunk_tokens: int = 256  # of a full chunk; a multiple of every page size
-    host_bytes: int | None = None  # of chunks in the node's memory; None: two fifths of the object store
+    # Of chunks in the node's memory; None: two fifths of the object store; without Ray, a tenth of the memory that is
+    # available, at least 1 GiB.
+    host_bytes: int | None = None
     disk: DiskTierConfig | None = None  # None: nothing is written to a disk, and a restart starts cold
     eviction: EvictionPolicyName = "returning"  # of both tiers
     ttl_s: float | None = None  # since the last use, in every tier; None: until room is needed

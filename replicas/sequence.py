@@ -148,6 +148,12 @@ class Sequence:
         return self.blend.is_probing
 
     @property
+    def is_found_whole(self) -> bool:
+        """Return whether the cache tier has all of its documents where they stand, as an exact prefix."""
+        load, spans = self.load, self.blend.spans
+        return bool(spans) and load is not None and not load.is_asking and load.end >= spans[-1].end
+
+    @property
     def num_to_come(self) -> int:
         """Tokens that the cache tier has behind the path, and that later steps load."""
         return 0 if self.load is None or self.path is None else max(self.load.end - self.path.num_tokens, 0)

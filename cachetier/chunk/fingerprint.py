@@ -66,6 +66,11 @@ class ChunkLayout:
     def layer_bytes(self, num_tokens: int) -> int:
         return 2 * self.num_kv_heads * num_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Count the bytes of a full chunk, but for its header."""
+        return self.num_layers * self.layer_bytes(self.chunk_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFingerprint:

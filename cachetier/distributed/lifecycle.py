@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.chunk.keys import KEY_BYTES, Lineage, LineageKind
-from mneme.cachetier.config import WRITE_BUFFER_BYTES, CacheConfig
+from mneme.cachetier.config import WRITE_BUFFER_BYTES, CacheConfig, warn_of_few_chunks
 from mneme.cachetier.distributed.actor import NodeActor
 from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready, find_actor, named_actors, node_actor_name
 from mneme.cachetier.distributed.ray_store import RayChunkStore
@@ -37,15 +37,22 @@ _MAX_TRIES, _PAUSE_S = 20, 0.1  # to reach an actor that is of this configuratio
 
 
 def start_cache_tier(
-    config: CacheConfig, application: str, *, session_ttl_s: float = 3600.0, timeout_s: float = _READY_TIMEOUT_S
+    config: CacheConfig,
+    application: str,
+    *,
+    chunk_bytes: int = 0,
+    session_ttl_s: float = 3600.0,
+    timeout_s: float = _READY_TIMEOUT_S,
 ) -> RayChunkStore:
     """The store of this process, an engine's: its node's actor and the directory are made if there are none.
 
     Waits until the node has listed its files, so that a restart is warm; after `timeout_s` it goes on without.
-    `config` is `of_this_node`; `session_ttl_s`: of session logs, which the node's actor keeps too
-    (`start_session_logs`). Raises `ConfigError` if the disk cannot be used; one that fails later is gone without.
+    `config` is `of_this_node`; `chunk_bytes`: of a full chunk of the model, so that too little room is said;
+    `session_ttl_s`: of session logs, which the node's actor keeps too (`start_session_logs`). Raises `ConfigError` if
+    the disk cannot be used; one that fails later is gone without.
     """
     identity = own_identity(config, application, session_ttl_s)
+    warn_of_few_chunks("cache.host_bytes", identity.host_bytes, chunk_bytes)
     _await_node(config, identity, timeout_s)
     put_bytes = min(WRITE_BUFFER_BYTES, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes))
     store = RayChunkStore(

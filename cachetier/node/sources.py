@@ -147,7 +147,7 @@ def _sound(layer: U8Array, header: ChunkHeader, number: int) -> U8Array | Miss:
     return view if checksum(view.data) == header.checksums[number] else Miss.BAD_CHECKSUM
 
 
-DEFAULT_HOST_BYTES = 1 << 30  # where `cache.host_bytes` is not given
+DEFAULT_HOST_BYTES = 1 << 30  # where `cache.host_bytes` is not given, at least
 
 
 class ProcessChunkStore:

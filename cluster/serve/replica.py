@@ -257,8 +257,11 @@ class EngineReplica(ReplicaServer):
             node=ray.get_runtime_context().get_node_id(),
             machine_share=gpus / max(1, count_machine_gpus()) or 1.0,
             cache=lifecycle.of_this_node(cluster.cache),
-            open_store=lambda cache, _: lifecycle.start_cache_tier(
-                cache, own_application(), session_ttl_s=cluster.engine.session_ttl_s
+            open_store=lambda cache, fingerprint: lifecycle.start_cache_tier(
+                cache,
+                own_application(),
+                chunk_bytes=fingerprint.layout.chunk_bytes,
+                session_ttl_s=cluster.engine.session_ttl_s,
             ),
             open_session_logs=lambda cache, ttl_s: lifecycle.start_session_logs(cache, own_application(), ttl_s),
         )

@@ -1,8 +1,9 @@
 """`y = x W^T + bias` with weights of 8 or 4 bits, in groups of 32 inputs that have a scale and, in 4 bits, a minimum.
 
 8 bits: round(w / scale), scale = the largest of the group / 127. 4 bits: round((w - minimum) / scale), 15 steps between
-the smallest and the largest of the group, or as many as it was rounded to before. Scales and minima are float16, so what a GGUF file keeps as Q8_0, Q4_0 or
-Q4_1 is found again as it is there. Inputs are rounded to 8 bits, too, by row and group, when they are multiplied.
+the smallest and the largest of the group, or as many as it was rounded to before. Scales and minima are float16, so
+what a GGUF file keeps as Q8_0, Q4_0 or Q4_1 is found again as it is there. Inputs are rounded to 8 bits, too, by row
+and group, when they are multiplied.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ import torch
 
 from mneme.cache_folder import cache_folder, locked
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint, weights_digest
-from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.config import CacheConfig, warn_of_few_chunks
 from mneme.cachetier.names import PUBLIC_SALT, tenant_id
-from mneme.cachetier.node.sources import ProcessChunkStore
+from mneme.cachetier.node.sources import DEFAULT_HOST_BYTES, ProcessChunkStore
 from mneme.cachetier.pin_book import PinName
 from mneme.cachetier.policy.cost_model import CostFile, CostModel
 from mneme.cachetier.session_log.log import open_session_logs
@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 1 << 30
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
+_TIER_SHARE = 0.1  # likewise, for the cache tier of this process alone
 _HOST_SHARE = 0.25  # of the memory that is available now, for KV that left a GPU; of all engines of the machine
 _HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a GiB, beside what is served first
 _HOST_POOLS = 4  # times the device pool: more is rarely of use
@@ -422,7 +423,16 @@ def open_cache_tier(
 
     Called before there is traffic. Raises `ConfigError` or `CheckpointError`.
     """
-    store = ProcessChunkStore(cache) if open_store is None else open_store(cache, fingerprint)
+    chunk_bytes = fingerprint.layout.chunk_bytes
+    if cache.disk is not None:
+        warn_of_few_chunks("cache.disk.capacity_bytes", cache.disk.capacity_bytes, chunk_bytes)
+    if open_store is None:
+        share = max(DEFAULT_HOST_BYTES, int(_TIER_SHARE * available_bytes()))
+        cache = replace(cache, host_bytes=share if cache.host_bytes is None else cache.host_bytes)
+        warn_of_few_chunks("cache.host_bytes", cache.host_bytes or 0, chunk_bytes)
+        store: ChunkStore = ProcessChunkStore(cache)
+    else:
+        store = open_store(cache, fingerprint)
     report("cache tier", 1.0)
     try:  # the store has made the folder
         costs = _costs(runner, engine, cache, file, None if cache.disk is None else Path(cache.disk.folder))

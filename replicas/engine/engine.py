@@ -447,8 +447,8 @@ class Engine:
             has_history = sequence.root is not None
             missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
         if self.connector is not None:
-            # What it reuses of documents is asked for by itself.
-            is_alone, asks = not self.scheduler.has_work, not sequence.blend.spans
+            # What it reuses of documents is asked for by itself; after a restart a tier may have all of it, exactly.
+            is_alone, asks = not self.scheduler.has_work, not sequence.blend.spans or bool(sequence.blend.first_asked)
             self.connector.look_up(sequence, self.forest, is_alone=is_alone, asks=asks)
         self.scheduler.add(sequence, parent=parent, leader=leader, num_missing=len(missing))
         self._sequence_by_id[request.request_id] = sequence
@@ -559,10 +559,20 @@ class Engine:
         self._expire()
         if self.connector is not None:
             self.connector.look_again(self.scheduler.waiting.unstarted, self.forest)
-            for child in [child for child in self.scheduler.gathering.parent_by_child if child.is_only_found]:
-                load = child.load
-                if not self._outbox.has_begun(child) and (load is None or (load.is_decided and not load.spans)):
-                    self._finish(child, "abort")
+            self._end_needless_children()
+
+    def _end_needless_children(self) -> None:
+        """End children that nobody need wait for: no tier has the document, or one has the prompt, exactly."""
+        gathering = self.scheduler.gathering
+        for child, parent in list(gathering.parent_by_child.items()):
+            if parent not in gathering:
+                continue
+            if parent.load is not None and not parent.load.is_asking and not parent.is_found_whole:
+                parent.drop_load()
+            load = child.load
+            is_lacking = child.is_only_found and (load is None or (load.is_decided and not load.spans))
+            if not self._outbox.has_begun(child) and (is_lacking or parent.is_found_whole):
+                self._finish(child, "abort")
 
     def _commit(self, flight: _Flight) -> None:
         """Wait for a step's tokens, and give them to its sequences."""

@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from mneme.replicas.blend.blend import Blend
+from mneme.replicas.documents import EXACT
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import Path, Spans
 from mneme.replicas.schedule.step_budget import StepBudget
@@ -45,6 +47,8 @@ class PathOpener:
         view = sequence.view
         if view.is_over(len(sequence.context)) and not (view.event and sequence.load is not None):
             return self.shorten(sequence, path, view.num_history)
+        if sequence.is_found_whole and sequence.root is None:
+            sequence.blend = Blend(declined=EXACT, is_history_approximate=sequence.blend.is_history_approximate)
         path = sequence.blend.open(path, sequence.context, self._forest)
         sequence.root = path.root if path.root.is_own else None
         return path

@@ -277,12 +277,13 @@ def test_a_turn_that_runs_while_its_kv_is_deleted_saves_none_afterwards(
 
 
 @pytest.mark.parametrize("deletes", ["nothing", "running", "ended"])
-def test_what_was_asked_again_is_not_computed_behind_its_deletion(decoder: Decoder, deletes: str) -> None:
-    """Its prompt is begun as an exact one when it has ended, with its answer: both would come into the tier anew."""
+def test_what_is_computed_behind_an_answer_is_not_behind_its_deletion(decoder: Decoder, deletes: str) -> None:
+    """What reused documents is begun as an exact prompt when it has ended, with its answer: both would come anew."""
     store, allows = FakeStore(), BlendGate({"first-k": 0.5}, "", (0.5,))
     engine = make_cached_engine(decoder, store, gate=allows, num_pages=128, max_batch_tokens=64, max_running=8)
-    parts = [tuple(draw(1, 8)), draw(2, 100), draw(3, 100), tuple(draw(4, 5))]
-    for name in ("first", "second"):
+    first, second = draw(2, 100), draw(3, 100)
+    for name, documents in (("first", [second, first]), ("second", [first, second])):
+        parts = [tuple(draw(1, 8)), *documents, tuple(draw(4, 5))]
         request = blended(name, parts, BlendOptions(min_tokens=2), NUM_NEW, session_id=f"public:{name}")
         if name == "second":
             assert engine.connector.saver.flush(WAIT_S)
