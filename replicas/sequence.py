@@ -116,6 +116,7 @@ class Sequence:
     num_reported: int = 0  # output tokens already sent in events
     drawing: Drawing = field(default_factory=Drawing)  # how its tokens are drawn, and with which its output ends
     scoring: Scoring | None = None  # what is asked of its own prompt
+    has_ended: bool = False
     num_put_back: int = 0  # times that it went back to the queue because its KV is not what it should be
 
     def __post_init__(self) -> None:

@@ -152,17 +152,18 @@ class Runner:
                     load.wait_layer(layer)
             return None
         begun = self._begun(batch)
-        ordered = self._ordered(batch, is_kept=begun is not None)
+        order = self._order(batch, is_kept=begun is not None)
+        ordered = [batch[index] for index in order]
         others = [part for part in ordered if not part.is_plain]
         is_single = all(part.num_rows == 1 for part in others)
         token_ids, positions, slots = self._single_rows(ordered) if is_single else self._rows(ordered)
         sources = np.full_like(token_ids, -1) if expected is None else expected.sources(token_ids)
-        sampled_rows = _sampled_rows(batch, ordered)
+        sampled_rows = _sampled_rows(batch, order)
         arrays = (token_ids, positions, slots, sources, sampled_rows)
         draws = None if expected is None or sources.max() < 0 else expected.draws.tokens
         is_shifted, is_read = any(part.is_shifted for part in others), any(part.is_read for part in others)
         bucket = None if load is not None or is_shifted or is_read else self._bucket(ordered)
-        inputs = self._inputs(arrays, self._step_plan(batch, ordered, positions, bucket, begun), bucket, draws)
+        inputs = self._inputs(arrays, self._step_plan(batch, order, positions, bucket, begun), bucket, draws)
         inputs.load = load
         rotated = positions
         if is_shifted:
@@ -426,26 +427,23 @@ class Runner:
                 begun.append(index)
         return begun
 
-    def _ordered(self, batch: list[StepRows], *, is_kept: bool) -> list[StepRows]:
-        """Order a batch as the kept plan does, or depth-first through the forest."""
+    def _order(self, batch: list[StepRows], *, is_kept: bool) -> list[int]:
+        """Order a batch as the kept plan does, or depth-first through the forest; returns indices into it."""
         if is_kept and self._kept is not None:
-            return [batch[index] for index in self._kept.order]
-        return sorted(batch, key=lambda part: _path(part).page_ids.tobytes())
+            return self._kept.order
+        return sorted(range(len(batch)), key=lambda index: _path(batch[index]).page_ids.tobytes())
 
     def _step_plan(
-        self, batch: list[StepRows], ordered: list[StepRows], positions: IntArray, bucket: int | None,
-        begun: list[int] | None,
+        self, batch: list[StepRows], order: list[int], positions: IntArray, bucket: int | None, begun: list[int] | None
     ) -> Plan:  # fmt: skip
         """Plan the step; rows that fill it up to a bucket are at position 0 of sequences that have no pages."""
-        counts = [part.num_rows for part in ordered]
+        counts = [batch[index].num_rows for index in order]
         num_padding = 0 if bucket is None else bucket - len(positions)
-        sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
+        sequence = np.repeat(np.arange(len(order) + num_padding), counts + [1] * num_padding)
         rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
-        plan = None if begun is None else self._appended(begun, rows, len(ordered) + num_padding)
+        plan = None if begun is None else self._appended(begun, rows, len(order) + num_padding)
         if plan is None:
-            plan = self._new_plan([_path(part) for part in ordered], rows, num_padding)
-            index_by_part = {id(part): index for index, part in enumerate(batch)}
-            order = [index_by_part[id(part)] for part in ordered]
+            plan = self._new_plan([_path(batch[index]) for index in order], rows, num_padding)
             self._kept = _KeptPlan(plan, order, [_seen(_path(part)) for part in batch])
         return plan
 
@@ -552,8 +550,8 @@ def _page_table(path: Path) -> PageTable:
     return PageTable(page_ids[present], deltas[present], masks[present])
 
 
-def _sampled_rows(batch: list[StepRows], ordered: list[StepRows]) -> IntArray:
-    """Find the last row of each sequence that samples, in the order of `batch`."""
-    ends = np.cumsum([part.num_rows for part in ordered])
-    last_row_by_part = {id(part): int(end) - 1 for part, end in zip(ordered, ends, strict=True)}
-    return np.array([last_row_by_part[id(part)] for part in batch if part.samples], np.int64)
+def _sampled_rows(batch: list[StepRows], order: list[int]) -> IntArray:
+    """Find the last row of each sequence that samples, in the order of `batch`; the plan's is `order`."""
+    last_rows = np.empty(len(batch), np.int64)
+    last_rows[order] = np.cumsum([batch[index].num_rows for index in order]) - 1
+    return last_rows[[part.samples for part in batch]]
