@@ -235,9 +235,7 @@ class End(NamedTuple):
 
     sequence: Sequence
     reason: str
-    error: str | MnemeError | None = (
-        None  # a message where the engine failed, a `MnemeError` where the request is sound
-    )
+    error: str | MnemeError | None = None  # a message: the engine failed; a `MnemeError`: the request is sound
     parent: Sequence | None = None  # for whom it computed a prompt; nobody else hears of it
 
     @property
