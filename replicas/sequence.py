@@ -116,6 +116,7 @@ class Sequence:
     drawing: Drawing = field(default_factory=Drawing)  # how its tokens are drawn, and with which its output ends
     scoring: Scoring | None = None  # what is asked of its own prompt
     is_only_found: bool = False  # a child, of which nothing is computed that no tier has
+    has_ended: bool = False
     num_put_back: int = 0  # times that it went back to the queue because its KV is not what it should be
 
     def __post_init__(self) -> None:
@@ -240,9 +241,7 @@ class End(NamedTuple):
 
     sequence: Sequence
     reason: str
-    error: str | MnemeError | None = (
-        None  # a message where the engine failed, a `MnemeError` where the request is sound
-    )
+    error: str | MnemeError | None = None  # a message: the engine failed; a `MnemeError`: the request is sound
     parent: Sequence | None = None  # for whom it computed a prompt; nobody else hears of it
 
     @property

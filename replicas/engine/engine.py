@@ -333,7 +333,7 @@ class Engine:
             self._next_placeholder = _FIRST_PLACEHOLDER
         expected = Expected(flight.draws, first)
         for row, sequence in enumerate(flight.sampling):
-            if not self._is_alive(sequence):
+            if sequence.has_ended:
                 continue
             if sequence.num_output + 1 >= sequence.max_tokens:
                 flight.ending.add(sequence)  # whatever the token is
@@ -370,17 +370,11 @@ class Engine:
         if self.on_logits is not None:
             logits = self.on_logits(flight.sampling, logits)
         # Of one that has ended nobody wants the token.
-        rows = [
-            GREEDY if each.drawing.is_greedy or not self._is_alive(each) else _sample_row(each)
-            for each in flight.sampling
-        ]
+        rows = [GREEDY if each.drawing.is_greedy or each.has_ended else _sample_row(each) for each in flight.sampling]
         flight.draws = self.runner.sample(logits, rows)
         if self.connector is not None and self.runner.runs_ahead:
             self.connector.save_launched(flight.batch)
         return flight
-
-    def _is_alive(self, sequence: Sequence) -> bool:
-        return self._sequence_by_id.get(sequence.request.request_id) is sequence
 
     def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
         """Return what the first choice of the session's running turn has, if it runs."""
@@ -421,7 +415,7 @@ class Engine:
         children = self.scheduler.gathering.parent_by_child
         # What is computed for others first: a parent would end it as "abort", whose KV is saved, or not at all.
         for sequence in sorted(self._sequence_by_id.values(), key=lambda each: each not in children):
-            if self._is_alive(sequence):
+            if not sequence.has_ended:
                 self._finish(sequence, "error", message)
         self.forest.clear(is_trusted=False)
         self.pins.renew()
@@ -600,7 +594,7 @@ class Engine:
                 part.sequence.blend.add_departures(part.sequence.path, part.positions[part.narrowed], left)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             # One that went back as its chunks did not come computes this token again; one that was suspended does not.
-            if not self._is_alive(sequence) or (sequence.path is None and flight.has_loads):
+            if sequence.has_ended or (sequence.path is None and flight.has_loads):
                 continue
             try:
                 self._append(sequence, outcome)
@@ -619,12 +613,14 @@ class Engine:
 
     def _learn(self, batch: list[StepRows], took_s: float) -> None:
         """Let the costs know what a step took. Some rows of a blend see less than a prompt's, or leave early."""
+        if self.costs is None:
+            return
         rows = [
             (part.num_rows, part.end - part.num_rows)
             for part in batch
             if not (part.is_shifted or part.num_compared or part.sequence.request.leaves_nothing)
         ]
-        if self.costs is not None and rows and len(rows) == len(batch):
+        if rows and len(rows) == len(batch):
             self.costs.learn_step(rows, took_s)
 
     def _time_blends(self, batch: list[StepRows], took_s: float | None) -> None:
@@ -644,7 +640,7 @@ class Engine:
         if self.connector is not None:
             self.connector.abandon()
         for sequence in self.scheduler.retract_all():
-            if self._is_alive(sequence):  # else it ended with whom it was computed for
+            if not sequence.has_ended:  # else it ended with whom it was computed for
                 self._finish(sequence, "error", _FAILED)
         self.pins.renew()
 
@@ -686,6 +682,7 @@ class Engine:
         has_session = sequence.request.session_id is not None
         kept = finished_turn(sequence, self._tokenizer) if has_session and end.is_sound else None
         del self._sequence_by_id[sequence.request.request_id]
+        sequence.has_ended = True
         for party in self._parties:
             party(end)
         before = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None

@@ -156,17 +156,18 @@ class Runner:
                     load.wait_layer(layer)
             return None
         begun = self._begun(batch)
-        ordered = self._ordered(batch, is_kept=begun is not None)
+        order = self._order(batch, is_kept=begun is not None)
+        ordered = [batch[index] for index in order]
         others = [part for part in ordered if not part.is_plain]
         is_single = all(part.num_rows == 1 for part in others)
         token_ids, positions, slots = self._single_rows(ordered) if is_single else self._rows(ordered)
         sources = np.full_like(token_ids, -1) if expected is None else expected.sources(token_ids)
-        sampled_rows = _sampled_rows(batch, ordered)
+        sampled_rows = _sampled_rows(batch, order)
         arrays = (token_ids, positions, slots, sources, sampled_rows)
         draws = None if expected is None or sources.max() < 0 else expected.draws.tokens
         is_shifted, is_read = any(part.is_shifted for part in others), any(part.is_read for part in others)
         bucket = None if load is not None or is_shifted or is_read else self._bucket(ordered)
-        plans = self._step_plans(batch, ordered, positions, bucket, begun)
+        plans = self._step_plans(batch, order, positions, bucket, begun)
         inputs = self._inputs(arrays, plans[0], bucket, draws)
         inputs.load, inputs.plans = load, plans if len(plans) > 1 else {}
         rotated = positions
@@ -438,36 +439,29 @@ class Runner:
                 begun.append(index)
         return begun
 
-    def _ordered(self, batch: list[StepRows], *, is_kept: bool) -> list[StepRows]:
-        """Order a batch as the kept plan does, or depth-first through the forest."""
+    def _order(self, batch: list[StepRows], *, is_kept: bool) -> list[int]:
+        """Order a batch as the kept plan does, or depth-first through the forest; returns indices into it."""
         if is_kept and self._kept is not None:
-            return [batch[index] for index in self._kept.order]
-        return sorted(batch, key=lambda part: _path(part).page_ids.tobytes())
+            return self._kept.order
+        return sorted(range(len(batch)), key=lambda index: _path(batch[index]).page_ids.tobytes())
 
     def _step_plans(
-        self,
-        batch: list[StepRows],
-        ordered: list[StepRows],
-        positions: IntArray,
-        bucket: int | None,
-        begun: list[int] | None,
+        self, batch: list[StepRows], order: list[int], positions: IntArray, bucket: int | None, begun: list[int] | None
     ) -> dict[int, Plan]:
         """Plan the step, by the layer from which on; rows that fill it up to a bucket are at position 0 of sequences
         that have no pages."""
-        counts = [part.num_rows for part in ordered]
+        counts = [batch[index].num_rows for index in order]
         num_padding = 0 if bucket is None else bucket - len(positions)
-        sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
+        sequence = np.repeat(np.arange(len(order) + num_padding), counts + [1] * num_padding)
         rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
-        paths = [_path(part) for part in ordered]
+        paths = [_path(batch[index]) for index in order]
         # One plan is captured, and rows that leave between layers have one: private slots hold copies in all layers.
-        is_divided = self.graphs is None and not any(map(_is_watched, ordered))
+        is_divided = self.graphs is None and not any(map(_is_watched, batch))
         layers = {layer for path in paths for layer, _ in path.root.masks_from} if is_divided else set()
-        plans = None if begun is None else self._appended(begun, rows, len(ordered) + num_padding, layers or {0})
+        plans = None if begun is None else self._appended(begun, rows, len(order) + num_padding, layers or {0})
         if plans is None:
             where: list[int | None] = [*sorted(layers)] or [None]
             plans = {layer or 0: self._new_plan(paths, rows, num_padding, layer) for layer in where}
-            index_by_part = {id(part): index for index, part in enumerate(batch)}
-            order = [index_by_part[id(part)] for part in ordered]
             self._kept = _KeptPlans(plans, order, [_seen(_path(part)) for part in batch])
         return plans
 
@@ -588,8 +582,8 @@ def _page_table(path: Path, layer: int | None) -> PageTable:
     return PageTable(page_ids[present], deltas[present], masks[present])
 
 
-def _sampled_rows(batch: list[StepRows], ordered: list[StepRows]) -> IntArray:
-    """Find the last row of each sequence that samples, in the order of `batch`."""
-    ends = np.cumsum([part.num_rows for part in ordered])
-    last_row_by_part = {id(part): int(end) - 1 for part, end in zip(ordered, ends, strict=True)}
-    return np.array([last_row_by_part[id(part)] for part in batch if part.samples], np.int64)
+def _sampled_rows(batch: list[StepRows], order: list[int]) -> IntArray:
+    """Find the last row of each sequence that samples, in the order of `batch`; the plan's is `order`."""
+    last_rows = np.empty(len(batch), np.int64)
+    last_rows[order] = np.cumsum([batch[index].num_rows for index in order]) - 1
+    return last_rows[[part.samples for part in batch]]

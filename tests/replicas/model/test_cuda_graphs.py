@@ -152,6 +152,7 @@ def test_replayed_prompts_give_the_logits_of_eager_ones(
     make_device = None
     if backend == "triton":
         triton_step()
+        monkeypatch.setattr(decoder, "_native", None)  # by operation, as on a GPU
         monkeypatch.setattr(model, "attend", partial(attend, backend="triton"))
         make_device = partial(TritonDevice, decoder=decoder, monkeypatch=monkeypatch)
     engine, runner, _, graphs = with_played_device(decoder, make_device)
@@ -208,6 +209,7 @@ def test_all_that_differs_between_replays_is_in_tritons_buffers(
 
     eager_engine, eager = engine_of(decoder, None)
     serve(eager_engine)
+    monkeypatch.setattr(decoder, "_native", None)  # by operation, as on a GPU
     monkeypatch.setattr(model, "attend", partial(attend, backend="triton"))
     make_device = partial(TritonDevice, decoder=decoder, monkeypatch=monkeypatch)
     engine, runner, _, graphs = with_played_device(decoder, make_device)
