@@ -9,7 +9,9 @@ prefix out of every request's prefill but one.
 Timed from the first submission to the last token, from an empty cache, one thread each, arms interleaved in turns,
 medians. Our pool is allocated beforehand, as a server's is; `generate` allocates its cache as it goes.
 `generate` gets what it is best at: one padded-free batch of equal lengths, its own KV cache, `torch.inference_mode`.
-With `--beside PYTHON` (of an environment with vLLM's CPU build, `peers/vllm_cpu.py`) that takes a turn in every round.
+With `--beside PYTHON` (of an environment with vLLM's CPU build, `peers/vllm_cpu.py`) that takes two turns in every
+round, as it comes (compiled, blocks of its own choice) and eager. Tokens a CPU-second are of all threads of a process.
+`bench_real_chat.py` has llama.cpp beside both, served.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from engines import PAGE_SIZE, request
-from harness import Check, Run, at_least, options_of
+from harness import Check, Run, at_least, cpu_flags, options_of
 from peers.beside import Peer
 from workloads import MODEL_SHAPE, WORKLOADS, Workload, make_prompts, write_random_llama
 
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import choose_kernels
+from mneme.replicas.engine.choice import machine_choice
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.directory import load_model_config
@@ -40,40 +44,56 @@ WARM_TARGETS = {"bfloat16": 10.0, "float32": 4.0}
 PEER_TARGETS = {"W": 1.2, "S": 2.0, "P": 1.2}  # times vLLM's CPU build, both warm
 
 
+class Took(NamedTuple):
+    """Seconds, and those of CPUs in all threads of this process."""
+
+    wall_s: float
+    cpu_s: float
+
+    @staticmethod
+    def now() -> Took:
+        return Took(time.perf_counter(), time.process_time())
+
+    @staticmethod
+    def since(started: Took) -> Took:
+        return Took(time.perf_counter() - started.wall_s, time.process_time() - started.cpu_s)
+
+
 class Ours:
     """Our engine; `run` starts from an empty cache, `run_warm` after the same prompts were run once."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, workload: Workload) -> None:
         config = load_model_config(directory)
-        weights = load_weights(directory, config, torch.device("cpu"), dtype)
+        kernels = choose_kernels("auto", torch.device("cpu"), dtype)
+        weights = load_weights(directory, config, torch.device("cpu"), dtype, torch_rows=kernels.product_rows)
         tokens = workload.num_shared + workload.num_requests * (workload.num_private + workload.num_new)
         num_pages = tokens // PAGE_SIZE + 4 * workload.num_requests + 8
-        self._runner = Runner(Decoder(config, weights), num_pages, PAGE_SIZE)
+        self._runner = Runner(Decoder(config, weights, kernels=kernels), num_pages, PAGE_SIZE)
         self._workload = workload
 
-    def run(self, prompts: list[list[int]]) -> float:
-        """Seconds from the first submission to the last token."""
+    def run(self, prompts: list[list[int]]) -> Took:
+        """From the first submission to the last token."""
         self._engine = Engine(self._runner, None, EngineConfig())
         elapsed = self._timed(prompts)
         assert self._engine.num_tokens["cached"] >= (self._workload.num_requests - 1) * self._workload.num_shared
         return elapsed
 
-    def run_warm(self, prompts: list[list[int]]) -> float:
+    def run_warm(self, prompts: list[list[int]]) -> Took:
         """The same prompts again: all of each but its last token is cached."""
         before = self._engine.num_tokens["cached"]
         elapsed = self._timed(prompts)
         assert self._engine.num_tokens["cached"] - before == sum(len(ids) - 1 for ids in prompts)
         return elapsed
 
-    def _timed(self, prompts: list[list[int]]) -> float:
+    def _timed(self, prompts: list[list[int]]) -> Took:
         engine = self._engine
         before = engine.num_tokens["generated"]
-        started = time.perf_counter()
+        started = Took.now()
         for index, ids in enumerate(prompts):
             engine.submit(request(str(index), ids, self._workload.num_new))
         while engine.has_work:
             engine.step()
-        elapsed = time.perf_counter() - started
+        elapsed = Took.since(started)
         assert engine.num_tokens["generated"] - before == self._workload.output_tokens
         return elapsed
 
@@ -88,11 +108,11 @@ class Transformers:
         self._num_new = workload.num_new
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]]) -> float:
-        """Seconds of one `generate` call over the whole batch."""
+    def run(self, prompts: list[list[int]]) -> Took:
+        """One `generate` call over the whole batch."""
         batch = torch.tensor(prompts)
         mask = torch.ones_like(batch)
-        started = time.perf_counter()
+        started = Took.now()
         out = self._model.generate(
             batch,
             attention_mask=mask,
@@ -101,7 +121,7 @@ class Transformers:
             do_sample=False,
             pad_token_id=0,
         )
-        elapsed = time.perf_counter() - started
+        elapsed = Took.since(started)
         assert out.shape[1] == batch.shape[1] + self._num_new
         return elapsed
 
@@ -116,23 +136,31 @@ def measure(
 ) -> dict[str, Any]:
     """Medians of tokens per second by arm, and the ratio of the medians; peers take their turn in every round."""
     built = {arm: make(directory, DTYPES[name], workload) for arm, make in arms.items()}
-    seconds: dict[str, list[float]] = {arm: [] for arm in (*arms, "mneme_warm")}
+    names = (*arms, "mneme_warm")
+    seconds: dict[str, list[float]] = {arm: [] for arm in names}
+    cpu_seconds: dict[str, list[float]] = {arm: [] for arm in names}
     for run in range(num_runs + 1):
         prompts = make_prompts(workload, seed=run)
         order = list(built) if run % 2 else list(reversed(built))
         timed = {arm: built[arm].run(prompts) for arm in order}
         timed["mneme_warm"] = built["mneme"].run_warm(prompts)
         for arm, elapsed in timed.items() if run else ():  # the first is a warm-up
-            seconds[arm].append(elapsed)
+            seconds[arm].append(elapsed.wall_s)
+            cpu_seconds[arm].append(elapsed.cpu_s)
         for peer in beside:
             peer.run(run, is_counted=run > 0)
     for peer in beside:
-        for kind, values in peer.seconds.items():
-            seconds[f"{peer.identity['name']}_{kind.removesuffix('_s')}"] = values
+        for kind in ("cold", "warm"):
+            arm = f"{peer.identity['name']}_{kind}"
+            seconds[arm], cpu_seconds[arm] = peer.seconds[f"{kind}_s"], peer.seconds[f"{kind}_cpu_s"]
     rates = {arm: workload.output_tokens / statistics.median(values) for arm, values in seconds.items()}
+    cpu_rates = {arm: workload.output_tokens / statistics.median(values) for arm, values in cpu_seconds.items()}
     baseline = rates.get("transformers")
     return {
         "tokens_per_s": {arm: round(rate, 1) for arm, rate in rates.items()},
+        "tokens_per_cpu_s": {arm: round(rate, 1) for arm, rate in cpu_rates.items()},
+        "sides": {"mneme": {"kernels": str(machine_choice()), "instructions": cpu_flags()}}
+        | {peer.identity["name"]: peer.identity for peer in beside},
         "ratio": baseline and round(rates["mneme"] / baseline, 2),
         "seconds": {arm: [round(value, 3) for value in values] for arm, values in seconds.items()},
     }
@@ -143,8 +171,12 @@ def print_table(results: dict[str, Any]) -> None:
     for name, result in results.items():
         rates = result["tokens_per_s"]
         theirs, ratio = rates.get("transformers", "-"), result["ratio"] or "-"
-        beside = {arm: rate for arm, rate in rates.items() if arm not in ("mneme", "mneme_warm", "transformers")}
-        print(f"{name:<10}{rates['mneme']:>10}{theirs:>14}{ratio:>8}{rates['mneme_warm']:>12}   {beside or ''}")
+        print(f"{name:<10}{rates['mneme']:>10}{theirs:>14}{ratio:>8}{rates['mneme_warm']:>12}")
+        for arm, rate in rates.items():
+            over, of_cpu = rates["mneme_warm" if arm.endswith("_warm") else "mneme"] / rate, result["tokens_per_cpu_s"]
+            print(f"  {arm:<18}{rate:>9} tokens/s{of_cpu[arm]:>9} a CPU-second; ours over it {over:.2f}")
+        for side, about in result["sides"].items():
+            print(f"  {side}: {about}")
 
 
 def checks_of(workload: str, results: dict[str, dict[str, Any]]) -> list[Check]:
@@ -178,7 +210,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         directory = write_random_llama(Path(scratch))
-        beside = [Peer(args.beside, name)] if args.beside else []
+        beside = [Peer(args.beside, name, *options) for options in ((), ("--eager",))] if args.beside else []
         dtypes = args.dtype or (["bfloat16"] if beside else list(DTYPES))
         results = {dtype: measure(dtype, workload, directory, num_runs, arms, beside) for dtype in dtypes}
         for peer in beside:

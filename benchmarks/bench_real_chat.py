@@ -8,8 +8,9 @@ documentation (`pydoc_data.topics`) with a question, and 64 tokens are answered,
 for all servers. A conversation goes on from what its own server answered.
 
 All serve SmolLM2-135M-Instruct on the cores of one machine with one thread for the engine: llama.cpp the GGUF file (4
-bits, its own kernels), vLLM the file's tensors in bfloat16, Mneme the file, read to bfloat16. With `--gguf` llama.cpp
-has arms for other files of the model, too, such as what `llama-quantize --allow-requantize` makes of it in BF16.
+bits, its own kernels), vLLM the file's tensors in bfloat16, as it comes (compiled) and eager, Mneme the file, read to
+bfloat16. With `--gguf` llama.cpp has arms for other files of the model, too, such as what `llama-quantize
+--allow-requantize` makes of it in BF16.
 `mneme` has one replica on Ray Serve, `local` is `mneme serve --local`. Caches of prefixes are as each server has them.
 `peers/beside.py` says how to get LLAMA_SERVER and PYTHON.
 
@@ -181,8 +182,9 @@ def start(args: Any, directory: Path, folder: Path, stack: ExitStack) -> dict[st
         stack.callback(peers[name].stop)
     if args.vllm:
         model = write_bfloat16(reference(directory), directory, folder / MODEL)
-        peers["vllm"] = vllm_server(args.vllm, model, MODEL, free_port(), folder / "vllm.log")
-        stack.callback(peers["vllm"].stop)
+        for name, options in (("vllm", ()), ("vllm eager", ("--enforce-eager",))):
+            peers[name] = vllm_server(args.vllm, model, MODEL, free_port(), folder / f"{name}.log", *options)
+            stack.callback(peers[name].stop)
     arms = {}
     for name, server in (ours | peers).items():
         url = server.await_ready()
@@ -218,6 +220,7 @@ def measure(run: Run, arms: dict[str, Arm], text: Texts, in_flight: int) -> Part
         row["found"] = statistics.median(one["cached_share"] or 0.0 for one in all_of)
         row["PSS MiB"] = all_of[-1]["pss_mib"]
         row["cpu s"] = statistics.median(one["cpu_s"] for one in all_of)
+        row["tokens a cpu s"] = statistics.median(one["output_tokens"] / one["cpu_s"] for one in all_of)
         served.rows.append(row)
     sizes = {name: all_of[-1]["first_tokens"] for name, all_of in found.items()}
     apart = max(abs(size / sizes["mneme"] - 1) for size in sizes.values())

@@ -1,25 +1,29 @@
-"""A real checkpoint beside `transformers`: greedy tokens, perplexity of real text, best tokens, and how far dtypes are.
+"""A checkpoint beside `transformers`: greedy tokens, perplexity of text, best tokens, how far dtypes are, a prefill.
 
-    python benchmarks/bench_real_model.py [--model smollm2] [--only greedy|text]... [--quick] [--out FOLDER]
+    python benchmarks/bench_real_model.py [--model smollm2] [--only greedy|text|prefill]... [--quick] [--out FOLDER]
 
 The text is Python's own documentation (`pydoc_data.topics`, PSF licence), which every interpreter has. `transformers`
 gets the tensors that the engine reads, so a quantized file is compared as what it is dequantized to. Greedy tokens are
 equal if each is the best of `transformers`' logits for the same prompt and the tokens before, or within 1e-3 of it.
 `KL` is from `transformers` in float32, nats a token. A GGUF file is also written in other formats (by the `gguf`
 package, from what it dequantizes to) and read as float32: what a format alone costs, on top of the file's own.
-Bound by arithmetic: 2 x parameters x tokens for each arm.
+`prefill` is one step over a prompt of 2,048 tokens, of a random Llama of 31M parameters (workloads.py) and of `--model`
+(with `--quick` not), by the kernels that an engine chooses here, and `transformers`' forward with its SDPA: one thread,
+its own time, in turns; `old` is ours without the choice. Bound by arithmetic: 2 x parameters x tokens for each arm.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -28,17 +32,28 @@ from unittest import mock
 import gguf
 import torch
 import transformers
+from engines import request
 from harness import PartResult, Run, at_least, at_most, options_of
+from workloads import write_random_llama
 
 from mneme import LLM, SamplingParams
+from mneme.kernels.native.choice import OURS, CpuKernels
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.build import choose_kernels
+from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model import runner, sampler
-from mneme.replicas.model.directory import model_directory
-from mneme.replicas.model.weights import open_files
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import load_model_config, model_directory
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.weights import load_weights, open_files
 from mneme.replicas.request import PromptLogprobs
 
 NEAR = 1e-3  # between two logits that float32 may swap
 BATCH = 8  # requests at a time: a prefix is shared by none
-PARTS = ("greedy", "text")
+PARTS = ("greedy", "text", "prefill")
+PREFILL = 2048  # tokens
+PAGE_SIZE = 32
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 KINDS = ("BF16", "Q8_0", "Q4_1", "Q4_0")
 
 
@@ -169,6 +184,53 @@ def read(args: Any, directory: Path, model: Any, ids: list[list[int]], config: d
     return part
 
 
+def one_prefill(directory: Path, dtype: torch.dtype, kernels: CpuKernels) -> Callable[[torch.Tensor], object]:
+    """One step of an engine over one prompt, plan and draw included."""
+    config = load_model_config(directory)
+    weights = load_weights(directory, config, torch.device("cpu"), dtype, torch_rows=kernels.product_rows)
+    model = Runner(Decoder(config, weights, kernels=kernels), PREFILL // PAGE_SIZE + 8, PAGE_SIZE)
+
+    def run(ids: torch.Tensor) -> None:
+        engine = Engine(model, None, EngineConfig(max_batch_tokens=PREFILL))
+        engine.submit(request("prompt", ids.tolist(), 1))
+        assert engine.step()[0].token_ids
+
+    return run
+
+
+def prefill(directory: Path, folder: Path, num_rounds: int, *, quick: bool) -> PartResult:
+    """A prompt's forward pass, ours with and without the choice beside `transformers`'."""
+    part = PartResult(name="prefill", title=f"{PREFILL} tokens at once, milliseconds, medians of {num_rounds}")
+    models = {"llama-31m": write_random_llama(folder / "llama-31m"), directory.name: directory}
+    for name, of in models.items():
+        if quick and of == directory:
+            part.checks += [
+                at_least(f"transformers' prefill over ours, {name}, {dtype}", None, 1.0) for dtype in DTYPES
+            ]
+            continue
+        model = reference(of)
+        for dtype_name, dtype in DTYPES.items():
+            theirs = copy.deepcopy(model).to(dtype)
+            chosen = choose_kernels("auto", torch.device("cpu"), dtype)
+            arms: dict[str, Callable[[torch.Tensor], Any]] = {"ours": one_prefill(of, dtype, chosen)}
+            if chosen != OURS:
+                arms["old"] = one_prefill(of, dtype, OURS)
+            arms["transformers"] = lambda ids, model=theirs: model(ids[None], use_cache=True, logits_to_keep=1)
+            seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+            for number in range(num_rounds + 1):
+                ids = torch.randint(16, model.config.vocab_size, (PREFILL,))
+                for arm in arms if number % 2 else reversed(arms):
+                    started = time.thread_time()
+                    with torch.inference_mode():
+                        arms[arm](ids)
+                    seconds[arm] += [time.thread_time() - started] if number else []  # the first is a warm-up
+            row = {arm: 1e3 * statistics.median(values) for arm, values in seconds.items()}
+            ratio = statistics.median(map(truediv, seconds["transformers"], seconds["ours"]))
+            part.rows.append({"model": name, "dtype": dtype_name, "kernels": str(chosen), **row, "ratio": ratio})
+            part.checks.append(at_least(f"transformers' prefill over ours, {name}, {dtype_name}", ratio, 1.0))
+    return part
+
+
 def main() -> None:
     parser = options_of(__doc__, quick="4 prompts of 24 tokens, 2 windows", seed=False, out=True)
     parser.add_argument("--model", default="smollm2")
@@ -183,10 +245,14 @@ def main() -> None:
     directory = model_directory(args.model)
     model, parts, wanted = reference(directory), [], args.only or PARTS
     config = {"max_context": 2048, "max_running": BATCH, "generation_config": "none"}
-    with LLM(args.model, dtype="float32", config=config) as llm:
-        ids = windows(llm, args.windows, 512)
-        if "greedy" in wanted:
-            parts.append(run.show(greedy(llm, model, args.prompts, args.tokens)))
+    if "greedy" in wanted or "text" in wanted:
+        with LLM(args.model, dtype="float32", config=config) as llm:
+            ids = windows(llm, args.windows, 512)
+            if "greedy" in wanted:
+                parts.append(run.show(greedy(llm, model, args.prompts, args.tokens)))
+    if "prefill" in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            parts.append(run.show(prefill(directory, Path(folder), 2 if args.quick else 5, quick=args.quick)))
     if "text" in wanted:
         parts.append(run.show(read(args, directory, model, ids, config)))
     run.end([asdict(part) for part in parts])

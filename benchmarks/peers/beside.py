@@ -22,11 +22,11 @@ class Peer:
     It says a line of JSON when it is ready, and one for each line that it is sent.
     """
 
-    def __init__(self, python: str, workload: str) -> None:
-        command = [python, str(Path(__file__).with_name("vllm_cpu.py")), "--workload", workload]
+    def __init__(self, python: str, workload: str, *options: str) -> None:
+        command = [python, str(Path(__file__).with_name("vllm_cpu.py")), "--workload", workload, *options]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.identity = self._answer()
-        self.seconds: dict[str, list[float]] = {"cold_s": [], "warm_s": []}
+        self.seconds: dict[str, list[float]] = {"cold_s": [], "warm_s": [], "cold_cpu_s": [], "warm_cpu_s": []}
 
     def run(self, seed: int, *, is_counted: bool) -> None:
         """One turn: the prompts of this seed, cold, then warm."""
@@ -99,10 +99,11 @@ class PeerServer:
         return False
 
 
-def vllm_server(python: str, model: Path, name: str, port: int, log: Path) -> PeerServer:
+def vllm_server(python: str, model: Path, name: str, port: int, log: Path, *options: str) -> PeerServer:
     """Start vLLM's server: one thread, bfloat16, 2 GB of KV, else defaults; `vllm_cpu.py` says how to install it."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", name]
     command += ["--dtype", "bfloat16", "--no-enable-log-requests", "--enable-prompt-tokens-details"]
+    command += options
     own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2",
            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
     own["PATH"] = f"{Path(python).parent}:{os.environ['PATH']}"

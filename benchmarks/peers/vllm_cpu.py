@@ -5,9 +5,10 @@
     .peers/vllm/bin/pip uninstall -y torchvision torchaudio torchcodec   # their PyPI builds do not fit it
     python benchmarks/bench_engine.py --workload S --alone --beside .peers/vllm/bin/python
 
-Random weights of the same shape (`load_format="dummy"`), bfloat16, one thread, prefix caching on. It says who it is,
-then answers each line that it is sent, a seed, with the seconds of a cold and a warm run of that seed's prompts: with a
-new cache, and again.
+Random weights of the same shape (`load_format="dummy"`), bfloat16, one thread, prefix caching on; else as it comes,
+which is compiled and with blocks of its own choice, or with `--eager` not compiled. It says who it is and which
+instructions torch and the processor have for it, then answers each line that it is sent, a seed, with the seconds of a
+cold and a warm run of that seed's prompts, with a new cache and again, and what the process took of CPUs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import cpu_flags
 from workloads import MODEL_SHAPE, WORKLOADS, make_prompts
 
 CONFIG = {
@@ -42,7 +44,9 @@ CONFIG = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="W")
-    workload = WORKLOADS[parser.parse_args().workload]
+    parser.add_argument("--eager", action="store_true", help="not compiled")
+    args = parser.parse_args()
+    workload = WORKLOADS[args.workload]
     import torch
     import vllm
 
@@ -52,21 +56,27 @@ def main() -> None:
         llm = vllm.LLM(
             model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096,
             max_num_batched_tokens=4096, max_num_seqs=64, enable_prefix_caching=True, disable_log_stats=True,
+            enforce_eager=args.eager,
         )  # fmt: skip
 
-        def run(seed: int) -> float:
+        def run(seed: int) -> tuple[float, float]:
             prompts = [vllm.TokensPrompt(prompt_token_ids=ids) for ids in make_prompts(workload, seed)]
             params = vllm.SamplingParams(temperature=0, max_tokens=workload.num_new, ignore_eos=True, detokenize=False)
-            started = time.perf_counter()
+            started, cpu_before_s = time.perf_counter(), time.process_time()
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            elapsed = time.perf_counter() - started
+            elapsed, cpu_s = time.perf_counter() - started, time.process_time() - cpu_before_s
             assert all(len(output.outputs[0].token_ids) == workload.num_new for output in outputs)
-            return elapsed
+            return elapsed, cpu_s
 
         run(0)
-        print(json.dumps({"name": "vllm", "version": vllm.__version__}), flush=True)
+        name, instructions = "vllm_eager" if args.eager else "vllm", torch.backends.cpu.get_cpu_capability()
+        about = {"version": vllm.__version__, "torch": torch.__version__, "block_size": llm.llm_engine.vllm_config
+                 .cache_config.block_size, "instructions": f"{instructions}, {cpu_flags()}"}  # fmt: skip
+        print(json.dumps({"name": name, **about}), flush=True)
         for line in sys.stdin:
-            print(json.dumps({"cold_s": run(int(line)), "warm_s": run(int(line))}), flush=True)
+            (cold_s, cold_cpu_s), (warm_s, warm_cpu_s) = run(int(line)), run(int(line))
+            taken = {"cold_s": cold_s, "warm_s": warm_s, "cold_cpu_s": cold_cpu_s, "warm_cpu_s": warm_cpu_s}
+            print(json.dumps(taken), flush=True)
 
 
 if __name__ == "__main__":
