@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -53,6 +54,7 @@ def main() -> int:
     if not args.names:
         show(args.out)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that were started end, too
     are_whole = True
     for name in args.names:
         experiment = EXPERIMENTS[name](args.seed, is_quick=args.quick, vllm=args.vllm)

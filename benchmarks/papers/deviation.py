@@ -34,7 +34,7 @@ from mneme.replicas.text.tokenizer import Tokenizer
 from papers.experiment import Experiment, Found, Ours, Point, percent, spread
 
 TASKS = {"mneme-tiny": "coreference:8x4", "smollm2": "retrieval:8x30"}
-NUM_PROMPTS = {"mneme-tiny": 32, "smollm2": 12}
+NUM_PROMPTS = {"mneme-tiny": 32, "smollm2": 4}
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5)
 
 

@@ -49,10 +49,11 @@ class Simulated(Experiment):
 
     model = "bytes of KV per token alone"
     is_timed = False
+    num_sessions, host_gb = 9000, HOST_GB
 
     @property
     def trace(self) -> list[TraceRequest]:
-        return trace_of(300 if self.is_quick else 9000, self.seed)
+        return trace_of(300 if self.is_quick else self.num_sessions, self.seed)
 
     def find(self, sizes: list[int | None], policy: str, queue: int = 0, *, prefetch: bool = False) -> Point:
         """What the turns behind the warm-up find: blocks by tier over those that a conversation has said before."""
@@ -116,28 +117,38 @@ class LookAhead(Simulated):
 
     name, title, minutes = "attention-store-look-ahead", "AttentionStore Fig. 21: look-ahead beside LRU and FIFO", 9
     rows = ("A18",)
+    disks_gb: tuple[int, ...] = (2_000, 10_000)
+    is_at_scale = True
     arms = (("lookahead", 128), ("lookahead", 32), ("lru", 0), ("fifo", 0), ("returning", 0), ("min", 0))
 
     def points(self) -> Iterable[Point]:
-        disks = (2_000,) if self.is_quick else (2_000, 10_000)
+        disks = self.disks_gb[:1] if self.is_quick else self.disks_gb
         return [{"disk_gb": disk, "policy": name, "queue": queue} for disk in disks for name, queue in self.arms[::-1]]
 
     def measure(self, point: Point) -> Point:
-        sizes: list[int | None] = [0, *(blocks(size, "LLaMA-65B") for size in (HOST_GB, point["disk_gb"]))]
+        sizes: list[int | None] = [0, *(blocks(size, "LLaMA-65B") for size in (self.host_gb, point["disk_gb"]))]
         return self.find(sizes, point["policy"], point["queue"], prefetch=point["queue"] == PREFETCHED)
 
     def ours(self, found: Found) -> dict[str, Ours]:
         told = []
-        for disk in (2_000, 10_000):
+        for disk in self.disks_gb:
             shares = {arm: at(found, disk_gb=disk, policy=arm[0], queue=arm[1])["found"] for arm in self.arms}
             shown = (
                 f"{name}{f' {queue}' if queue else ''} {percent(share)}" for (name, queue), share in shares.items()
             )
-            told.append(f"{disk // 1000} TB: {', '.join(shown)}")
-        hosts = [percent(at(found, disk_gb=10_000, policy=policy, queue=queue)["host"])
+            told.append(f"{disk:,} GB: {', '.join(shown)}")
+        hosts = [percent(at(found, disk_gb=self.disks_gb[-1], policy=policy, queue=queue)["host"])
                  for policy, queue in (("lookahead", PREFETCHED), ("lru", 0))]  # fmt: skip
-        note = f"simulated, LLaMA-65B's bytes, queues of 128 and 32; in memory {hosts[0]}, with LRU {hosts[1]}"
-        return {"A18": Ours("; ".join(told), note=note)}
+        what = f"simulated, LLaMA-65B's bytes, {self.num_sessions:,} conversations, {self.host_gb:g} GB of memory"
+        note = f"{what}, queues of 128 and 32; found in memory {hosts[0]}, with LRU {hosts[1]}"
+        return {"A18": Ours("; ".join(told), self.is_at_scale, note)}
+
+
+class ScarceLookAhead(LookAhead):
+    """The same with 300 conversations at a time, memory for 0.2% of their KV, and disks for 4 and 11%."""
+
+    name, title, minutes = "attention-store-look-ahead-scarce", "AttentionStore Fig. 21, a thirtieth of its size", 1
+    num_sessions, host_gb, disks_gb, is_at_scale = 300, 2.0, (40, 100), False
 
 
 class Capacity(Simulated):
@@ -172,4 +183,4 @@ class Capacity(Simulated):
              lambda axes: lines(axes, series, "capacity over CCpUT", "found", dashed=["the paper"]))  # fmt: skip
 
 
-EXPERIMENTS = (Tiers, LookAhead, Capacity)
+EXPERIMENTS = (Tiers, LookAhead, ScarceLookAhead, Capacity)

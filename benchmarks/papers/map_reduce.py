@@ -2,8 +2,9 @@
 
 `full` computes all passages in one prompt, `query 0.15` reuses their KV, *map-reduce* has each passage summed up for a
 question, then answers from what was said of them, *map-rerank* answers from each passage alone and takes the answer
-whose tokens were likeliest. The passages hide codes in real text (`lab/quality/retrieval.py`); a point is five cases.
-What bounds it, one thread: prompts, and what is generated before the answer begins.
+whose tokens were likeliest. The passages hide codes in real text (`lab/quality/retrieval.py`); a point is five cases,
+and an answer that has the code in it is right. What bounds it, one thread: prompts, and what is generated before the
+answer begins.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from typing import Any, NamedTuple
 import httpx
 from plots import caption_of, lines, save
 
-from mneme.lab.quality.measure import best_scores
 from mneme.lab.quality.retrieval import Hidden, hidden_codes
 from papers.conversations import REAL, TINY
 from papers.documents import BLENDS, OFF
-from papers.experiment import Experiment, Found, Ours, Point, times
+from papers.experiment import Experiment, Found, Ours, Point, percent, times
 from papers.served import start
 
 FULL, BLEND, REDUCE, RERANK = "full", "query 0.15", "map-reduce", "map-rerank"
-SUMMARY_TOKENS, ANSWER_TOKENS, PART_CASES = 32, 8, 5
+SUMMARY_TOKENS, ANSWER_TOKENS, PART_CASES = 32, 24, 5
 
 
 class Said(NamedTuple):
@@ -56,8 +56,8 @@ class MapReduce(Experiment):
         found = Point()
         for arm in self.arms:
             took = [self._answer(arm, f"{first + number} {arm}", case) for number, case in enumerate(cases)]
-            right = [best_scores(said.strip(), [case.code])[0] for (said, _), case in zip(took, cases, strict=True)]
-            found |= {f"{arm} F1": statistics.fmean(right), f"{arm} ms": 1e3 * statistics.median(s for _, s in took)}
+            right = [case.code in said for (said, _), case in zip(took, cases, strict=True)]
+            found |= {f"{arm} right": statistics.fmean(right), f"{arm} ms": 1e3 * statistics.median(s for _, s in took)}
         return found
 
     def _answer(self, arm: str, salt: str, case: Hidden) -> tuple[str, float]:
@@ -93,18 +93,18 @@ class MapReduce(Experiment):
 
     def ours(self, found: Found) -> dict[str, Ours]:
         ms = {arm: statistics.median(row[f"{arm} ms"] for row in found) for arm in self.arms}
-        f1 = {arm: statistics.fmean(row[f"{arm} F1"] for row in found) for arm in self.arms}
+        right = {arm: statistics.fmean(row[f"{arm} right"] for row in found) for arm in self.arms}
         told = ", ".join(f"{times(ms[arm] / ms[BLEND])} {arm}" for arm in (REDUCE, RERANK, FULL))
-        shown = ", ".join(f"{arm} {share:.2f}" for arm, share in f1.items())
-        return {"B22": Ours(f"sooner than {told}; F1 {shown}", note="codes in four passages of real text, SmolLM2")}
+        shown = ", ".join(f"{arm} {percent(share)}" for arm, share in right.items())
+        return {"B22": Ours(f"sooner than {told}; right {shown}", note="codes in four passages of real text, SmolLM2")}
 
     def draw(self, folder: Path, closing: dict[str, Any]) -> None:
         rows = closing["results"]
         series = {("mneme, query 0.15" if arm == BLEND else arm): [(
-            statistics.median(row[f"{arm} ms"] for row in rows), statistics.fmean(row[f"{arm} F1"] for row in rows))]
+            statistics.median(row[f"{arm} ms"] for row in rows), statistics.fmean(row[f"{arm} right"] for row in rows))]
             for arm in self.arms}  # fmt: skip
         save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "ms until the answer begins", "F1"))  # fmt: skip
+             lambda axes: lines(axes, series, "ms until the answer begins", "right"))  # fmt: skip
 
 
 EXPERIMENTS = (MapReduce,)
