@@ -99,6 +99,7 @@ class Blend:
     num_again: int = 0  # tokens, from the first on, that are computed exactly: they were asked for before
     num_asked: int = 0  # likewise, but when it has ended: their documents' KV is there, and this request need not wait
     first_asked: tuple[DocumentSpan, ...] = ()  # documents without KV here, which nobody asked for before
+    is_forgotten: bool = False  # its session was deleted meanwhile: nothing of it is computed when it has ended
     why: str = "the request asks for it"
     is_measured: bool = False  # a quality report allows it
     predicted_s: float | None = None  # what its rows cost; None: nobody asks, or it cannot be compared

@@ -396,8 +396,8 @@ class Engine:
     def keep_nothing(self, is_meant: Callable[[Sequence], bool]) -> None:
         """Save nothing more of what runs, nor copy it exactly: that would come after its deletion."""
         for sequence in [each for each in self._sequence_by_id.values() if is_meant(each)]:
-            sequence.chain, sequence.blend.num_asked = None, 0
-            if not self._is_alive(self.scheduler.gathering.asker(sequence)):  # a copy: nobody waits for it
+            sequence.chain, sequence.blend.is_forgotten = None, True
+            if self.scheduler.gathering.asker(sequence).has_ended:  # a copy: nobody waits for it
                 self._finish(sequence, "abort")
 
     def _first_choice(self, key: SessionKey) -> Sequence | None:
@@ -705,10 +705,8 @@ class Engine:
         themselves the documents that were asked for the first time.
         """
         sequence, blend = end.sequence, end.sequence.blend
-        if end.reason not in ("stop", "length") or sequence.request.choice_index:
+        if end.reason not in ("stop", "length") or sequence.request.choice_index or blend.is_forgotten:
             return
-        if self.connector is not None and sequence.chain is None:
-            return  # it was deleted meanwhile
         salt, ids, is_idle = sequence.request.salt, sequence.context[: self.capacity - 1], not self.scheduler.has_work
         for index, span in enumerate(blend.first_asked if is_idle else ()):
             alone = [*self.sink_ids, *ids[span.start : span.end]]

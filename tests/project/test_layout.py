@@ -100,7 +100,7 @@ CEILINGS = {
     "cluster/wire": 3050,
     "kernels": 2100,
     "kernels/long": 250,
-    "kernels/native": 1050,
+    "kernels/native": 1100,
     "kernels/torch": 200,
     "kernels/triton": 2850,
     "lab": 550,
