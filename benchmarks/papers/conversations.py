@@ -195,7 +195,7 @@ class Histories(Experiment):
     name, title, minutes = "histories", "Pensieve Fig. 3, AttentionStore Fig. 18, 25, 26: a turn behind N tokens", 45
     rows = ("P16", "A15", "A16", "A23")
     model, is_served = REAL, True
-    new_tokens, answer = 64, 32
+    answer = 32  # tokens
 
     def points(self) -> Iterable[Point]:
         histories = (256,) if self.is_quick else (4096, 1024, 2048, 7168)

@@ -64,7 +64,6 @@ class Throughput(Behind):
 
     name, title, minutes = "relay-throughput", "RelayAttention Fig. 6 and 8: throughput by system prompt", 60
     rows = ("R12", "R13", "C15")
-    paper: dict[str, float] = {"ShareGPT": 4.36, "256+512": 2.2}  # noqa: RUF012  # at most, over vLLM
 
     def points(self) -> Iterable[Point]:
         systems = (256,) if self.is_quick else (2048, 64, 512, 128, 1024, 256)
