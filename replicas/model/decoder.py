@@ -178,9 +178,10 @@ class Decoder:
         """Return whether nobody looks between a layer's operations, all have one plan, and compiled code does all."""
         if inputs.fusor is not None or inputs.observe is not None or inputs.read_rows is not None or inputs.plans:
             return False
-        if any(rows is not None and len(inputs.token_ids) >= rows for rows in self.kernels):
+        rows = self.kernels.product_rows
+        if rows is not None and len(inputs.token_ids) >= rows:
             return False
-        return choose("auto", self.device, self.dtype, inputs.plan) is attend_native
+        return choose("auto", self.device, self.dtype, inputs.plan, self.kernels.prompt_rows) is attend_native
 
     def _run_native(
         self, native: NativeLayers, hidden: torch.Tensor, normed: torch.Tensor, inputs: StepInputs, pool: KvPool
