@@ -258,6 +258,7 @@ class EngineLoop:
             while not (self._inbox or self._stopping or self._can_step):
                 if not self._condition.wait(self._pause_s):
                     self.engine.sessions.expire()
+                    self.engine.pins.expire()
                     self._withheld.release()
                     self._report()
             commands, self._inbox = self._inbox, []
