@@ -13,6 +13,7 @@ Greedy, end-of-text ignored. The model: a random Llama of 31M parameters, hidden
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,4 +63,15 @@ def write_random_llama(directory: Path, seed: int = 0, **shape: int) -> Path:
 
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**{**MODEL_SHAPE, **shape})).save_pretrained(directory)
+    return directory
+
+
+def write_chat_llama(directory: Path, **shape: int) -> Path:
+    """Save the same model, or one of another shape, with the tokenizer and the chat template of mneme-tiny."""
+    from mneme.replicas.model.directory import model_directory
+
+    write_random_llama(directory, **{"vocab_size": 3072, "eos_token_id": 3, **shape})
+    for file in model_directory("mneme-tiny").iterdir():
+        if file.name.startswith(("tokenizer", "chat_template")):
+            shutil.copy(file, directory)
     return directory

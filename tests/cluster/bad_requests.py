@@ -287,7 +287,7 @@ _CHAT = [
         _chat(f"blend.{name}", documents=["a"], blend={name: value})
         for name, values in (
             *(("mode", ("best",)), ("selector", ("best",)), ("ratio", (-0.1, 1.1, True, "0.5"))),
-            *(("min_tokens", (-1, True)), ("order", ("best", None)), ("ordre", ("any",))),
+            *(("min_tokens", (-1, True)), ("order", ("best", 1)), ("ordre", ("any",))),
         )
         for value in values
     ),

@@ -106,8 +106,7 @@ def test_what_is_asked_again_is_computed_exactly_where_its_documents_are_gone() 
 @pytest.mark.parametrize("deleted", ["while it answers", "while it is copied", "when all is done"])
 def test_a_sessions_deletion_takes_its_exact_beginning_along(query: Any, deleted: str) -> None:
     engine, parts = make_engine(max_batch_tokens=16), [SYSTEM, A, B, QUESTION]
-    engine.submit(blended("first", parts, AUTO, 2, session_id="public:first"))
-    run(engine)
+    know(engine, A, B)
     second = blended("second", parts, AUTO, 2, session_id=SECOND[1])
     engine.submit(second)
     if deleted == "while it is copied":

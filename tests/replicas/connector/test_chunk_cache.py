@@ -126,6 +126,7 @@ def test_a_failed_step_saves_nothing_of_itself_and_lets_go_of_pages_at_once(
     submit(engine, "a", draw(12, 200), NUM_NEW)
     wait_for_store(engine)
     with monkeypatch.context() as patched:
+        patched.setattr(decoder_module.Decoder, "_is_native", lambda *_: False)  # by operation
         patched.setattr(decoder_module, "attend", failing(decoder_module.attend, RuntimeError("the device is gone")))
         with pytest.raises(RuntimeError):
             engine.step()

@@ -218,6 +218,7 @@ def test_a_step_of_an_llm_that_ends_early_leaves_nothing_to_match(
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm, prompt = LLM(dtype="float32", config={"num_pages": 64}), list(range(40, 140))
     with monkeypatch.context() as patched:
+        patched.setattr(decoder_module.Decoder, "_is_native", lambda *_: False)  # by operation
         patched.setattr(decoder_module, "attend", failing(decoder_module.attend, error()))
         with pytest.raises(error):
             llm.generate([prompt], greedy)
