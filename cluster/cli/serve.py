@@ -109,7 +109,7 @@ def _summary(url: str, service: dict[str, Any]) -> str:
     from mneme.cluster.http.api_docs import curl_line
 
     replicas = "1 replica" if service["replicas"] == 1 else f"{service['replicas']} replicas"
-    formats = service["weights"] or []
+    formats = service["weights"] or [service["dtype"]]
     rounded = "" if formats == [service["dtype"]] else f" with weights in {' and '.join(formats)}"
     return f"""\
   {service["device"]}, {service["dtype"]}{rounded}, context {service["max_model_len"]:,} tokens, KV of \

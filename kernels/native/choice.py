@@ -68,7 +68,11 @@ def is_invariant(use: CpuKernelsUse, dtype: str) -> bool:
 
 
 def choose(timings: Sequence[Timing]) -> Choice:
-    """Choose the dtype by the mean of products, few rows and many, and torch from where it is faster at all sizes."""
+    """Choose the dtype by the mean of products, few rows and many, and torch from where it is faster at all sizes.
+
+    A 16-bit checkpoint is computed in bfloat16 unless float32 is clearly faster: else noise would decide, and replicas
+    of one cluster would differ.
+    """
     of = {dtype: [each for each in timings if each.dtype == dtype] for dtype in ("bfloat16", "float32")}
     kernels = {
         dtype: CpuKernels(
@@ -79,7 +83,8 @@ def choose(timings: Sequence[Timing]) -> Choice:
     }
     products = [{each.rows: _best_s(each) for each in found if each.work == "product"} for found in of.values()]
     ratios = [math.log(half_s / products[1][rows]) for rows, half_s in products[0].items() if rows in products[1]]
-    return Choice("bfloat16" if sum(ratios) <= 0 else "float32", kernels["bfloat16"], kernels["float32"])
+    is_slow = bool(ratios) and sum(ratios) / len(ratios) > -math.log(_GAIN)
+    return Choice("float32" if is_slow else "bfloat16", kernels["bfloat16"], kernels["float32"])
 
 
 def _best_s(timing: Timing) -> float:

@@ -95,7 +95,9 @@ class NativeLayers:
         self._weights = (_Weights * len(layers))(*map(_weights, layers))
 
     def begin(self, hidden: Tensor, normed: Tensor, rows: LayerRows) -> LayersRun:
-        """Make ready to run a step: hidden [T, H], which is changed, and its first norm."""
+        """Make ready to run a step: hidden [T, H], which is changed, and its first norm, both contiguous."""
+        if not hidden.is_contiguous() or not normed.is_contiguous():
+            raise ValueError("hidden, normed: must be contiguous")
         plan, hidden_size = rows.plan, hidden.shape[1]
         q = hidden.new_empty(len(hidden), plan.num_q_heads, plan.head_dim)  # stands for what the layers will ask
         kinds = list(zip(self._ropes, self._windows, strict=True))

@@ -84,7 +84,7 @@ class QuantizedLinear:
             codes = torch.stack((codes & 15, codes >> 4), 3).flatten(2, 3)
         scales = halves[..., :1]
         values = codes.flatten(2) * scales + (-128 * scales if self.bits == 8 else halves[..., 1:])
-        return values.flatten(1)[:, : self._num_inputs].to(self._dtype)
+        return values.flatten(1)[:, : self._num_inputs].to(self._dtype).contiguous()
 
 
 def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -66,7 +66,7 @@ def quality(args: argparse.Namespace) -> int:
     from mneme.lab.quality.measure import Arm, measure
     from mneme.lab.quality.tasks import read_task
     from mneme.replicas.blend.gate import measured_on, report_path
-    from mneme.replicas.engine.build import build_engine, choose_device, choose_dtype, model_fingerprint
+    from mneme.replicas.engine.build import build_engine, choose_device, choose_dtype, form_of, model_fingerprint
     from mneme.replicas.model.directory import load_model_config, model_directory
     from mneme.replicas.text.tokenizer import Tokenizer
 
@@ -90,12 +90,13 @@ def quality(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    measured = measured_on(model_fingerprint(folder, model_config, dtype))
-    if out is not None and not args.force:
-        _check_broader(report_path(out, measured), task)
     tokenizer = Tokenizer.load(folder)
     engine = build_engine(args.model, config, tokenizer=tokenizer)
     try:
+        form = form_of(config.weights, engine.runner.weight_bytes)
+        measured = measured_on(model_fingerprint(folder, model_config, dtype, form))
+        if out is not None and not args.force:
+            _check_broader(report_path(out, measured), task)
         with Progress(console=Console(stderr=True)) as bars:
             bar = bars.add_task("cases", total=sum(map(len, task.cases_by_layout.values())))
             rows, num_left_out = measure(

@@ -31,6 +31,7 @@ from mneme.replicas.documents import BlendOptions, Declined, Selector
 
 _CHEAPEST: tuple[Selector, ...] = ("none", "first-k", "random", "query", "query+first-k", "hkvd", "all")
 _LEARNED = 0.5  # of how slow the last blend was
+_SLOWEST = 4.0  # times of what was predicted that one blend counts for: more says of the machine, not of blends
 _KEPT = 0.98  # of how slow they were, with each request that is computed in full instead
 _WORTH = 1.1  # times the predicted time: exact KV is found by all who come after, so less is no gain
 _TIE = 1.02  # times the soonest: then the smaller ratio is taken, and the cheaper selector
@@ -93,7 +94,7 @@ class Controller:
 
     def learn(self, predicted_s: float, took_s: float) -> None:
         """Take how long the steps of a blend took that were its alone, and how long its rows should have."""
-        self._slowness += _LEARNED * (took_s / predicted_s - self._slowness)
+        self._slowness += _LEARNED * (min(took_s / predicted_s, _SLOWEST) - self._slowness)
 
     def predicted_s(self, selector: Selector, ratio: float, work: Work) -> float:
         """Predict the seconds from when all documents are there to the first token."""

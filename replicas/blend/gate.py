@@ -164,11 +164,12 @@ def read_gate(folder: Path, model: Callable[[], Mapping[str, str]]) -> Gate:
 
 
 def measured_on(fingerprint: ModelFingerprint) -> dict[str, str]:
-    """Return what a report holds for: the weights, the dtype that the engine computes in, and the rotary table."""
+    """Return what a report holds for: weights, as what they are multiplied, the engine's dtype, the rotary table."""
+    form = json.loads(fingerprint.architecture or "{}").get("weights")
     rope = json.dumps([f"{number:.12e}" for number in (*fingerprint.inv_freq, fingerprint.attention_factor)])
     return {
         "weights": fingerprint.weights,
-        "dtype": fingerprint.layout.dtype,
+        "dtype": fingerprint.layout.dtype if form is None else f"{fingerprint.layout.dtype}-{form}",
         "rope": sha256(rope.encode()).hexdigest(),
     }
 

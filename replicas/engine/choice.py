@@ -1,8 +1,9 @@
 """Times the compiled kernels and torch's on this machine's CPU, once, and keeps the seconds in the cache folder.
 
-`kernels/native/choice.py` says what follows from them. Each arm takes its turn three times, and its fastest counts, in
-time of this thread, which neighbours on the machine change least. Torch's products
-include unpacking the weight, its attention what goes before it and behind it.
+`kernels/native/choice.py` says what follows from them. All is timed on one thread, whose own time neighbours on the
+machine change little; with several it would depend on who got how much of the work. Each arm takes its turn three
+times, and its fastest counts. Torch's products include unpacking the weight, its attention what goes before it and
+behind it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -36,29 +37,27 @@ _PAST, _PAGE_SIZE = 1024, 32
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 8, 4, 64
 _NUM_TURNS = 3
 _WORKS = get_args(Work)
-_BUDGET_S = 3.0  # nothing is begun after it; on a core with AVX-512 all takes about one
+_BUDGET_S = 5.0  # by the clock on the wall: nothing is begun after it; on an idle core with AVX-512 all takes about one
 _FORMAT = "mneme kernel timings 1"
 _DTYPES: dict[HalfDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def machine_choice() -> Choice:
     """Return what this machine's timings say; they are measured where an earlier start has left none."""
-    return _choice_of(torch.get_num_threads())
+    return _choice()
 
 
 @cache
-def _choice_of(num_threads: int) -> Choice:
-    """`num_threads`: torch's, for which the timings are."""
-    timings = _kept_timings(num_threads)
-    choice = choose(timings)
+def _choice() -> Choice:
+    choice = choose(_kept_timings())
     logger.info("kernels of this CPU: %s", choice)
     return choice
 
 
-def _kept_timings(num_threads: int) -> list[Timing]:
+def _kept_timings() -> list[Timing]:
     """Read them or measure them; of processes that start at once one measures, and the others read."""
     loaded = library()
-    about = (cpu_features(), None if loaded is None else Path(loaded._name).stem, torch.__version__, num_threads)
+    about = (cpu_features(), None if loaded is None else Path(loaded._name).stem, torch.__version__)
     machine = blake2b(f"{about} {os.cpu_count()}".encode(), digest_size=12).hexdigest()
     with contextlib.ExitStack() as held:
         try:
@@ -84,8 +83,10 @@ def _read(path: Path) -> list[Timing] | None:
             return None
         if content["format"] != _FORMAT:
             raise ValueError(f"format: must be {_FORMAT!r}")
+        if not content["timings"]:
+            raise ValueError("timings: there are none")
         return [_timing(each) for each in content["timings"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         logger.warning("kernels are timed anew, %s cannot be used: %s", path, error)
         return None
 
@@ -103,24 +104,35 @@ def measured_timings(
     prompt_rows: Sequence[int] = _PROMPT_ROWS,
     budget_s: float = _BUDGET_S,
     clock: Callable[[], float] = time.thread_time,
+    wall: Callable[[], float] = time.monotonic,
 ) -> list[Timing]:
-    """Time products and attention of these sizes, the small ones first, by `clock`, until the budget is spent."""
-    until_s, found = clock() + budget_s, list[Timing]()
-    with torch.inference_mode():
+    """Time products and attention of these sizes, the small ones first, until the budget of `wall` is spent."""
+    until_s, found = wall() + budget_s, list[Timing]()
+    with torch.inference_mode(), _one_thread():
         weights = torch.randn(_NUM_WEIGHTS, _SIZE, _SIZE, generator=torch.Generator().manual_seed(0)) * _SIZE**-0.5
         for num_rows in rows:
             for name, dtype in _DTYPES.items():
-                if found and clock() > until_s:
+                if found and wall() > until_s:
                     return found
                 arms = [_multiply(weights.to(dtype), num_rows, torch_rows) for torch_rows in (None, 1)]
                 found.append(Timing("product", name, num_rows, *_fastest_s(arms, clock)))
         for num_rows in prompt_rows:
             for name, dtype in _DTYPES.items():
-                if clock() > until_s:
+                if wall() > until_s:
                     return found
                 arms = [_attend(num_rows, dtype, least_rows) for least_rows in (None, 1)]
                 found.append(Timing("attention", name, num_rows, *_fastest_s(arms, clock)))
     return found
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _multiply(weights: Tensor, num_rows: int, torch_rows: int | None) -> Callable[[], object]:

@@ -564,7 +564,8 @@ class Engine:
             if parent.load is not None and not parent.load.is_asking and not parent.is_found_whole:
                 parent.drop_load()
             load = child.load
-            is_lacking = child.is_only_found and (load is None or (load.is_decided and not load.spans))
+            is_late = load is not None and load.is_asking and load.left_s() <= 0  # nobody says in time
+            is_lacking = child.is_only_found and (load is None or is_late or (load.is_decided and not load.spans))
             if not self._outbox.has_begun(child) and (is_lacking or parent.is_found_whole):
                 self._finish(child, "abort")
 

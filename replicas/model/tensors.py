@@ -181,8 +181,10 @@ class Tensors:
             found.append(ExpertTensors(gate_up, each.tensor(f"{down}.weight", hidden, own.intermediate_size)))
         if own.shared_size is not None:
             mlp = self.under("shared_expert.").gated_mlp(size=own.shared_size)
-            shared = SharedExpert(mlp, self.linear({"shared_expert_gate": 1}, hidden))
-        return self._experts(self.router("gate", hidden), found, shared, self.bits(f"experts.0.{gate}"))
+            weight, _ = self._joined({"shared_expert_gate": 1}, hidden)
+            shared = SharedExpert(mlp, make_linear(weight))
+        names = [f"experts.{index}.{name}" for index in range(own.num_experts) for name in (gate, up, down)]
+        return self._experts(self.router("gate", hidden), found, shared, self.bits(*names))
 
     def fused_experts(self) -> Experts:
         """Build gpt-oss's experts: one tensor of all, in MXFP4 or not, with gates and ups in turns."""

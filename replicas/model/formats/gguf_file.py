@@ -122,7 +122,7 @@ class GgufFile:
 
         kind = gguf.GGMLQuantizationType(self.tensors[name].kind).name
         found = re.match(r"Q(\d)_", kind)  # the others are floats, or of a table's numbers
-        return None if found is None else 4 if int(found[1]) <= 4 else 8
+        return None if found is None else 4 if found[1] == "4" else 8  # fewer bits have groups of 16
 
     def array(self, name: str, expert: int | None = None) -> FloatArray:
         """Return a tensor dequantized, as the family's own checkpoints have it: float32, rows first.

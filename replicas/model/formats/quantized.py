@@ -21,6 +21,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight numbers of a word lie
 _SCALES = ("weight_scale", "weight_scale_inv", "scale")
 _OTHERS = ("input_scale", "k_scale", "v_scale", "bias_scale", "activation_scale", "input_zero_point")  # of products
 _WORD = 32
+_GROUP = 32  # inputs that have a scale where 4 bits are multiplied
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _INTEGERS = ("I32", "I64")
@@ -142,9 +143,13 @@ class QuantizedTensors:
         return self._files.stored(name, *shape)
 
     def bits(self, name: str) -> int | None:
-        """See `Source`. FP8 is rounded once more, to 8 bits."""
+        """See `Source`. What is no 4 bits in groups of neighbours that 32 divides is rounded once more, to 8 bits."""
         form = self._form(name)
-        return None if form is None else 4 if form != "scaled" and self._bits <= 4 else 8
+        if form is None:
+            return None
+        is_reordered = self._method != "awq" and self._files.has(name.removesuffix("weight") + "g_idx")
+        has_groups = self._group is None or self._group % _GROUP == 0
+        return 4 if form != "scaled" and self._bits <= 4 and has_groups and not is_reordered else 8
 
     def _form(self, name: str) -> str | None:
         stem = name.removesuffix("weight")

@@ -154,7 +154,9 @@ def test_what_was_rounded_so_before_is_found_again(bits: int) -> None:
 def test_rows_of_the_weight_come_back(bits: int, dtype: torch.dtype) -> None:
     weight = draw(70, 33, dtype=dtype)
     linear, index = QuantizedLinear(weight, None, bits), torch.tensor([0, 69, 31, 32, 32])
-    assert torch.equal(linear.weight_rows(index), meant(weight, bits).float().to(dtype)[index])
+    found = linear.weight_rows(index)
+    assert torch.equal(found, meant(weight, bits).float().to(dtype)[index])
+    assert found.is_contiguous(), "layers in one call read it as packed"
 
 
 def test_threads_change_nothing() -> None:

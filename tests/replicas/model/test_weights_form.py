@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ import torch
 from mneme.config import parse
 from mneme.errors import ConfigError
 from mneme.kernels.native.quantized import QuantizedLinear
+from mneme.replicas.blend.gate import measured_on
 from mneme.replicas.config import EngineConfig, WeightsForm
 from mneme.replicas.engine.build import build_engine, form_of, model_fingerprint
 from mneme.replicas.model.directory import load_model_config
+from mneme.replicas.model.formats.quantized import QuantizedTensors
 from mneme.replicas.model.parts import DecoderWeights, GatedMlp
+from mneme.replicas.model.tensors import Linears
 from mneme.replicas.model.weights import load_weights
 from tests.kernels.native.native_variants import use_library
 from tests.replicas.checkpoints import write_checkpoint
@@ -83,12 +87,35 @@ def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
     assert found.num_bytes.keys() == {"int4", "int8"}
 
 
+def test_experts_have_the_bits_of_the_widest_of_their_parts() -> None:
+    """Files often have the matrices that lead out of experts in more bits."""
+    linears = Linears("auto")
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    assert [linears.make(weight, stored=stored).format for stored in ((4, 4), (4, 8), (4, None))] == [
+        "int4", "int8", "float32",
+    ]  # fmt: skip
+    assert linears.num_bytes.keys() == {"int4", "int8", "float32"}
+
+
+@pytest.mark.parametrize(
+    ("group", "is_reordered", "bits"), [(128, False, 4), (32, False, 4), (16, False, 8), (128, True, 8)]
+)
+def test_groups_that_are_not_neighbours_have_8_bits(group: int, is_reordered: bool, bits: int) -> None:
+    """Their 4 bits are on no grid of 32 inputs that follow each other."""
+    files = SimpleNamespace(model_dir=Path(), names=["a.qweight", *(["a.g_idx"] if is_reordered else [])])
+    files.has = files.names.__contains__
+    said = {"quant_method": "gptq", "bits": 4, "group_size": group}
+    assert QuantizedTensors(files, said, torch.device("cpu"), torch.float32).bits("a.weight") == bits
+
+
 def test_a_form_is_part_of_the_fingerprint(llama: Path) -> None:
     config = load_model_config(llama)
     forms: tuple[WeightsForm, ...] = ("dense", "int8", "int4")
     found = {model_fingerprint(llama, config, torch.float32, form).digest for form in forms}
     assert len(found) == len(forms)
     assert model_fingerprint(llama, config, torch.float32).digest in found
+    reports = {str(measured_on(model_fingerprint(llama, config, torch.float32, form))) for form in forms}
+    assert len(reports) == len(forms), "a quality report is for one form"
     assert form_of("auto", {"float32": 1}) == "dense"
     assert form_of("auto", {"int4": 1, "int8": 1}) == "auto"
 
