@@ -57,6 +57,9 @@ class RandomSource:
         empty = torch.empty(shape, dtype=self._dtype, device=self._device)
         return empty.normal_(std=_STD, generator=self._generator)
 
+    def bits(self, _name: str) -> None:
+        """Nothing is quantized."""
+
     def stored(self, name: str, *_shape: int) -> torch.Tensor:
         raise KeyError(name)
 

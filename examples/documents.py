@@ -36,8 +36,9 @@ def main() -> None:
             usage = server.ask("/v1/chat/completions", asked(indices, exact))["usage"]
             found = usage["prompt_tokens_details"]["cached_tokens"]
             print(f"{indices}, order {order}: {found} of {usage['prompt_tokens']} prompt tokens found", flush=True)
-        server.ask("/v1/chat/completions", asked((0, 1, 2), {"mode": "auto"}))
-        usage = server.ask("/v1/chat/completions", asked((2, 1, 0), {"mode": "auto"}))["usage"]
+        in_place = {"mode": "auto", "order": "given"}
+        server.ask("/v1/chat/completions", asked((0, 1, 2), in_place))
+        usage = server.ask("/v1/chat/completions", asked((2, 1, 0), in_place))["usage"]
         blend = usage["kv_details"]["blend"]
         print(f"in place, as the model's quality report allows: {blend.get('measured', False)}; {blend['why']}")
         for each in blend["documents"]:

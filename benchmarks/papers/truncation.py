@@ -134,6 +134,9 @@ class DenseDecoder(Decoder):
     `reuse_kv` does without rotating keys, so the two must agree.
     """
 
+    def _is_native(self, _inputs: object) -> bool:
+        return False  # attention is ours
+
     def begin(self, num_sequences: int, window: int, truncation: Truncation, positions: Positions) -> None:
         config = self.config
         shape = (config.num_layers, num_sequences, window + 1, config.num_kv_heads, config.head_dim)

@@ -23,7 +23,7 @@ def llm() -> Iterator[LLM]:
         model_directory("smollm2")
     except CheckpointError as error:
         pytest.skip(f"{PACKAGED['smollm2'].requirement} cannot be had here: {error}")
-    with LLM("smollm2", dtype="float32", config={"max_context": 1024, "max_running": 8}) as llm:
+    with LLM("smollm2", dtype="float32", config={"max_context": 1024, "max_running": 8, "weights": "dense"}) as llm:
         yield llm
 
 
