@@ -20,7 +20,6 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.serve.gpus import place_models
 from mneme.config import parse
 from mneme.errors import ConfigError
-from tests.cluster.serve.deployments import bound
 from tests.docker.dockerfile import DOCKERFILE
 from tests.k8s.renders import (
     NAMES,
@@ -81,6 +80,7 @@ def test_the_serve_config_has_only_known_keys(manifests: list[Manifest]) -> None
 
 def test_the_application_builds_from_its_arguments() -> None:
     from mneme.cluster import app
+    from tests.cluster.serve.deployments import bound
 
     (application,) = serve_config(rendered("cpu"))["applications"]
     module, _, name = application["import_path"].partition(":")
