@@ -6,7 +6,6 @@ import pytest
 
 from mneme.kernels.native.choice import OURS, Choice, CpuKernels, HalfDtype, Timing, Work, choose, is_invariant
 
-pytestmark = pytest.mark.policy
 ROWS = (1, 16, 64, 256, 512)
 
 
