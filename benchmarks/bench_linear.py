@@ -28,8 +28,8 @@ from harness import Check, PartResult, Run, at_least, options_of
 from torch import Tensor
 from workloads import MODEL_SHAPE
 
-from mneme.kernels.linear import PackedLinear, can_pack
-from mneme.kernels.native.library import find_compiler
+from mneme.kernels.linear import PackedLinear
+from mneme.kernels.native.library import can_pack, find_compiler
 from mneme.replicas.engine.choice import machine_choice
 
 ROWS = (1, 8, 16, 32, 64, 128, 512, 2048)

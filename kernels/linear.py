@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, library, native_function, num_threads
+from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, can_pack, native_function, num_threads
 from mneme.kernels.native.quantized import QuantizedLinear
 
 _PANEL = 32  # output features that are kept side by side
@@ -78,11 +78,6 @@ def make_linear(
     if bits is not None and can_pack(weight):
         return QuantizedLinear(weight, bias, bits)
     return PackedLinear(weight, bias, torch_rows) if can_pack(weight) else PlainLinear(weight, bias)
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Tell whether the compiled kernel multiplies this weight."""
-    return weight.device.type == "cpu" and weight.dtype in _STEP_BY_DTYPE and library() is not None
 
 
 class PackedLinear:

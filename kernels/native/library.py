@@ -93,6 +93,11 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def can_pack(weight: torch.Tensor) -> bool:
+    """Tell whether the compiled kernels multiply this weight, as it is or in 8 or 4 bits."""
+    return weight.device.type == "cpu" and weight.dtype in DTYPE_NUMBERS and library() is not None
+
+
 @cache
 def native_function(name: str) -> Any:
     """Return a function of the library, typed; only for callers that know that there is one."""

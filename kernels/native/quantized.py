@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, library, native_function, num_threads
+from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, can_pack, native_function, num_threads
 
 GROUP = 32  # inputs that share a scale
 _PANEL = 32  # output features that are kept side by side
@@ -22,11 +22,6 @@ _STEP = 4  # inputs of a feature that are kept side by side
 _MOST_STEPS, _FEWEST_STEPS = 15, 7  # between a group's smallest and largest number in 4 bits
 _OFF_GRID = 0.1  # of a step, of numbers that were rounded to bfloat16 behind their grid
 _NUM_SAMPLED = 256
-
-
-def can_quantize(weight: Tensor) -> bool:
-    """Tell whether the compiled kernel multiplies this weight in 8 or 4 bits."""
-    return weight.device.type == "cpu" and weight.dtype in DTYPE_NUMBERS and library() is not None
 
 
 class QuantizedLinear:
@@ -38,7 +33,7 @@ class QuantizedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: int) -> None:
         """weight [N, K], float32 or bfloat16; bias [N]; bits: 8 or 4. Raises ValueError for others."""
-        if weight.ndim != 2 or not can_quantize(weight) or bits not in (4, 8):
+        if weight.ndim != 2 or not can_pack(weight) or bits not in (4, 8):
             raise ValueError(f"weight: no kernel for {bits} bits of {weight.dtype} {tuple(weight.shape)}")
         self._num_features, self._num_inputs = weight.shape
         if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):

@@ -42,13 +42,9 @@ _FORMAT = "mneme kernel timings 1"
 _DTYPES: dict[HalfDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+@cache
 def machine_choice() -> Choice:
     """Return what this machine's timings say; they are measured where an earlier start has left none."""
-    return _choice()
-
-
-@cache
-def _choice() -> Choice:
     choice = choose(_kept_timings())
     logger.info("kernels of this CPU: %s", choice)
     return choice

@@ -125,9 +125,9 @@ class Tensors:
         joined = self._joined(size_by_name, num_inputs, has_bias=has_bias)
         return self._linears.make(*joined, stored=self.bits(*size_by_name))
 
-    def router(self, name: str, num_inputs: int, *, has_bias: bool = False) -> Linear:
-        """Make what chooses experts, which is never rounded."""
-        return make_linear(*self._joined({name: self._own_experts.num_experts}, num_inputs, has_bias=has_bias))
+    def gate(self, name: str, num_outputs: int, *, has_bias: bool = False) -> Linear:
+        """Make what chooses or weighs experts, which is never rounded."""
+        return make_linear(*self._joined({name: num_outputs}, self._config.hidden_size, has_bias=has_bias))
 
     def attention(
         self,
@@ -181,10 +181,9 @@ class Tensors:
             found.append(ExpertTensors(gate_up, each.tensor(f"{down}.weight", hidden, own.intermediate_size)))
         if own.shared_size is not None:
             mlp = self.under("shared_expert.").gated_mlp(size=own.shared_size)
-            weight, _ = self._joined({"shared_expert_gate": 1}, hidden)
-            shared = SharedExpert(mlp, make_linear(weight))
+            shared = SharedExpert(mlp, self.gate("shared_expert_gate", 1))
         names = [f"experts.{index}.{name}" for index in range(own.num_experts) for name in (gate, up, down)]
-        return self._experts(self.router("gate", hidden), found, shared, self.bits(*names))
+        return self._experts(self.gate("gate", own.num_experts), found, shared, self.bits(*names))
 
     def fused_experts(self) -> Experts:
         """Build gpt-oss's experts: one tensor of all, in MXFP4 or not, with gates and ups in turns."""
@@ -193,7 +192,7 @@ class Tensors:
         down, down_bias = at._fused("down_proj", own.num_experts, hidden, own.intermediate_size)
         by_expert = zip(gate_up, down, gate_up_bias, down_bias, strict=True)
         found = [ExpertTensors(_gates_first(up), out, _gates_first(b), c) for up, out, b, c in by_expert]
-        return self._experts(self.router("router", hidden, has_bias=True), found)
+        return self._experts(self.gate("router", own.num_experts, has_bias=True), found)
 
     @property
     def _own_experts(self) -> ExpertsConfig:

@@ -44,7 +44,7 @@ def use_library(library: ctypes.CDLL | None) -> Iterator[None]:
     """All modules of compiled code call this one inside the block; None: they do without."""
     with pytest.MonkeyPatch.context() as patch:
         typed = cache(native_library.native_function.__wrapped__)
-        for module in (native_library, native_kv, linear, quantized, native_ops):
+        for module in (native_library, native_kv, native_ops):
             patch.setattr(module, "library", lambda: library)
         for module in (native_backend, native_kv, native_layers, linear, quantized, native_ops):
             patch.setattr(module, "native_function", typed)

@@ -245,14 +245,14 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(choice, "measured_timings", lambda: times.append(1) or TIMINGS)
     monkeypatch.setattr(choice, "library", lambda: None)
-    choice._choice.cache_clear()  # of this process: others are played
+    choice.machine_choice.cache_clear()  # of this process: others are played
     return times
 
 
 def test_a_machine_is_measured_once(measured: list[int]) -> None:
     for _ in range(2):
         assert choice.machine_choice() == Choice("bfloat16", CpuKernels(product_rows=64), CpuKernels())
-        choice._choice.cache_clear()  # another process
+        choice.machine_choice.cache_clear()  # another process
     assert measured == [1]
 
 
@@ -272,7 +272,7 @@ def test_what_cannot_be_used_is_measured_again(content: str, measured: list[int]
     (kept,) = tmp_path.glob("timings-*.json")
     known = json.loads(kept.read_text())
     kept.write_text(content.replace("{", f'{{"format": "{known["format"]}", ', 1) if "timings" in content else content)
-    choice._choice.cache_clear()
+    choice.machine_choice.cache_clear()
     choice.machine_choice()
     assert measured == [1, 1]
     assert json.loads(kept.read_text()) == known
