@@ -33,7 +33,7 @@ class LineageKind(IntEnum):
     """The values are part of the file format."""
 
     PREFIX = 1  # exact KV of a prefix; anyone of the tenant with that prefix may use it
-    DOCUMENT = 2  # tokens behind an attention sink; usable at any position through the fusor
+    DOCUMENT = 2  # tokens behind an attention sink; usable at any position, where blending repairs it
     SESSION = 3  # approximate KV, after a truncation; only its session may use it
 
 

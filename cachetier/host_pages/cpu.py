@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mneme.cachetier.host_pages.tier import Load, SpanRecorder, checked_pages
+from mneme.cachetier.host_pages.tier import PageLoad, SpanRecorder, checked_pages
 from mneme.cachetier.host_pages.transfers import Transfers
 from mneme.errors import ConfigError
 from mneme.kernels.native.kv import U8Array, gather_chunk, scatter_chunk
@@ -41,7 +41,7 @@ class DevicePool(Protocol):
         """Like k_pages."""
 
 
-class HostMemory:
+class CpuTier:
     """See `tier.KvTier`."""
 
     def __init__(
@@ -77,7 +77,7 @@ class HostMemory:
             runs = self._runs(device[part], host[part])
             self._transfers.save(device[part], host[part], partial(self._save_layer, runs))
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> Load:
+    def load(self, host_pages: IntArray, device_pages: IntArray) -> PageLoad:
         device, host = self._checked(device_pages, host_pages)
         return self._transfers.load(host, device, partial(self._load_layer, self._runs(device, host)))
 

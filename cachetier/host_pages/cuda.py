@@ -23,9 +23,9 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from mneme.cachetier.host_pages.cpu import DevicePool, HostMemory, host_shape, zeros
+from mneme.cachetier.host_pages.cpu import CpuTier, DevicePool, host_shape, zeros
 from mneme.cachetier.host_pages.streams import PIN_BYTES, CudaStreams, Event, EventSpans, Stream, Streams
-from mneme.cachetier.host_pages.tier import JoinedLoad, KvTier, Load, NoTier, SpanRecorder, checked_pages
+from mneme.cachetier.host_pages.tier import JoinedPageLoad, KvTier, NoTier, PageLoad, SpanRecorder, checked_pages
 from mneme.cachetier.host_pages.transfers import QueuedLoad, Transfers
 from mneme.errors import ConfigError
 from mneme.kernels.page_table import IntArray
@@ -50,7 +50,7 @@ class _Transfer:
 
 
 class LaunchedLoad:
-    """See `tier.Load`."""
+    """See `tier.PageLoad`."""
 
     def __init__(self, streams: Streams, queued: QueuedLoad, transfer: _Transfer) -> None:
         self._streams, self._queued, self._transfer = streams, queued, transfer
@@ -92,7 +92,7 @@ class _Pinning:
             unpin()
 
 
-class PinnedHostMemory:
+class CudaTier:
     """See `tier.KvTier`."""
 
     def __init__(
@@ -146,10 +146,10 @@ class PinnedHostMemory:
             transfer = _Transfer(device[part], host[part], issued)
             self._transfers.save(transfer.device, transfer.host, partial(self._save_layer, transfer))
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> Load:
+    def load(self, host_pages: IntArray, device_pages: IntArray) -> PageLoad:
         device, host = self._checked(device_pages, host_pages)
         if not len(host):
-            return JoinedLoad([])
+            return JoinedPageLoad([])
         transfer = _Transfer(device, host, self._streams.current().record())
         queued = self._transfers.load(host, device, partial(self._load_layer, transfer))
         return LaunchedLoad(self._streams, queued, transfer)
@@ -244,5 +244,5 @@ def make_tier(pool: DevicePool, num_pages: int, spans: SpanRecorder | None = Non
         return NoTier()
     device = pool.k_pages.device
     if device.type == "cuda":
-        return PinnedHostMemory(pool, num_pages, CudaStreams(device, is_timed=spans is not None), spans=spans)
-    return HostMemory(pool, num_pages, spans=spans)
+        return CudaTier(pool, num_pages, CudaStreams(device, is_timed=spans is not None), spans=spans)
+    return CpuTier(pool, num_pages, spans=spans)

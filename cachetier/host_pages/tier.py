@@ -8,7 +8,7 @@ A *host page* is room for one page of the pool, all layers, keys and values. Wha
   them. So a host page may be loaded, or given to another save, at once.
 - Before the engine writes to device pages that others had, it calls `before_reuse`; `load` does so for its own.
   Slots of a page that is being saved may be filled meanwhile; the copy then has either content of those slots.
-- The first forward pass that reads loaded pages carries the `Load`; later ones need nothing.
+- The first forward pass that reads loaded pages carries the `PageLoad`; later ones need nothing.
 - Loads go before saves that have not begun (Pensieve 5.1).
 - Neighbouring host pages, in rising order, are moved as one where that is cheaper.
 - A failed transfer raises `TransferFailed`, once: in the next `save`, `load` or `before_reuse`, or in a `wait_layer` of
@@ -26,7 +26,7 @@ import numpy as np
 from mneme.kernels.page_table import IntArray
 
 
-class Load(Protocol):
+class PageLoad(Protocol):
     """Pages on their way into the device pool."""
 
     def wait_layer(self, layer: int) -> None:
@@ -50,7 +50,7 @@ class KvTier(Protocol):
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
         """Begin to copy pages out; device_pages[i] goes to host_pages[i]."""
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> Load:
+    def load(self, host_pages: IntArray, device_pages: IntArray) -> PageLoad:
         """Begin to copy pages in, layer 0 first; host_pages[i] goes to device_pages[i]."""
 
     def before_reuse(self, device_pages: IntArray) -> None:
@@ -83,9 +83,9 @@ class NoTier:
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
         checked_pages(host_pages, self.num_pages, device_pages)
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> Load:
+    def load(self, host_pages: IntArray, device_pages: IntArray) -> PageLoad:
         checked_pages(host_pages, self.num_pages, device_pages)
-        return JoinedLoad([])
+        return JoinedPageLoad([])
 
     def before_reuse(self, device_pages: IntArray) -> None:
         pass
@@ -94,10 +94,10 @@ class NoTier:
         pass
 
 
-class JoinedLoad:
+class JoinedPageLoad:
     """Several loads that one forward pass waits for."""
 
-    def __init__(self, loads: Sequence[Load]) -> None:
+    def __init__(self, loads: Sequence[PageLoad]) -> None:
         self._loads = tuple(loads)
 
     def wait_layer(self, layer: int) -> None:
@@ -105,11 +105,11 @@ class JoinedLoad:
             load.wait_layer(layer)
 
 
-def joined(loads: Sequence[Load]) -> Load | None:
+def joined(loads: Sequence[PageLoad]) -> PageLoad | None:
     """Return what `StepInputs.load` is for a step that needs these loads."""
     if len(loads) < 2:
         return loads[0] if loads else None
-    return JoinedLoad(loads)
+    return JoinedPageLoad(loads)
 
 
 def checked_pages(pages: IntArray, num_pages: int, partners: IntArray | None = None) -> IntArray:

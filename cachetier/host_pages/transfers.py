@@ -36,7 +36,7 @@ class Transfer:
 
 
 class QueuedLoad:
-    """See `tier.Load`."""
+    """See `tier.PageLoad`."""
 
     def __init__(self, transfers: Transfers, transfer: Transfer) -> None:
         self._transfers = transfers

@@ -360,8 +360,8 @@ class RayEngineClient:
         while True:
             if self._is_stopping:
                 raise ReplicaUnavailable("the server is stopping")
-            barred = await self._barred(choices[0].request)
-            reservation = self._reserve(choices[0].remaining(), len(choices), exclude=tried | barred)
+            excluded = await self._excluded(choices[0].request)
+            reservation = self._reserve(choices[0].remaining(), len(choices), exclude=tried | excluded)
             if reservation is None:
                 if tried and not is_resumed and isinstance(refusal, Overloaded):
                     raise refusal
@@ -421,7 +421,7 @@ class RayEngineClient:
             documents=documents,
         )
 
-    async def _barred(self, request: GenerationRequest) -> set[str]:
+    async def _excluded(self, request: GenerationRequest) -> set[str]:
         """Replicas where a request must not run: what is appended runs where its session is.
 
         One that no replica knows may have a durable log: whichever replica gets the turn looks there.

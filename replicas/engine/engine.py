@@ -51,7 +51,7 @@ from mneme.replicas.documents import (
     Declined,
     DocumentSpan,
 )
-from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
+from mneme.replicas.engine.input import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import COPY_OUT_BELOW, PrefixForest

@@ -12,14 +12,14 @@ from typing import Protocol
 import torch
 
 from mneme.cachetier.host_pages.streams import CudaStreams, EventSpans, Streams
-from mneme.cachetier.host_pages.tier import Load
+from mneme.cachetier.host_pages.tier import PageLoad
 from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend, choose
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.native.backend import attend_native
 from mneme.kernels.native.choice import OURS, CpuKernels
 from mneme.kernels.native.layers import LayerRows, NativeLayers
 from mneme.kernels.work import Share
-from mneme.replicas.blend.fusor import Fusor
+from mneme.replicas.blend.layer_filter import LayerFilter
 from mneme.replicas.model.decoder_config import DecoderConfig, RopeConfig
 from mneme.replicas.model.parts import Attention, DecoderWeights, dense_layers
 from mneme.replicas.model.timeline import Timeline
@@ -51,12 +51,14 @@ class StepInputs:
     logits: torch.Tensor | None = None  # float32 [S, vocab] that is to hold them; None: any
     # int32 [T] where each row's key is rotated; None: at its position. Such a step is not captured.
     key_positions: torch.Tensor | None = None
-    load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
+    load: PageLoad | None = (
+        None  # pages that the plan reads and that are still on their way; such a step is not captured
+    )
     layer_done: Callable[[int], None] | None = None  # of a step that completes chunks; not called in a replay
     # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
     # [T, Hq]; such a step is not captured either.
     observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
-    fusor: Fusor | None = None  # lets rows leave between layers; nor is such a step
+    layer_filter: LayerFilter | None = None  # lets rows leave between layers; nor is such a step
     # int64 [R] rows whose last hidden states, behind the norm, `read` is called with; nor is such a step.
     read_rows: torch.Tensor | None = None
     read: Callable[[torch.Tensor], None] | None = None
@@ -176,7 +178,12 @@ class Decoder:
 
     def _is_native(self, inputs: StepInputs) -> bool:
         """Return whether nobody looks between a layer's operations, all have one plan, and compiled code does all."""
-        if inputs.fusor is not None or inputs.observe is not None or inputs.read_rows is not None or inputs.plans:
+        if (
+            inputs.layer_filter is not None
+            or inputs.observe is not None
+            or inputs.read_rows is not None
+            or inputs.plans
+        ):
             return False
         rows = self.kernels.product_rows
         if rows is not None and len(inputs.token_ids) >= rows:
@@ -251,7 +258,7 @@ class Decoder:
         write_kv(k, v, inputs.slots, key_positions, k_pages, v_pages, rope)
         if inputs.layer_done is not None:
             inputs.layer_done(index)
-        rows = None if inputs.fusor is None else inputs.fusor.narrow(index, k, v, k_pages, v_pages, rope)
+        rows = None if inputs.layer_filter is None else inputs.layer_filter.narrow(index, k, v, k_pages, v_pages, rope)
         if rows is not None:
             inputs, q = inputs.only(rows), q[rows]
         out, lse = attend(

@@ -166,7 +166,7 @@ class StepGraphs:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of a step, with those of padding rows; the next step may overwrite them."""
         # A replay waits for no load, reads what lies in the buffers alone, and nobody sees what it computes on the way.
-        special = (inputs.load, inputs.key_positions, inputs.observe, inputs.fusor, inputs.read)
+        special = (inputs.load, inputs.key_positions, inputs.observe, inputs.layer_filter, inputs.read)
         is_plain = all(each is None for each in special)
         can_replay = inputs is self._inputs and is_plain
         launch = self.attention.stage(inputs.plan) if can_replay else None

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from mneme.cachetier.host_pages.cuda import make_tier
-from mneme.cachetier.host_pages.tier import Load, joined
+from mneme.cachetier.host_pages.tier import PageLoad, joined
 from mneme.kernels.attention import (
     PageTable,
     Plan,
@@ -36,7 +36,7 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import Lineages, ranges
 from mneme.kernels.upload import upload
 from mneme.kernels.work import Share
-from mneme.replicas.blend.fusor import DocumentRows, Fusor
+from mneme.replicas.blend.layer_filter import DocumentRows, LayerFilter
 from mneme.replicas.blend.selectors import FloatArray
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.connector.step_load import ChunkLoader
@@ -124,7 +124,7 @@ class Runner:
         self._observers: list[QuestionObserver] = []
         self._compared: list[tuple[StepRows, DocumentRows]] = []
         self._narrowed: list[tuple[StepRows, DocumentRows]] = []
-        self._fusor: Fusor | None = None
+        self._layer_filter: LayerFilter | None = None
         self._kept: _KeptPlans | None = None
 
     @property
@@ -174,7 +174,7 @@ class Runner:
         if is_shifted:
             rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
-        self._observers, self._compared, self._narrowed, self._fusor = [], [], [], None
+        self._observers, self._compared, self._narrowed, self._layer_filter = [], [], [], None
         if any(part.is_blended for part in others):
             self._follow_blends(inputs, ordered, slots)
         if is_read:
@@ -239,8 +239,8 @@ class Runner:
             inputs.observe = self._observe
         self._compared, self._narrowed = self._document_rows(ordered, slots)
         if self._compared or self._narrowed:
-            self._fusor = Fusor([rows for _, rows in (*self._compared, *self._narrowed)], len(slots))
-            inputs.fusor = self._fusor
+            self._layer_filter = LayerFilter([rows for _, rows in (*self._compared, *self._narrowed)], len(slots))
+            inputs.layer_filter = self._layer_filter
 
     def _read_prompts(self, inputs: StepInputs, ordered: list[StepRows]) -> None:
         """Let the step give sequences what they want to know of their prompts' hidden states."""
@@ -275,7 +275,7 @@ class Runner:
 
     def _observe(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         for observer in self._observers:
-            rows = observer.rows if self._fusor is None else self._fusor.places(observer.rows)
+            rows = observer.rows if self._layer_filter is None else self._layer_filter.places(observer.rows)
             observer(layer, q[rows], lse[rows])
 
     def _document_rows(
@@ -363,7 +363,7 @@ class Runner:
         """Run `forward` without graphs; returns the logits of padding rows too."""
         return self._decoder.forward(inputs, self.pool)
 
-    def _begin_moves(self, moves: Moves) -> Load | None:
+    def _begin_moves(self, moves: Moves) -> PageLoad | None:
         """Begin to move pages; the forward pass waits for what is returned, layer by layer.
 
         Nothing of what a fresh page held may be seen by its next owner.

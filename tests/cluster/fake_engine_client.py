@@ -12,7 +12,7 @@ import numpy as np
 
 from mneme.cluster.serve.engine_client import Condition
 from mneme.errors import ContextLengthExceeded, MnemeError
-from mneme.replicas.engine.admission import max_output_tokens
+from mneme.replicas.engine.input import max_output_tokens
 from mneme.replicas.engine.output import Explanations, said_to_client
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.forest.forest import PrefixForest

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.host_pages.cpu import HostMemory
+from mneme.cachetier.host_pages.cpu import CpuTier
 from mneme.kernels.native import kv as native_kv
 from tests.budget import examples
 from tests.cachetier.model_tier import Operation, operations, run_operations
@@ -38,7 +38,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_pages_come_back_as_they_went(dtype: torch.dtype, piece_bytes: int) -> None:
     pool = make_pool(12, dtype)
-    tier = HostMemory(pool, 9, piece_bytes=piece_bytes)
+    tier = CpuTier(pool, 9, piece_bytes=piece_bytes)
     device, host = np.array([7, 0, 11, 3]), np.array([8, 2, 0, 5])
     before = {page: pool.page(page) for page in range(12)}
     tier.save(device, host)
@@ -58,14 +58,14 @@ def test_pages_come_back_as_they_went(dtype: torch.dtype, piece_bytes: int) -> N
 @given(st.lists(operations(num_device=8, num_host=6), max_size=25), st.sampled_from([1, 500, 1 << 20]))
 def test_any_order_of_calls_is_a_dictionary_of_pages(steps: list[Operation], piece_bytes: int) -> None:
     pool = make_pool(8)
-    tier = HostMemory(pool, 6, piece_bytes=piece_bytes)
+    tier = CpuTier(pool, 6, piece_bytes=piece_bytes)
     run_operations(tier, pool, steps)
     tier.close()
 
 
 def test_pages_out_of_range_harm_nobody() -> None:
     pool = make_pool(12)
-    tier = HostMemory(pool, 4)
+    tier = CpuTier(pool, 4)
     for device, host in (([12], [0]), ([0], [4]), ([0, 1], [2]), ([0, 0], [1, 2]), ([0, 1], [2, 2])):
         with pytest.raises(ValueError, match="pages"):
             tier.save(np.array(device), np.array(host))
@@ -79,7 +79,7 @@ def test_pages_out_of_range_harm_nobody() -> None:
 
 def test_a_tier_that_nobody_holds_ends_its_thread() -> None:
     before = set(threading.enumerate())
-    tier = HostMemory(make_pool(), 4)
+    tier = CpuTier(make_pool(), 4)
     tier.save(np.array([3]), np.array([0]))
     tier.before_reuse(np.array([3]))
     (thread,) = set(threading.enumerate()) - before
@@ -91,8 +91,8 @@ def test_a_tier_that_nobody_holds_ends_its_thread() -> None:
 
 def test_an_interpreter_ends_that_did_not_close_its_tier() -> None:
     code = (
-        "import numpy as np; from mneme.cachetier.host_pages.cpu import HostMemory; "
-        "from tests.cachetier.pools import make_pool; tier = HostMemory(make_pool(200), 200, piece_bytes=1); "
+        "import numpy as np; from mneme.cachetier.host_pages.cpu import CpuTier; "
+        "from tests.cachetier.pools import make_pool; tier = CpuTier(make_pool(200), 200, piece_bytes=1); "
         "tier.save(np.arange(200), np.arange(200)); print('end')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -105,10 +105,10 @@ def test_the_thread_starts_no_others(native: str) -> None:
     code = (
         "import os, torch, numpy as np\n"
         "from tests.cachetier.pools import Pool\n"
-        "from mneme.cachetier.host_pages.cpu import HostMemory\n"
+        "from mneme.cachetier.host_pages.cpu import CpuTier\n"
         "torch.set_num_threads(2)\n"
         "pool = Pool(*torch.zeros(2, 2, 4, 64, 32, 64))\n"
-        "tier = HostMemory(pool, 64)\n"
+        "tier = CpuTier(pool, 64)\n"
         "before = len(os.listdir('/proc/self/task'))\n"
         "tier.save(np.arange(64), np.arange(64)); tier.load(np.arange(64), np.arange(64)).wait_layer(1)\n"
         "print(len(os.listdir('/proc/self/task')) - before, torch.get_num_threads())\n"

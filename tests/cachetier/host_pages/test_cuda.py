@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.host_pages.cpu import zeros
-from mneme.cachetier.host_pages.cuda import PinnedHostMemory, make_tier, runs
+from mneme.cachetier.host_pages.cuda import CudaTier, make_tier, runs
 from mneme.cachetier.host_pages.streams import CudaStreams, allocate, near_node
 from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.model.timeline import Timeline
@@ -42,9 +42,7 @@ def test_any_order_of_streams_is_a_dictionary_of_pages(
 ) -> None:
     chooser = random.Random(seed)
     streams, pool = PlayedStreams(chooser.randrange), make_pool(8)
-    tier = PinnedHostMemory(
-        pool, 6, streams, staging_bytes=staged_pages * LAYER_BYTES, save_bytes=saved_pages * LAYER_BYTES
-    )
+    tier = CudaTier(pool, 6, streams, staging_bytes=staged_pages * LAYER_BYTES, save_bytes=saved_pages * LAYER_BYTES)
 
     def between() -> None:
         with streams.lock:
@@ -57,12 +55,12 @@ def test_any_order_of_streams_is_a_dictionary_of_pages(
     assert not streams.pinned
 
 
-def make(pool: Pool | None = None, **options: Any) -> tuple[PinnedHostMemory, PlayedStreams]:
+def make(pool: Pool | None = None, **options: Any) -> tuple[CudaTier, PlayedStreams]:
     streams = PlayedStreams()
-    return PinnedHostMemory(pool or make_pool(8), 6, streams, save_bytes=1, staging_bytes=1, **options), streams
+    return CudaTier(pool or make_pool(8), 6, streams, save_bytes=1, staging_bytes=1, **options), streams
 
 
-def make_saved(pool: Pool) -> tuple[PinnedHostMemory, PlayedStreams]:
+def make_saved(pool: Pool) -> tuple[CudaTier, PlayedStreams]:
     """The pool's first page is in the first host page."""
     tier, streams = make(pool)
     tier.save(np.array([0]), np.array([0]))
@@ -92,7 +90,7 @@ def test_copies_are_behind_what_the_engine_did_with_their_memory() -> None:
     """The allocator may have given staging memory that the engine's stream has freed and not come past."""
     streams = PlayedStreams()
     streams.current().run(lambda: None)
-    tier = PinnedHostMemory(make_pool(8), 6, streams)
+    tier = CudaTier(make_pool(8), 6, streams)
     begins = [stream.waits[0] for stream in streams.others()]
     assert [at for at, _ in begins] == [0, 0]
     assert not any(event.is_done() for _, event in begins)
@@ -178,10 +176,10 @@ class SlowStreams(PlayedStreams):
         return super().pin(memory)
 
 
-def make_slow(pool: Pool, most: int) -> tuple[PinnedHostMemory, SlowStreams]:
+def make_slow(pool: Pool, most: int) -> tuple[CudaTier, SlowStreams]:
     """A slab has as many pages as end where the system's pages do: 32 of 384 bytes a layer; there are three in each."""
     streams = SlowStreams(most)
-    return PinnedHostMemory(pool, 80, streams, save_bytes=1, staging_bytes=1, slab_bytes=1), streams
+    return CudaTier(pool, 80, streams, save_bytes=1, staging_bytes=1, slab_bytes=1), streams
 
 
 def test_the_tier_is_there_before_all_of_it_is_pinned() -> None:
@@ -258,7 +256,7 @@ def test_memory_that_is_taken_of_a_node_keeps_its_content() -> None:
 @given(st.lists(operations(num_device=8, num_host=6), max_size=25))
 def test_a_cuda_device_gives_a_dictionary_of_pages(dtype: torch.dtype, steps: list[Operation]) -> None:
     pool = make_pool(8, dtype, "cuda")
-    tier = PinnedHostMemory(pool, 6, CudaStreams(pool.k_pages.device), staging_bytes=1, save_bytes=1)
+    tier = CudaTier(pool, 6, CudaStreams(pool.k_pages.device), staging_bytes=1, save_bytes=1)
     run_operations(tier, pool, steps)
     tier.close()
 
@@ -270,7 +268,7 @@ def test_a_cuda_device_moves_large_pages_beside_a_step() -> None:
     large = type(pool)(*(torch.randn(4, 8, 256, 32, 128, device="cuda", generator=generator).bfloat16() for _ in "kv"))
     timeline = Timeline()
     tier = make_tier(large, 512, timeline)
-    assert isinstance(tier, PinnedHostMemory)
+    assert isinstance(tier, CudaTier)
     expected = large.k_pages.clone()
     some, hosts = np.random.default_rng(2).permutation(256)[:200], np.random.default_rng(3).permutation(512)[:200]
     tier.save(some, hosts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mneme.cachetier.host_pages.cpu import HostMemory
+from mneme.cachetier.host_pages.cpu import CpuTier
 from mneme.cachetier.host_pages.cuda import make_tier
-from mneme.cachetier.host_pages.tier import JoinedLoad, KvTier, NoTier, checked_pages, joined
+from mneme.cachetier.host_pages.tier import JoinedPageLoad, KvTier, NoTier, checked_pages, joined
 from mneme.errors import ConfigError
 from tests.cachetier.pools import make_pool
 
@@ -28,7 +28,7 @@ def test_one_load_joins_those_of_a_step() -> None:
     both = joined([first, second])
     assert both is not None
     both.wait_layer(1)
-    JoinedLoad([]).wait_layer(0)
+    JoinedPageLoad([]).wait_layer(0)
     assert seen == ["a1", "b1"]
 
 
@@ -63,7 +63,7 @@ def test_the_memory_is_refused_or_lazy() -> None:
     with pytest.raises(ConfigError, match="host tier"):
         make_tier(pool, 2**50)
     tier = make_tier(pool, 100_000)  # some 115 MB, of which one page is touched
-    assert isinstance(tier, HostMemory)
+    assert isinstance(tier, CpuTier)
     assert tier.num_pages == 100_000
     tier.save(np.array([3]), np.array([77_777]))
     expected = pool.page(3)

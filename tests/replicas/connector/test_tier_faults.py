@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.host_pages.cpu import DevicePool, HostMemory
+from mneme.cachetier.host_pages.cpu import CpuTier, DevicePool
 from mneme.cachetier.host_pages.tier import KvTier, NoTier
 from mneme.kernels.native.kv import gather_chunk, scatter_chunk
 from mneme.replicas.engine.engine import Engine
@@ -48,7 +48,7 @@ class FailingCopies:
         if num_pages == 0:
             return NoTier()
         gather, scatter = partial(self.copy, "gather"), partial(self.copy, "scatter")
-        return HostMemory(pool, num_pages, gather=gather, scatter=scatter, spans=spans)
+        return CpuTier(pool, num_pages, gather=gather, scatter=scatter, spans=spans)
 
 
 class Client:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mneme.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.admission import MAX_RETRY_S, MIN_RETRY_S, DrainRate
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.input import MAX_RETRY_S, MIN_RETRY_S, DrainRate
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.queries import GetSession
 from mneme.replicas.request import SamplingParams, TokenEvent

@@ -131,7 +131,7 @@ def test_captures_end_in_time_and_the_rest_runs_as_it_is() -> None:
     assert (step(graphs, 2, 4)[0, 0], device.num_eager, graphs.num_replays) == (4, 1, 0)
 
 
-@pytest.mark.parametrize("attribute", ["load", "key_positions", "observe", "fusor", "read"])
+@pytest.mark.parametrize("attribute", ["load", "key_positions", "observe", "layer_filter", "read"])
 def test_a_step_with_more_than_its_inputs_is_not_replayed(attribute: str) -> None:
     device = EchoDevice()
     graphs = make_graphs(device)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mneme.cachetier.host_pages.cpu import HostMemory
-from mneme.cachetier.host_pages.tier import Load
+from mneme.cachetier.host_pages.cpu import CpuTier
+from mneme.cachetier.host_pages.tier import PageLoad
 from mneme.errors import TransferFailed
 from mneme.kernels.attention import PageTable, QueryRows, attend, build_plan, mark_free, mark_written, new_slot_position
 from mneme.kernels.native.kv import scatter_chunk
@@ -45,7 +45,9 @@ def slots_of(pages: list[int], start: int, end: int) -> Tensor:
     return torch.from_numpy(np.array(pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE)
 
 
-def step(decoder: Decoder, pool: KvPool, pages: list[int], start: int, end: int, load: Load | None = None) -> Tensor:
+def step(
+    decoder: Decoder, pool: KvPool, pages: list[int], start: int, end: int, load: PageLoad | None = None
+) -> Tensor:
     """Logits of the last of the rows [start, end) of a sequence on these pages."""
     config, positions = decoder.config, torch.arange(start, end, dtype=torch.int32)
     slots = slots_of(pages, start, end)
@@ -63,7 +65,7 @@ def step(decoder: Decoder, pool: KvPool, pages: list[int], start: int, end: int,
     return decoder.forward(inputs, pool)
 
 
-def move_out(tier: HostMemory, pool: KvPool) -> None:
+def move_out(tier: CpuTier, pool: KvPool) -> None:
     """The history to host pages 0.., and nothing of it left in the pool."""
     tier.save(np.array(HISTORY), np.arange(3))
     tier.before_reuse(np.array(HISTORY))
@@ -72,7 +74,7 @@ def move_out(tier: HostMemory, pool: KvPool) -> None:
     mark_free(pool.slot_position, torch.arange(NUM_PAGES * PAGE_SIZE))
 
 
-def load_back(tier: HostMemory, pool: KvPool) -> Load:
+def load_back(tier: CpuTier, pool: KvPool) -> PageLoad:
     load = tier.load(np.arange(3), np.array(LOADED))
     mark_written(pool.slot_position, slots_of(LOADED, 0, NUM_HISTORY), torch.arange(NUM_HISTORY))
     return load
@@ -109,7 +111,7 @@ def test_the_next_layer_is_loaded_while_a_layer_attends(
     expected = step(decoder, pool, [*HISTORY, 7], NUM_HISTORY, end)
     step(decoder, pool, HISTORY, 0, NUM_HISTORY)
     pace, timeline = HandInHand(num_layers), Timeline()
-    tier = HostMemory(pool, 3, scatter=pace.scatter, spans=timeline)
+    tier = CpuTier(pool, 3, scatter=pace.scatter, spans=timeline)
     move_out(tier, pool)
     monkeypatch.setattr(decoder, "_layer_spans", None)
     decoder.record(timeline)
@@ -136,7 +138,7 @@ def test_a_failed_load_ends_the_step(decoder: Decoder, pool: KvPool) -> None:
         raise OSError("unreadable")
 
     step(decoder, pool, HISTORY, 0, NUM_HISTORY)
-    tier = HostMemory(pool, 3, scatter=broken)
+    tier = CpuTier(pool, 3, scatter=broken)
     move_out(tier, pool)
     with pytest.raises(TransferFailed, match="unreadable"):
         step(decoder, pool, [*LOADED, 7], NUM_HISTORY, NUM_HISTORY + 1, load_back(tier, pool))

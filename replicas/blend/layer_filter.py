@@ -54,8 +54,8 @@ class DocumentRows:
         return gone
 
 
-class Fusor:
-    """Narrows one step: a `StepInputs.fusor`."""
+class LayerFilter:
+    """Narrows one step: a `StepInputs.layer_filter`."""
 
     def __init__(self, parts: list[DocumentRows], num_rows: int) -> None:
         """`num_rows`: of the step."""
