@@ -8,9 +8,9 @@ documentation (`pydoc_data.topics`) with a question, and 64 tokens are answered,
 for all servers. A conversation goes on from what its own server answered.
 
 All serve SmolLM2-135M-Instruct on the cores of one machine with one thread for the engine: llama.cpp the GGUF file (4
-bits, its own kernels), vLLM the file's tensors in bfloat16, as it comes (compiled) and eager, Mneme the file, read to
-bfloat16. With `--gguf` llama.cpp has arms for other files of the model, too, such as what `llama-quantize
---allow-requantize` makes of it in BF16.
+bits, its own kernels), vLLM the file's tensors in bfloat16, as it comes (compiled) and eager, Mneme the file as
+`engine.weights: auto` has it, its groups of 4 bits. With `--gguf` llama.cpp has arms for other files of the model, too,
+such as what `llama-quantize --allow-requantize` makes of it in BF16.
 `mneme` has one replica on Ray Serve, `local` is `mneme serve --local`. Caches of prefixes are as each server has them.
 `peers/beside.py` says how to get LLAMA_SERVER and PYTHON.
 
