@@ -33,7 +33,7 @@ class LineageKind(IntEnum):
     """The values are part of the file format."""
 
     PREFIX = 1  # exact KV of a prefix; anyone of the tenant with that prefix may use it
-    DOCUMENT = 2  # tokens behind an attention sink; usable at any position, where blending repairs it
+    DOCUMENT = 2  # reserved: a document behind its attention sink is a prefix, which blending uses at any position
     SESSION = 3  # approximate KV, after a truncation; only its session may use it
 
 
@@ -97,11 +97,6 @@ class Lineage:
 
 def prefix_lineage(fingerprint: ModelFingerprint, salt: str) -> Lineage:
     return _lineage(LineageKind.PREFIX, fingerprint, salt)
-
-
-def document_lineage(fingerprint: ModelFingerprint, salt: str, sink_ids: TokenIds) -> Lineage:
-    """The lineage of documents that were encoded behind these tokens; positions count from behind them."""
-    return _lineage(LineageKind.DOCUMENT, fingerprint, salt, encoded(sink_ids).tobytes())
 
 
 def session_lineage(fingerprint: ModelFingerprint, salt: str, session_id: str, event: bytes = b"") -> Lineage:

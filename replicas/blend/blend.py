@@ -179,7 +179,7 @@ class Blend:
             return path
         if self.root is not None and path.root is self.root:  # it goes on
             return path
-        self.close(forest)  # what it had computed there is gone, in part, or was to be seen once
+        self.drop_path(forest)  # what it had computed there is gone, in part, or was to be seen once
         first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
         self.reused = self.narrowed = no_rows()
         self.num_chosen, self.is_probing, self.num_to_compare = 0, False, 0
@@ -213,7 +213,7 @@ class Blend:
             self.scores = np.zeros(self.spans[-1].end)
         return blended
 
-    def close(self, forest: PrefixForest) -> Root | None:
+    def drop_path(self, forest: PrefixForest) -> Root | None:
         """Drop what was computed on its path; returns the session's root which that went on from, if there is one."""
         if self.root is not None:
             forest.abandon(self.root, heir=self.root)
@@ -222,7 +222,7 @@ class Blend:
 
     def without_room(self, forest: PrefixForest) -> Blend:
         """Return what is left of it where its pages did not fit."""
-        self.close(forest)
+        self.drop_path(forest)
         return Blend(declined=NO_ROOM, is_history_approximate=self.is_history_approximate) if self.spans else self
 
     def next_compared(self, max_rows: int) -> IntArray:

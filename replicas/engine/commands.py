@@ -91,7 +91,7 @@ _LIST_S = 0.01  # of an engine at once, for a list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvTier:
+class ManagedChunks:
     """The cache tier of an engine's chunks."""
 
     admin: CacheAdmin
@@ -112,11 +112,11 @@ class KvTier:
         return ChainQuery.of(lineage, self.fingerprint.digest, (), self.fingerprint.layout.chunk_tokens)
 
 
-def kv_tier_of(chunks: KvConnector | None) -> KvTier | None:
+def chunk_tier_of(chunks: KvConnector | None) -> ManagedChunks | None:
     """Return the tier of an engine, if its store can be managed."""
     if chunks is None or not isinstance(chunks.store, Administered):
         return None
-    return KvTier(
+    return ManagedChunks(
         admin=chunks.store.admin,
         fingerprint=chunks.fingerprint,
         tenant_bytes=chunks.config.tenant_bytes,
@@ -128,7 +128,7 @@ class AskedEngine(Protocol):
     """An engine as commands see it: `EngineLoop`."""
 
     durable: DurableSessions | None
-    kv_tier: KvTier | None
+    chunk_tier: ManagedChunks | None
     reporter: Reporter
 
     def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
@@ -284,18 +284,18 @@ def look_up_pages(asked: AskedEngine, query: LookUpPages) -> FoundPages:
 
 @_answers(LookUpKv)
 def look_up_kv(asked: AskedEngine, query: LookUpKv) -> FoundInTier | None:
-    if asked.kv_tier is None:
+    if asked.chunk_tier is None:
         return None
-    chain = asked.kv_tier.chain(query.salt, query.token_ids, query.session, query.event)
-    return _shown_lookup(asked.kv_tier.admin.lookup(chain), chain)
+    chain = asked.chunk_tier.chain(query.salt, query.token_ids, query.session, query.event)
+    return _shown_lookup(asked.chunk_tier.admin.lookup(chain), chain)
 
 
 @_answers(PinKv)
 def pin_kv(asked: AskedEngine, query: PinKv) -> PinnedChunks:
-    if asked.kv_tier is None:
+    if asked.chunk_tier is None:
         raise NoCacheTier
-    chain = asked.kv_tier.chain(query.salt, query.token_ids, query.session, query.event)
-    pin = asked.kv_tier.admin.pin(query.name, chain, query.ttl_s)
+    chain = asked.chunk_tier.chain(query.salt, query.token_ids, query.session, query.event)
+    pin = asked.chunk_tier.admin.pin(query.name, chain, query.ttl_s)
     if pin is None:
         raise KvNotFound("prompt", len(query.token_ids), "the cache tier has nothing of it; compute it first")
     return _shown_pin(pin)
@@ -303,12 +303,12 @@ def pin_kv(asked: AskedEngine, query: PinKv) -> PinnedChunks:
 
 @_answers(UnpinKv)
 def unpin_kv(asked: AskedEngine, query: UnpinKv) -> bool | None:
-    return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(query.name)
+    return None if asked.chunk_tier is None else asked.chunk_tier.admin.unpin(query.name)
 
 
 @_answers(ListKvPins)
 def list_kv_pins(asked: AskedEngine, query: ListKvPins) -> list[PinnedChunks] | None:
-    return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(query.tenant)]
+    return None if asked.chunk_tier is None else [_shown_pin(pin) for pin in asked.chunk_tier.admin.pins(query.tenant)]
 
 
 @_answers(DeleteSequencePages)
@@ -352,7 +352,7 @@ def flush_saves(asked: AskedEngine, query: FlushSaves) -> None:
 
 @_answers(DeleteKv)
 def delete_kv(asked: AskedEngine, query: DeleteKv) -> DroppedChunks | None:
-    tier = asked.kv_tier
+    tier = asked.chunk_tier
     if tier is None:
         return None
     removed = tier.admin.delete(tier.chain(query.salt, query.token_ids), spares_longer=query.session is not None)
@@ -363,26 +363,26 @@ def delete_kv(asked: AskedEngine, query: DeleteKv) -> DroppedChunks | None:
 
 @_answers(DeleteTenantKv)
 def delete_tenant_kv(asked: AskedEngine, query: DeleteTenantKv) -> DroppedChunks | None:
-    if asked.kv_tier is None:
+    if asked.chunk_tier is None:
         return None
     try:
         num_logs = 0 if asked.durable is None else asked.durable.delete_tenant(tenant_id(query.salt))
     except OSError as error:
         raise ReplicaUnavailable("the tenant's session logs could not be deleted in time") from error
-    return {**_shown_amount(asked.kv_tier.admin.delete_tenant(tenant_id(query.salt))), "session_logs": num_logs}
+    return {**_shown_amount(asked.chunk_tier.admin.delete_tenant(tenant_id(query.salt))), "session_logs": num_logs}
 
 
 @_answers(GetKvStats)
 def kv_stats(asked: AskedEngine, query: GetKvStats) -> KvFigures | None:
-    if asked.kv_tier is None:
+    if asked.chunk_tier is None:
         return None
     tenant = None if query.salt is None else tenant_id(query.salt)
     nodes, own = [], Counter[str]()
-    for node in asked.kv_tier.admin.stats():
+    for node in asked.chunk_tier.admin.stats():
         tenants = node.pop("owners", {})
         own.update({} if tenant is None else tenants.get(tenant.hex(), {}))
         nodes.append(node)
-    return {"nodes": nodes, "tenant": None if tenant is None else _tenant(asked.kv_tier, tenant, own)}
+    return {"nodes": nodes, "tenant": None if tenant is None else _tenant(asked.chunk_tier, tenant, own)}
 
 
 def _shown_resident(engine: Engine, query: LookUpPages) -> FoundPages:
@@ -419,7 +419,7 @@ def _describe(engine: Engine, key: SessionKey) -> KnownSession | None:
 
 
 def _flush(asked: AskedEngine) -> None:
-    if asked.kv_tier is not None and not asked.kv_tier.flush_saves(_FLUSH_S):
+    if asked.chunk_tier is not None and not asked.chunk_tier.flush_saves(_FLUSH_S):
         raise ReplicaUnavailable("what is being saved takes long, and would come after the deletion; try again")
 
 
@@ -434,7 +434,7 @@ def _deleted_pages(engine: Engine, delete: Callable[[Engine], None]) -> DroppedP
     }
 
 
-def _tenant(tier: KvTier, tenant: bytes, own: Mapping[str, int]) -> TenantKv:
+def _tenant(tier: ManagedChunks, tenant: bytes, own: Mapping[str, int]) -> TenantKv:
     return {
         "owner": tenant.hex(),
         "host_bytes": own["host"],

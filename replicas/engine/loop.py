@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.primitives import Workers
-from mneme.replicas.engine.commands import KvTier, answer, kv_tier_of
+from mneme.replicas.engine.commands import ManagedChunks, answer, chunk_tier_of
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.engine.reporter import IDLE_REPORT_S, REPORT_S, Reporter
@@ -58,9 +58,9 @@ class EngineLoop:
         """`thread` is the one that made the engine; None: another one steps it. `node`: whose cache tier it uses."""
         self.engine = engine
         self.durable = engine.durable
-        self.kv_tier: KvTier | None = kv_tier_of(engine.connector)
+        self.chunk_tier: ManagedChunks | None = chunk_tier_of(engine.connector)
         self.epoch = uuid.uuid4().hex
-        self.reporter = Reporter(engine, self.epoch, node if self.kv_tier is not None else "")
+        self.reporter = Reporter(engine, self.epoch, node if self.chunk_tier is not None else "")
         self._condition = threading.Condition()
         if engine.connector is not None:
             engine.connector.set_on_answer(self._wake)

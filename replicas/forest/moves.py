@@ -25,7 +25,7 @@ class LoadedPage(NamedTuple):
 
 
 class Chunks(Protocol):
-    """Chunks of one sequence that were found in the cache tier; what else is to be known of them, the mover knows."""
+    """Chunks of one sequence that were found in the cache tier; the mover knows more: it is `replicas.load.Load`."""
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:

@@ -156,7 +156,7 @@ class Scheduler:
     def reopen(self, sequence: Sequence) -> None:
         """Let one that runs go back to the queue's front: it is known what of its documents is computed anew."""
         self._put_back([sequence])
-        sequence.root = sequence.blend.close(self._forest)
+        sequence.root = sequence.blend.drop_path(self._forest)
 
     def retract(self, pages: Collection[Page]) -> None:
         """The KV of grafted pages did not come: who is on them, or on what was computed behind them, goes back to the

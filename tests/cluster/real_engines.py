@@ -17,7 +17,7 @@ from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.commands import KvTier
+from mneme.replicas.engine.commands import ManagedChunks
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.queries import DeletePin, Query
@@ -40,7 +40,7 @@ class TwoEngines(FakeEngineClient):
         super().__init__(TOKENIZER, names=names)
         config = CacheConfig(chunk_tokens=64, eviction="lru", tenant_bytes=1 << 19)
         self.cache = NodeCache(config, ProcessMemory(), 1 << 20, has_threads=False)
-        self.tier = KvTier(admin=NodeAdmin(self.cache, "node-1"), fingerprint=FINGERPRINT, tenant_bytes=1 << 19)
+        self.tier = ManagedChunks(admin=NodeAdmin(self.cache, "node-1"), fingerprint=FINGERPRINT, tenant_bytes=1 << 19)
         self.loops: dict[str, EngineLoop] = {}
         self.silent: set[str] = set()
         for name, count in zip(names, num_pages, strict=True):
@@ -48,7 +48,7 @@ class TwoEngines(FakeEngineClient):
             engine = Engine(runner, None, EngineConfig())  # type: ignore[arg-type]
             engine.pins.max_pins = 3
             self.loops[name] = EngineLoop(engine)
-            self.loops[name].kv_tier = self.tier if has_tier else None
+            self.loops[name].chunk_tier = self.tier if has_tier else None
             self.loops[name].start()
 
     async def query(self, query: Query[Any], *, replica_id: str | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mneme.replicas.engine import commands
-from mneme.replicas.engine.commands import KvTier
+from mneme.replicas.engine.commands import ManagedChunks
 from mneme.replicas.queries import Query
 from mneme.replicas.request import SessionKey
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class Asked:
-    def __init__(self, engine: Engine, kv_tier: KvTier | None = None) -> None:
-        self.engine, self.kv_tier = engine, kv_tier
+    def __init__(self, engine: Engine, chunk_tier: ManagedChunks | None = None) -> None:
+        self.engine, self.chunk_tier = engine, chunk_tier
         self.durable = getattr(engine, "durable", None)
 
     def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
@@ -28,6 +28,6 @@ class Asked:
         return question(self.engine)
 
 
-def answer(engine: Engine, query: Query[Any], kv_tier: KvTier | None = None) -> Any:
+def answer(engine: Engine, query: Query[Any], chunk_tier: ManagedChunks | None = None) -> Any:
     """What a command answers, or raises."""
-    return commands.answer(Asked(engine, kv_tier), query)
+    return commands.answer(Asked(engine, chunk_tier), query)

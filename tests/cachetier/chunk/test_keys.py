@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.keys import document_lineage, encoded, prefix_lineage
+from mneme.cachetier.chunk.keys import encoded, prefix_lineage, session_lineage
 from mneme.cachetier.names import tenant_id
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import FINGERPRINT, LINEAGE
@@ -22,15 +22,15 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
 _SCRIPT = """
 from tests.cachetier.chunks import FINGERPRINT
-from mneme.cachetier.chunk.keys import document_lineage, prefix_lineage
-for lineage in (prefix_lineage(FINGERPRINT, "s"), document_lineage(FINGERPRINT, "s", [1])):
+from mneme.cachetier.chunk.keys import prefix_lineage, session_lineage
+for lineage in (prefix_lineage(FINGERPRINT, "s"), session_lineage(FINGERPRINT, "s", "a", b"b")):
     print(lineage.chain([5, 6, 7], 2)[-1].key.hex())
 """
 
 
 def test_keys_are_the_same_in_every_process() -> None:
     """The values are part of the format: files of an earlier version are found by them."""
-    expected = ["3a6ba92f67a1bfe86a29fe9a89fe8d33", "16cba5475fc1414a620365eab2f4ab3f"]
+    expected = ["3a6ba92f67a1bfe86a29fe9a89fe8d33", "f55ce5325bf7527c936602f9c185a7d1"]
     for seed in ("0", "1", "random"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
         done = subprocess.run(
@@ -61,8 +61,8 @@ def test_keys_depend_on_everything_that_kv_depends_on() -> None:
         for salt in ("", "a")
         for lineage in (
             prefix_lineage(fingerprint, salt),
-            document_lineage(fingerprint, salt, [1]),
-            document_lineage(fingerprint, salt, [1, 2]),
+            session_lineage(fingerprint, salt, "a"),
+            session_lineage(fingerprint, salt, "ab"),
         )
     ]
     keys = {key for lineage in lineages for key in (lineage.root, lineage.chain([4, 5], 8)[0].key)}
@@ -72,8 +72,7 @@ def test_keys_depend_on_everything_that_kv_depends_on() -> None:
 
 
 def test_fields_cannot_run_into_each_other() -> None:
-    sink_id = int.from_bytes(b"salt", "little")
-    assert document_lineage(FINGERPRINT, "salt", []).root != document_lineage(FINGERPRINT, "", [sink_id]).root
+    assert session_lineage(FINGERPRINT, "salt", "").root != session_lineage(FINGERPRINT, "", "salt").root
 
 
 @given(TOKENS, TOKENS)

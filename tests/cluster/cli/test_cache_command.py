@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.chunk.header import Chunk
-from mneme.cachetier.chunk.keys import document_lineage, prefix_lineage
+from mneme.cachetier.chunk.keys import prefix_lineage, session_lineage
 from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.names import tenant_id
 from mneme.cachetier.node import folder, offline
@@ -21,7 +21,7 @@ from mneme.cluster.cli.main import main
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, chain_of, chunk_files, chunk_of
 
 OTHER = prefix_lineage(FINGERPRINT, "other")
-DOCUMENT = document_lineage(FINGERPRINT, "tenant", [1])
+OF_SESSION = session_lineage(FINGERPRINT, "tenant", "a")
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +39,11 @@ def put(tier: DiskTier, chunks: list[Chunk]) -> list[Chunk]:
 
 
 def filled(folder: Path) -> list[Chunk]:
-    """Three chunks of a prefix, one of another tenant, one of a document; nobody holds the lock."""
+    """Three chunks of a prefix, one of another tenant, one of a session; nobody holds the lock."""
     tier = open_tier(folder)
     chunks = put(tier, chain_of(list(range(20))))
     chunks += put(tier, [chunk_of([7, 8], lineage=OTHER)])
-    chunks += put(tier, [chunk_of(list(range(CHUNK_TOKENS)), lineage=DOCUMENT)])
+    chunks += put(tier, [chunk_of(list(range(CHUNK_TOKENS)), lineage=OF_SESSION)])
     tier.close()
     return chunks
 
@@ -90,7 +90,7 @@ def test_chunks_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         os.utime(path_of(tmp_path, chunk), (now_s, now_s - 100 * age_s))
     for arguments, num_chosen in (
         (["--tenant", tenant_id("other").hex()], 1),
-        (["--lineage", "document"], 1),
+        (["--lineage", "session"], 1),
         (["--key", chunks[2].header.key.hex()[:9]], 1),
         (["--older-than", "150", "--newer-than", "350"], 2),
         (["--tenant", tenant_id("tenant").hex(), "--older-than", "350"], 1),
@@ -105,7 +105,7 @@ def test_chunks_are_summed_up_by_lineage_and_tenant(tmp_path: Path, capsys: pyte
     filled(tmp_path)
     found, sizes = run(capsys, "stats", tmp_path), [path.stat().st_size for path in chunk_files(tmp_path)]
     assert (found["chunks"], found["tokens"], found["bytes"]) == (5, 30, sum(sizes))
-    assert {name: sums["chunks"] for name, sums in found["lineages"].items()} == {"prefix": 4, "document": 1}
+    assert {name: sums["chunks"] for name, sums in found["lineages"].items()} == {"prefix": 4, "session": 1}
     tenants = {name: sums["chunks"] for name, sums in found["tenants"].items()}
     assert tenants == {tenant_id("tenant").hex(): 4, tenant_id("other").hex(): 1}
 

@@ -180,12 +180,12 @@ def test_a_tenant_reaches_its_own_and_nothing_else() -> None:
 def test_a_deletion_that_what_is_being_saved_would_outlive_is_refused(client: TestClient, engines: TwoEngines) -> None:
     engines.save(IDS)
     engines.compute("a", IDS, session_id="public:mine")
-    engines.loops["b"].kv_tier = replace(engines.tier, flush_saves=lambda _timeout_s: False)
+    engines.loops["b"].chunk_tier = replace(engines.tier, flush_saves=lambda _timeout_s: False)
     for body in ({"token_ids": IDS}, {"session_id": "mine"}, {"tenant": True}):
         answer = drop(client, 503, **body)
         assert "being saved" in answer["error"]["message"]
     assert engines.kept() == 4
-    engines.loops["b"].kv_tier = engines.tier
+    engines.loops["b"].chunk_tier = engines.tier
     assert drop(client, token_ids=IDS)["tier"]["chunks"] == 4
 
 

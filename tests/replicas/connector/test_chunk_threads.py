@@ -19,7 +19,7 @@ from mneme.replicas.connector import save
 from mneme.replicas.connector.device_pages import CpuChunkPages
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.documents import BlendOptions
-from mneme.replicas.engine.commands import KvTier
+from mneme.replicas.engine.commands import ManagedChunks
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.llm import LLM
 from mneme.replicas.model import decoder as decoder_module
@@ -245,7 +245,7 @@ def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
     run(engine)
     assert gate.has_come.wait(WAIT_S)
     admin, fingerprint = NodeAdmin(make_node(), "node"), engine.connector.fingerprint
-    tier = KvTier(admin=admin, fingerprint=fingerprint, flush_saves=engine.connector.saver.flush)
+    tier = ManagedChunks(admin=admin, fingerprint=fingerprint, flush_saves=engine.connector.saver.flush)
     num_there: list[int] = []
 
     def delete() -> None:

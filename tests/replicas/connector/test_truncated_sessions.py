@@ -17,7 +17,7 @@ from mneme.cachetier.chunk.keys import LineageKind, session_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.names import Miss
 from mneme.cachetier.node.sources import ProcessChunkStore
-from mneme.replicas.engine.commands import KvTier, kv_tier_of
+from mneme.replicas.engine.commands import ManagedChunks, chunk_tier_of
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.queries import DeleteKv, GetSession, GetTokens, LookUpPages
@@ -139,7 +139,7 @@ def test_who_looks_a_session_up_finds_what_its_next_turn_would(checkpoint: tuple
     assert found["device"] > 100 > answer(talk.engine, LookUpPages(KEY[0], known.ids))["device"]
     assert talk.engine.connector.saver.flush(60)
     nobody: Any = None
-    tier = KvTier(admin=nobody, fingerprint=fingerprint_of(talk.decoder))
+    tier = ManagedChunks(admin=nobody, fingerprint=fingerprint_of(talk.decoder))
     chain = tier.chain(KEY[0], known.ids, KEY, known.event)
     assert [key for key in chain.keys if key in talk.store.chunks] == talk.chunk_keys() != []
     assert not set(tier.chain(KEY[0], known.ids).keys) & talk.store.chunks.keys()
@@ -204,7 +204,7 @@ def test_it_outlives_a_restart_until_it_is_deleted(checkpoint: tuple[Decoder, An
     talk.move()
     assert talk.say(20, 10).disk_tokens > 180
     talk.move()
-    tier = kv_tier_of(talk.engine.connector)
+    tier = chunk_tier_of(talk.engine.connector)
     assert answer(talk.engine, DeleteKv("tenant", (), ("tenant", "t")), tier)["chunks"] == 0
     assert answer(talk.engine, DeleteKv("tenant", (), KEY), tier)["chunks"] > 0
     assert {header_of(path).kind for path in chunk_files(tmp_path)} == {LineageKind.PREFIX}

@@ -12,7 +12,7 @@ from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import loop as loop_module
-from mneme.replicas.engine.commands import KvTier
+from mneme.replicas.engine.commands import ManagedChunks
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
@@ -95,7 +95,7 @@ def test_what_is_handed_over_ends_once_it_is_saved(loop: EngineLoop) -> None:
             waiting.put(messages.get())
         return True
 
-    loop.kv_tier = KvTier(admin=None, fingerprint=None, flush_saves=flush)  # type: ignore[arg-type]
+    loop.chunk_tier = ManagedChunks(admin=None, fingerprint=None, flush_saves=flush)  # type: ignore[arg-type]
     loop.submit_many([make_request("long", [1], LONG)])
     assert loop.hand_over() == 1
     while not waiting.empty():
