@@ -76,12 +76,6 @@ class Drawing:
             return (), self.matcher.mask(barred_ids)
         return (barred_ids, None) if self.allowed is None else ((), without(self.allowed, barred_ids))
 
-    @property
-    def follows(self) -> bool:
-        """Return whether something follows the output."""
-        has_rule = self.matcher is not None or self.stop_text is not None
-        return has_rule or self.seen is not None or self.drawn is not None
-
     def push(self, token_id: int) -> None:
         """Follow the output by a token."""
         if self.matcher is not None:

@@ -182,7 +182,11 @@ class Sequence:
         drawing, ids = self.drawing, self.ids
         num_output = len(ids) - self.num_prompt
         is_among_others = 0 < num_output == self.num_reported and num_output + 1 < self.max_tokens
-        if token_id is None or not is_among_others or token_id in drawing.end_token_ids or drawing.follows:
+        if token_id is None or not is_among_others or token_id in drawing.end_token_ids:
+            return False
+        if drawing.matcher is not None or drawing.stop_text is not None:
+            return False
+        if drawing.seen is not None or drawing.drawn is not None:
             return False
         ids.append(token_id)
         if self.context is not ids:
@@ -366,7 +370,7 @@ class StepRows:
 
 
 class DecodeRow(StepRows):
-    """The row of a sequence that decodes on one path, in its own last page: one object for all steps.
+    """The row of a sequence that decodes on one path: one object for all steps until a page is begun.
 
     Only `end` is another in each step. Where steps are launched ahead, it is the next one's already when a step is
     committed.

@@ -127,6 +127,21 @@ class Path:
             self.store.device.changed.add(self.pages[-1])
         return True
 
+    def begin_next(self, ids: Sequence[int]) -> bool:
+        """Begin a page for the one token that follows, where the path's own last page is full, no other path is found
+        behind it, and a page is free. Returns whether it was begun, as `write_next` does."""
+        position = self.num_tokens
+        if position % self.store.page_size or len(ids) != position + 1 or not self.store.device.free:
+            return False
+        if self._look_at_own() is None:
+            return False
+        page = self._begin_page(ids)
+        page.writer = self
+        page.tokens.append(ids[position])
+        page.filled[DEVICE] += 1
+        self.num_tokens = position + 1
+        return True
+
     def _look_at_own(self) -> tuple[array[int], list[int]] | None:
         """Find whether the path's next token goes into its last page, for `write_next`."""
         page = self.pages[-1] if self.pages and not self.gaps else None

@@ -72,6 +72,7 @@ class _KeptPlans:
     num_pages: list[int]
     num_changes: list[int]
     last_page: IntArray  # of each path, its id
+    begun: list[int]  # which of the batch began pages in the last step: a token that is learned may move them
 
     def follow(self, index: int) -> None:
         """Take note of the pages that a path has now."""
@@ -441,11 +442,10 @@ class Runner:
         if kept is None or len(batch) != len(kept.batch):
             return None
         begun = []
-        for index, (part, last) in enumerate(zip(batch, kept.batch, strict=True)):
-            if part is last:  # a decode, in its own page as before
-                continue
+        changed = [index for index, last in enumerate(kept.batch) if batch[index] is not last]
+        for index in sorted({*changed, *kept.begun}):  # others decode in their own pages, as before
             path, num_pages = kept.paths[index], kept.num_pages[index]
-            if part.sequence.path is not path or path.num_changes != kept.num_changes[index]:
+            if batch[index].sequence.path is not path or path.num_changes != kept.num_changes[index]:
                 return None
             if len(path.page_ids) != num_pages:
                 if any(page.refs > 1 for page in path.pages[num_pages:]):
@@ -476,7 +476,7 @@ class Runner:
         if begun is not None and kept is not None and kept.is_divided == is_divided:
             plans = self._appended(kept, begun, rows, num_sequences)
             if plans is not None:
-                kept.plans, kept.batch = plans, batch
+                kept.plans, kept.batch, kept.begun = plans, batch, begun
                 for index in begun:
                     kept.follow(index)
                 return kept
@@ -497,6 +497,7 @@ class Runner:
             [len(path.page_ids) for path in paths],
             [path.num_changes for path in paths],
             np.array([path.page_ids[-1] if path.page_ids else NOWHERE for path in paths], np.int64),
+            list(range(len(batch))),
         )
         return self._kept
 

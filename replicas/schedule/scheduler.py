@@ -450,7 +450,7 @@ class Scheduler:
                     return None
 
     def _take_next(self, order: Iterable[Sequence], batch: list[StepRows]) -> Iterator[Sequence]:
-        """Take decodes' rows where that is the next slot of their own pages; yields the others in their turn."""
+        """Take decodes' rows where these go on in pages of their own; yields the others in their turn."""
         for sequence in order:
             row, path, context, window = sequence.row, sequence.path, sequence.context, sequence.view.window
             if row is None or row.path is not path or (window is not None and len(context) > window):
@@ -458,6 +458,9 @@ class Scheduler:
             elif path.write_next(context):
                 row.end = path.num_tokens
                 batch.append(row)
+            elif path.begin_next(context):
+                sequence.row = DecodeRow(sequence, path)
+                batch.append(sequence.row)
             else:
                 yield sequence
 
