@@ -360,7 +360,7 @@ class Engine:
         flight = _Flight(
             batch=batch,
             began_s=began_s,
-            is_special=any(not part.is_plain and (part.is_special or part.sequence in children) for part in batch),
+            is_special=any(part.is_special or part.sequence in children for part in batch if not part.is_plain),
             has_loads=bool(moves.loads or moves.grafts),
         )
         return flight, logits

@@ -388,8 +388,8 @@ class Runner:
             self._tier.before_reuse(fresh)
             if self._saver is not None:
                 self._saver.before_reuse(fresh)
-            slots = ranges(fresh * self.page_size, np.full(len(fresh), self.page_size, np.int64))
-            mark_free(self.pool.slot_position, self._tensor(slots))
+            slots = fresh[:, None] * self.page_size + np.arange(self.page_size)
+            mark_free(self.pool.slot_position, self._tensor(slots.ravel()))
         loads = []
         if moves.loads:
             host_pages, device_pages, starts, counts = np.array(moves.loads, np.int64).T

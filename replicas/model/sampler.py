@@ -85,7 +85,7 @@ class TensorDraws:
         if self._arrived is not None:
             self._arrived.synchronize()
         token_ids = self._token_ids.tolist()
-        sampled = list(map(Sampled, token_ids, itertools.repeat(None)))
+        sampled = list(map(Sampled._make, zip(token_ids, itertools.repeat(None), strict=False)))
         for index in [index for index, token_id in enumerate(token_ids) if token_id < 0]:
             sampled[index] = Sampled(None, None)
         told = self._told
