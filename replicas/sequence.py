@@ -17,7 +17,7 @@ from mneme.replicas.blend.blend import Blend
 from mneme.replicas.blend.selectors import no_rows
 from mneme.replicas.documents import TRUNCATED
 from mneme.replicas.drawing import Drawing
-from mneme.replicas.forest.paths import Path, Rows
+from mneme.replicas.forest.paths import Path, Rows, Runs, Spans
 from mneme.replicas.forest.tree import Owner, Root
 from mneme.replicas.load import Load
 from mneme.replicas.request import GenerationRequest, PromptUsage, Source
@@ -106,6 +106,7 @@ class Sequence:
     root: Root | None = None  # where `context` goes on behind what a truncation kept
     view: View = field(default_factory=View)  # how much it may see
     path: Path | None = None  # None while it waits
+    row: DecodeRow | None = None  # in every step, as long as it decodes on the path that the row has
     blend: Blend = field(default_factory=Blend)  # how it uses documents
     load: Load | None = None  # of what the cache tier has of it
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
@@ -174,6 +175,23 @@ class Sequence:
         if self.context is not self.ids:
             self.context.append(token_id)
         self.drawing.push(token_id)
+
+    def append_next(self, token_id: int | None) -> bool:
+        """Add an output token if nothing else follows from it: no end, no rule that looks at it, nothing that is told
+        of the prompt. So it is with all tokens of an answer but two. Returns whether it was added."""
+        drawing, ids = self.drawing, self.ids
+        num_output = len(ids) - self.num_prompt
+        is_among_others = 0 < num_output == self.num_reported and num_output + 1 < self.max_tokens
+        if token_id is None or not is_among_others or token_id in drawing.end_token_ids:
+            return False
+        if drawing.matcher is not None or drawing.stop_text is not None:
+            return False
+        if drawing.seen is not None or drawing.drawn is not None:
+            return False
+        ids.append(token_id)
+        if self.context is not ids:
+            self.context.append(token_id)
+        return True
 
     def finish_reason(self, token_id: int) -> str | None:
         """Return why the sequence ends with this token, which it has appended; None if it does not."""
@@ -250,7 +268,7 @@ class End(NamedTuple):
         return self.reason != "error" or isinstance(self.error, MnemeError)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepRows:
     """Query rows of one sequence in one step, at the positions [start, end) of `spans`, in order.
 
@@ -268,15 +286,6 @@ class StepRows:
     samples: bool = field(init=False)  # the token behind its last row
     is_shifted: bool = field(init=False)  # some key is rotated for another position than its row's
     is_plain: bool = field(init=False)  # a decode: one row, of which nothing is wanted but the token behind it
-
-    @classmethod
-    def plain(cls, sequence: Sequence, end: int, run: tuple[int, int, int]) -> StepRows:
-        """Return the row of a decode whose KV goes to `run`: what `__post_init__` would find is known."""
-        part = cls.__new__(cls)
-        part.sequence, part.spans, part.runs, part.shifts = sequence, [(end - 1, end)], [run], [0]
-        part.num_compared, part.num_rows, part.end = 0, 1, end
-        part.samples, part.is_shifted, part.is_plain = True, False, True
-        return part
 
     def __post_init__(self) -> None:
         start, self.end = self.spans[-1]
@@ -358,6 +367,29 @@ class StepRows:
     def with_rows(self, rows: Rows) -> StepRows:
         """Add rows behind its last."""
         return StepRows(self.sequence, self.spans + rows.spans, self.runs + rows.runs, self.shifts + rows.shifts)
+
+
+class DecodeRow(StepRows):
+    """The row of a sequence that decodes on one path: one object for all steps until a page is begun.
+
+    Only `end` is another in each step. Where steps are launched ahead, it is the next one's already when a step is
+    committed.
+    """
+
+    __slots__ = ("path",)
+
+    def __init__(self, sequence: Sequence, path: Path) -> None:
+        self.sequence, self.path = sequence, path
+        self.shifts, self.num_compared, self.num_rows, self.end = [0], 0, 1, path.num_tokens
+        self.samples, self.is_shifted, self.is_plain = True, False, True
+
+    @property
+    def spans(self) -> Spans:  # type: ignore[override]
+        return [(self.end - 1, self.end)]
+
+    @property
+    def runs(self) -> Runs:  # type: ignore[override]
+        return [(self.path.page_ids[-1], (self.end - 1) % self.path.store.page_size, 1)]
 
 
 def _cut(origin: Origin, low: int, high: int) -> Origin:

@@ -57,7 +57,7 @@ from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import COPY_OUT_BELOW, PrefixForest
 from mneme.replicas.forest.paths import learn
 from mneme.replicas.model.draws import GREEDY, Draws, Expected, Sampled, SampleRow
-from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent
+from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.durable import DurableSessions
@@ -360,7 +360,7 @@ class Engine:
         flight = _Flight(
             batch=batch,
             began_s=began_s,
-            is_special=any(not part.is_plain and (part.is_special or part.sequence in children) for part in batch),
+            is_special=any(part.is_special or part.sequence in children for part in batch if not part.is_plain),
             has_loads=bool(moves.loads or moves.grafts),
         )
         return flight, logits
@@ -574,7 +574,7 @@ class Engine:
         batch, sampling, sampled = flight.batch, flight.sampling, flight.draws.wait()
         began_s, self._committed_s = max(flight.began_s, self._committed_s), self.clock()
         self._learn_tokens(flight, sampled)
-        if not any(part.sequence.request.is_warm_up for part in batch):
+        if WARM_UP_SALT not in {part.sequence.request.salt for part in batch}:
             self.num_steps += 1
             self.num_tokens["computed"] += sum(part.num_rows for part in batch) - len(sampling)
         if self.connector is not None:
@@ -596,6 +596,9 @@ class Engine:
         for sequence, outcome in zip(sampling, sampled, strict=True):
             # One that went back as its chunks did not come computes this token again; one that was suspended does not.
             if sequence.has_ended or (sequence.path is None and flight.has_loads):
+                continue
+            if outcome.logprobs is None and sequence.append_next(outcome.token_id):
+                self._outbox.report_next(sequence)
                 continue
             try:
                 self._append(sequence, outcome)

@@ -14,7 +14,14 @@ from mneme.errors import MnemeError
 from mneme.replicas.documents import BlendUsage
 from mneme.replicas.queries import ExplainedPrompt, ExplainedRange, ExplainedSampling
 from mneme.replicas.report import ReplicaReport
-from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent, is_of_request
+from mneme.replicas.request import (
+    WARM_UP_SALT,
+    PromptUsage,
+    SamplingParams,
+    StepMessage,
+    TokenEvent,
+    is_of_request,
+)
 from mneme.replicas.sequence import End, Sequence, StepRows
 from mneme.replicas.sessions.token_log import ClientText, FinishedTurn, VisibleTokens
 from mneme.replicas.text.detokenizer import TextStream
@@ -25,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_EXPLANATIONS = 1024  # per engine
 MAX_RANGES = 16_384  # in all of them together
+_NOTHING_ELSE = (None,) * (len(TokenEvent._fields) - 2)  # is told of most tokens
 HOLD_S = 0.05  # no event waits longer for a log: a disk that hangs must not hang clients
 
 Deliver = Callable[[StepMessage], None]
@@ -92,7 +100,7 @@ class Outbox:
     ) -> None:
         """Tell of its output since the last report and, the first time, of its prompt's usage."""
         if finish_reason is None and sequence.num_reported and sequence.request.sampling.logprobs is None:
-            self._report_next(sequence)
+            self.report_next(sequence)
             return
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
         usage, begun_s = sequence.pop_usage(), self._begun_s.get(sequence)
@@ -122,12 +130,14 @@ class Outbox:
         told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding, of_prompt)
         self._events.append(TokenEvent(*told))
 
-    def _report_next(self, sequence: Sequence) -> None:
-        """Tell of output of which nothing else is to be told: of all tokens of an answer but two."""
-        request, ids = sequence.request, sequence.ids[sequence.num_prompt + sequence.num_reported :]
-        sequence.num_reported += len(ids)
-        self.num_tokens["generated"] += 0 if request.is_warm_up else len(ids)
-        self._events.append(TokenEvent(request.request_id, tuple(ids), None, None, None))
+    def report_next(self, sequence: Sequence) -> None:
+        """Tell of a token of which nothing else is to be told (`Sequence.append_next`)."""
+        request = sequence.request
+        sequence.num_reported += 1
+        if request.salt != WARM_UP_SALT:
+            self.num_tokens["generated"] += 1
+        # Without the constructor of named tuples, which is Python: 0.09 us instead of 0.24 (Zen 4).
+        self._events.append(tuple.__new__(TokenEvent, (request.request_id, (sequence.ids[-1],), *_NOTHING_ELSE)))
 
     def report_unstarted(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:
         """Tell that a request which waited for its session ends unstarted; "error" without a refusal is our fault."""

@@ -301,7 +301,7 @@ class PrefixForest:
                 self.store.discard(page)
         self._drop_root(root)
         path.pages, path.page_ids, path.masks = [], array("i"), array("q")
-        path.gaps, path.num_tokens = [], root.start
+        path.gaps, path.num_tokens, path._own = [], root.start, None
 
     def claim(self, owner: Owner, path: Path | None, other: Owner | None) -> None:
         """Let an owner have what a path is on too, or else, where none is open, what is left of another owner's."""

@@ -51,7 +51,7 @@ class Path:
     its own.
     """
 
-    __slots__ = ("gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root", "salt", "store")
+    __slots__ = ("_own", "gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root", "salt", "store")
 
     def __init__(self, store: PageStore, root: Root, salt: str | None = None) -> None:
         """`salt`: whose it is, where that is not the root's."""
@@ -64,6 +64,9 @@ class Path:
         self.gaps: list[int] = []  # in order, the pages of which the device may lack something that the path has
         self.num_tokens = root.start  # tokens on this path
         self.num_changes = 0
+        # Tokens and `filled` of the last page while its next token goes there without a look at anything else: a step
+        # of many decodes takes as long as memory that is not in the processor's caches.
+        self._own: tuple[array[int], list[int]] | None = None
 
     @property
     def tail(self) -> Page:
@@ -71,6 +74,7 @@ class Path:
 
     def append(self, page: Page, mask: int = ALL_SLOTS) -> None:
         """Go on to a page; whoever appends it counts the reference."""
+        self._own = None
         self.pages.append(page)
         page_id = page.ids[DEVICE]
         self.page_ids.append(NOWHERE if page_id is None else page_id)
@@ -102,27 +106,49 @@ class Path:
             self.append(child)
             page = child
         if position > before:
-            self.num_tokens = position
+            self.num_tokens, self._own = position, None
             update_gaps(self, max(num_pages - 1, len(self.root.kept)))
         return position - before
 
-    def write_next(self, ids: Sequence[int]) -> tuple[int, int, int] | None:
+    def write_next(self, ids: Sequence[int]) -> bool:
         """Take the slot of the one token that follows, if it goes into the path's own last page, where no other path is
-        found: what `extend` and `take_rows` do for a decode, but once in a page. Returns the run; None: ask those."""
+        found: what `extend` and `take_rows` do for a decode, but once in a page. Returns whether it was taken; else ask
+        those."""
         position, page_size = self.num_tokens, self.store.page_size
         offset = position % page_size
-        if not offset or self.gaps or not self.pages or len(ids) != position + 1:
-            return None
-        page = self.pages[-1]
-        tokens = page.tokens
-        if page.writer is not self or page.children or page.start + len(tokens) != position:
-            return None
+        own = self._own or self._look_at_own()
+        if not offset or own is None or len(ids) != position + 1:
+            return False
+        tokens, filled = own
         tokens.append(ids[position])
-        page.filled[DEVICE] += 1
+        filled[DEVICE] += 1
         self.num_tokens = position + 1
         if offset + 1 == page_size and self.store.device.changed is not None:
-            self.store.device.changed.add(page)
-        return self.page_ids[-1], offset, 1
+            self.store.device.changed.add(self.pages[-1])
+        return True
+
+    def begin_next(self, ids: Sequence[int]) -> bool:
+        """Begin a page for the one token that follows, where the path's own last page is full, no other path is found
+        behind it, and a page is free. Returns whether it was begun, as `write_next` does."""
+        position = self.num_tokens
+        if position % self.store.page_size or len(ids) != position + 1 or not self.store.device.free:
+            return False
+        if self._look_at_own() is None:
+            return False
+        page = self._begin_page(ids)
+        page.writer = self
+        page.tokens.append(ids[position])
+        page.filled[DEVICE] += 1
+        self.num_tokens = position + 1
+        return True
+
+    def _look_at_own(self) -> tuple[array[int], list[int]] | None:
+        """Find whether the path's next token goes into its last page, for `write_next`."""
+        page = self.pages[-1] if self.pages and not self.gaps else None
+        if page is None or page.writer is not self or page.children or page.end != self.num_tokens:
+            return None
+        self._own = page.tokens, page.filled
+        return self._own
 
     def take_rows(self, ids: Sequence[int], budget: int) -> Rows:
         """Take at most `budget` rows: holes first, then `ids[self.num_tokens:]`, which `extend` did not find.
@@ -213,8 +239,9 @@ class Path:
         twin = parent.child(page.start, token_id, self.salt)
         goes_on = at < len(parent.tokens) and parent.tokens[at] == token_id
         if twin is None and not goes_on:
-            parent.children[parent.key_of(page, token_id)] = page
+            _add_child(parent, page, token_id)
             return
+        self._own = None
         for column in (self.pages, self.page_ids, self.masks):
             column.pop()
         self.num_changes += 1
@@ -276,11 +303,18 @@ class Path:
         page = Page(parent, position)
         page.salt = self.salt
         if self.store.sharing:
-            parent.children[parent.key_of(page, ids[position])] = page
+            _add_child(parent, page, ids[position])
         page.refs = page.num_uses = 1
         self.store.add(page)
         self.append(page)
         return page
+
+
+def _add_child(parent: Page, page: Page, token_id: int) -> None:
+    """Let paths find a page behind another, whose writer may be one of them."""
+    parent.children[parent.key_of(page, token_id)] = page
+    if isinstance(parent.writer, Path):
+        parent.writer._own = None
 
 
 class DocumentUse(NamedTuple):

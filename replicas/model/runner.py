@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,21 +59,25 @@ _MAX_LOGITS = 1 << 24  # of prompts at a time: 64 MB, and as much again for thei
 _NO_PAGES = PageTable.own([])  # of sequences that pad a step
 
 
-class _PlannedPath(NamedTuple):
-    """Holds what a path was when the kept plan was made."""
-
-    path: Path
-    num_pages: int
-    num_changes: int
-
-
 @dataclass(slots=True)
 class _KeptPlans:
-    """Holds the plans of the last step, and for whom they were made."""
+    """Holds the plans of the last step, and for whom they were made: in the order of the batch, what each path was."""
 
     plans: dict[int, Plan]  # by the layer from which on
-    order: list[int]  # which of the batch is the i-th sequence of the plans
-    seen: list[_PlannedPath]  # in the order of the batch
+    order: IntArray  # which of the batch is the i-th sequence of the plans
+    place: IntArray  # the inverse: where in the plans each of the batch is
+    is_divided: bool  # by layers, where there is reason to
+    batch: list[StepRows]
+    paths: list[Path]
+    num_pages: list[int]
+    num_changes: list[int]
+    last_page: IntArray  # of each path, its id
+    begun: list[int]  # which of the batch began pages in the last step: a token that is learned may move them
+
+    def follow(self, index: int) -> None:
+        """Take note of the pages that a path has now."""
+        page_ids = self.paths[index].page_ids
+        self.num_pages[index], self.last_page[index] = len(page_ids), page_ids[-1]
 
 
 class Runner:
@@ -155,19 +158,28 @@ class Runner:
                 for layer in range(self._decoder.config.num_layers):
                     load.wait_layer(layer)
             return None
+        others = [part for part in batch if not part.is_plain]
         begun = self._begun(batch)
-        order = self._order(batch, is_kept=begun is not None)
-        ordered = [batch[index] for index in order]
-        others = [part for part in ordered if not part.is_plain]
+        kept = self._kept
+        order = kept.order if kept is not None and begun is not None else _depth_first(batch)
+        ordered = [batch[index] for index in order.tolist()] if others else []  # decodes are laid out as arrays
         is_single = all(part.num_rows == 1 for part in others)
-        token_ids, positions, slots = self._single_rows(ordered) if is_single else self._rows(ordered)
+        positions = np.array([part.end for part in batch])[order] - 1 if is_single else _positions(ordered)
+        is_shifted, is_read = any(part.is_shifted for part in others), any(part.is_read for part in others)
+        bucket = None if load is not None or is_shifted or is_read else self._bucket(batch, others)
+        kept = self._step_plans(batch, order, positions, bucket, begun, others)
+        plans = kept.plans
+        if is_single:
+            token_ids = np.array([part.sequence.context[part.end - 1] for part in batch])[order]
+            slots = kept.last_page[order] * self.page_size + positions % self.page_size
+            apart = [row for row, part in enumerate(ordered) if not part.is_plain]
+            slots[apart] = self._slots([ordered[row] for row in apart])
+            sampled_rows = kept.place if all(part.samples for part in others) else _sampled_rows(batch, order)
+        else:
+            token_ids, slots, sampled_rows = _token_ids(ordered), self._slots(ordered), _sampled_rows(batch, order)
         sources = np.full_like(token_ids, -1) if expected is None else expected.sources(token_ids)
-        sampled_rows = _sampled_rows(batch, order)
         arrays = (token_ids, positions, slots, sources, sampled_rows)
         draws = None if expected is None or sources.max() < 0 else expected.draws.tokens
-        is_shifted, is_read = any(part.is_shifted for part in others), any(part.is_read for part in others)
-        bucket = None if load is not None or is_shifted or is_read else self._bucket(ordered)
-        plans = self._step_plans(batch, order, positions, bucket, begun)
         inputs = self._inputs(arrays, plans[0], bucket, draws)
         inputs.load, inputs.plans = load, plans if len(plans) > 1 else {}
         rotated = positions
@@ -376,8 +388,8 @@ class Runner:
             self._tier.before_reuse(fresh)
             if self._saver is not None:
                 self._saver.before_reuse(fresh)
-            slots = ranges(fresh * self.page_size, np.full(len(fresh), self.page_size, np.int64))
-            mark_free(self.pool.slot_position, self._tensor(slots))
+            slots = fresh[:, None] * self.page_size + np.arange(self.page_size)
+            mark_free(self.pool.slot_position, self._tensor(slots.ravel()))
         loads = []
         if moves.loads:
             host_pages, device_pages, starts, counts = np.array(moves.loads, np.int64).T
@@ -397,13 +409,13 @@ class Runner:
         slots = ranges(page_ids * self.page_size + offsets, counts)
         mark_written(self.pool.slot_position, self._tensor(slots), self._tensor(ranges(starts, counts)))
 
-    def _bucket(self, ordered: list[StepRows]) -> int | None:
+    def _bucket(self, batch: list[StepRows], others: list[StepRows]) -> int | None:
         """The rows that a step is padded to for its graph; None: too many, or a blend looks into it."""
-        if self.graphs is None:
+        if self.graphs is None or any(map(_is_watched, others)):
             return None
-        if any(map(_is_watched, ordered)):
-            return None
-        return self.graphs.bucket(sum(part.num_rows for part in ordered), sum(part.samples for part in ordered))
+        num_rows, num_sampled = sum(part.num_rows for part in others), sum(part.samples for part in others)
+        num_plain = len(batch) - len(others)
+        return self.graphs.bucket(num_plain + num_rows, num_plain + num_sampled)
 
     def _inputs(
         self, arrays: tuple[IntArray, ...], plan: Plan, bucket: int | None, draws: torch.Tensor | None = None
@@ -427,11 +439,13 @@ class Runner:
         """Find which of a batch began pages since the kept plan. None where the order may be another now: there are
         other sequences, a path has changed, or a page is begun that another path has too."""
         kept = self._kept
-        if kept is None or len(batch) != len(kept.seen):
+        if kept is None or len(batch) != len(kept.batch):
             return None
         begun = []
-        for index, (part, (path, num_pages, num_changes)) in enumerate(zip(batch, kept.seen, strict=True)):
-            if part.sequence.path is not path or path.num_changes != num_changes:
+        changed = [index for index, last in enumerate(kept.batch) if batch[index] is not last]
+        for index in sorted({*changed, *kept.begun}):  # others decode in their own pages, as before
+            path, num_pages = kept.paths[index], kept.num_pages[index]
+            if batch[index].sequence.path is not path or path.num_changes != kept.num_changes[index]:
                 return None
             if len(path.page_ids) != num_pages:
                 if any(page.refs > 1 for page in path.pages[num_pages:]):
@@ -439,55 +453,71 @@ class Runner:
                 begun.append(index)
         return begun
 
-    def _order(self, batch: list[StepRows], *, is_kept: bool) -> list[int]:
-        """Order a batch as the kept plan does, or depth-first through the forest; returns indices into it."""
-        if is_kept and self._kept is not None:
-            return self._kept.order
-        return sorted(range(len(batch)), key=lambda index: _path(batch[index]).page_ids.tobytes())
-
     def _step_plans(
-        self, batch: list[StepRows], order: list[int], positions: IntArray, bucket: int | None, begun: list[int] | None
-    ) -> dict[int, Plan]:
+        self,
+        batch: list[StepRows],
+        order: IntArray,
+        positions: IntArray,
+        bucket: int | None,
+        begun: list[int] | None,
+        others: list[StepRows],
+    ) -> _KeptPlans:
         """Plan the step, by the layer from which on; rows that fill it up to a bucket are at position 0 of sequences
         that have no pages."""
-        counts = [batch[index].num_rows for index in order]
-        num_padding = 0 if bucket is None else bucket - len(positions)
-        sequence = np.repeat(np.arange(len(order) + num_padding), counts + [1] * num_padding)
+        kept, num_padding = self._kept, 0 if bucket is None else bucket - len(positions)
+        num_sequences = len(batch) + num_padding
+        sequence = np.arange(num_sequences)
+        if len(positions) > len(batch):
+            counts = np.array([part.num_rows for part in batch])[order]
+            sequence = np.repeat(sequence, np.append(counts, np.ones(num_padding, np.int64)))
         rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
-        paths = [_path(batch[index]) for index in order]
         # One plan is captured, and rows that leave between layers have one: private slots hold copies in all layers.
-        is_divided = self.graphs is None and not any(map(_is_watched, batch))
+        is_divided = self.graphs is None and not any(map(_is_watched, others))
+        if begun is not None and kept is not None and kept.is_divided == is_divided:
+            plans = self._appended(kept, begun, rows, num_sequences)
+            if plans is not None:
+                kept.plans, kept.batch, kept.begun = plans, batch, begun
+                for index in begun:
+                    kept.follow(index)
+                return kept
+        paths = [_path(part) for part in batch]
+        ordered = [paths[index] for index in order.tolist()]
         layers = {layer for path in paths for layer, _ in path.root.masks_from} if is_divided else set()
-        plans = None if begun is None else self._appended(begun, rows, len(order) + num_padding, layers or {0})
-        if plans is None:
-            where: list[int | None] = [*sorted(layers)] or [None]
-            plans = {layer or 0: self._new_plan(paths, rows, num_padding, layer) for layer in where}
-            self._kept = _KeptPlans(plans, order, [_seen(_path(part)) for part in batch])
-        return plans
+        where: list[int | None] = [*sorted(layers)] or [None]
+        plans = {layer or 0: self._new_plan(ordered, rows, num_padding, layer) for layer in where}
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        self._kept = _KeptPlans(
+            plans,
+            order,
+            place,
+            is_divided,
+            batch,
+            paths,
+            [len(path.page_ids) for path in paths],
+            [path.num_changes for path in paths],
+            np.array([path.page_ids[-1] if path.page_ids else NOWHERE for path in paths], np.int64),
+            list(range(len(batch))),
+        )
+        return self._kept
 
     def _appended(
-        self, begun: list[int], rows: QueryRows, num_sequences: int, layers: set[int]
+        self, kept: _KeptPlans, begun: list[int], rows: QueryRows, num_sequences: int
     ) -> dict[int, Plan] | None:
         """Append the pages begun since to the kept plans, with these rows; None where they have to be built anew."""
-        kept = self._kept
-        if kept is None or kept.plans.keys() != layers or kept.plans[0].num_sequences != num_sequences:
-            return None
         first = kept.plans[0]
+        if first.num_sequences != num_sequences:
+            return None
         if (begun or first.appended) and not np.array_equal(first.sequence, np.asarray(rows.sequence)):
             return None  # work is laid out anew, which the tree does faster than the tables
         plans: dict[int, Plan | None] = {**kept.plans}
         if begun:
-            new = [kept.seen[index].path.page_ids[kept.seen[index].num_pages :] for index in begun]
-            places = np.repeat([kept.order.index(index) for index in begun], [len(each) for each in new])
+            new = [kept.paths[index].page_ids[kept.num_pages[index] :] for index in begun]
+            places = np.repeat(kept.place[begun], [len(each) for each in new])
             page_ids = np.concatenate(new, dtype=np.int64)
             plans = {layer: plan.append_new_pages(places, page_ids) for layer, plan in kept.plans.items()}
         found = {layer: plan.with_rows(rows) for layer, plan in plans.items() if plan is not None}
-        if len(found) < len(plans):
-            return None
-        kept.plans = found
-        for index in begun:
-            kept.seen[index] = _seen(kept.seen[index].path)
-        return found
+        return found if len(found) == len(plans) else None
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int, layer: int | None = None) -> Plan:
         """Plan what is seen from a layer on; None: in any, private slots in place of what they hold copies of."""
@@ -525,24 +555,10 @@ class Runner:
 
         return plan, run
 
-    def _rows(self, ordered: list[StepRows]) -> tuple[IntArray, IntArray, IntArray]:
-        """Return each row's token, its position and the slot that its KV is written to."""
-        starts, ends = np.array([span for part in ordered for span in part.spans]).T
-        token_ids = [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]]
-        return np.array(token_ids, np.int64), ranges(starts, ends - starts), self._slots(ordered)
-
-    def _single_rows(self, ordered: list[StepRows]) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the same of sequences that have one row each."""
-        ends = [part.end for part in ordered]
-        token_ids = [part.sequence.context[end - 1] for part, end in zip(ordered, ends, strict=True)]
-        runs = [part.runs[0] if part.runs else _SPARE_RUN for part in ordered]
-        slots = [page_id * self.page_size + offset for page_id, offset, _ in runs]
-        return np.array(token_ids), np.array(ends) - 1, np.array(slots)
-
     def _slots(self, ordered: list[StepRows]) -> IntArray:
         """Return where each row's KV is written; the spare slot for a last row without a run."""
         runs = [run for part in ordered for run in [*part.runs, *[_SPARE_RUN] * (part.num_rows - part.num_written)]]
-        page_ids, offsets, counts = np.array(runs, np.int64).T
+        page_ids, offsets, counts = np.array(runs, np.int64).reshape(-1, 3).T
         return ranges(page_ids * self.page_size + offsets, counts)
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
@@ -561,8 +577,22 @@ def _path(part: StepRows) -> Path:
     return part.sequence.path
 
 
-def _seen(path: Path) -> _PlannedPath:
-    return _PlannedPath(path, len(path.page_ids), path.num_changes)
+def _depth_first(batch: list[StepRows]) -> IntArray:
+    """Order a batch depth-first through the forest; returns indices into it."""
+    keys = [_path(part).page_ids.tobytes() for part in batch]
+    return np.array(sorted(range(len(batch)), key=keys.__getitem__))
+
+
+def _positions(ordered: list[StepRows]) -> IntArray:
+    """Return the position of each row."""
+    starts, ends = np.array([span for part in ordered for span in part.spans]).T
+    return ranges(starts, ends - starts)
+
+
+def _token_ids(ordered: list[StepRows]) -> IntArray:
+    """Return the token of each row; of one that is not known yet, its placeholder."""
+    ids = [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]]
+    return np.array(ids, np.int64)
 
 
 def _is_watched(part: StepRows) -> bool:
@@ -582,8 +612,8 @@ def _page_table(path: Path, layer: int | None) -> PageTable:
     return PageTable(page_ids[present], deltas[present], masks[present])
 
 
-def _sampled_rows(batch: list[StepRows], order: list[int]) -> IntArray:
+def _sampled_rows(batch: list[StepRows], order: IntArray) -> IntArray:
     """Find the last row of each sequence that samples, in the order of `batch`; the plan's is `order`."""
     last_rows = np.empty(len(batch), np.int64)
-    last_rows[order] = np.cumsum([batch[index].num_rows for index in order]) - 1
+    last_rows[order] = np.cumsum(np.array([part.num_rows for part in batch])[order]) - 1
     return last_rows[[part.samples for part in batch]]

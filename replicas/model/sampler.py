@@ -14,6 +14,7 @@ comes to the host beside that step (`Draws.wait`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,10 @@ class TensorDraws:
         """Return what was drawn, in the order of the rows, once it is on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        sampled = [Sampled(token_id if token_id >= 0 else None, None) for token_id in self._token_ids.tolist()]
+        token_ids = self._token_ids.tolist()
+        sampled = list(map(Sampled._make, zip(token_ids, itertools.repeat(None), strict=False)))
+        for index in [index for index, token_id in enumerate(token_ids) if token_id < 0]:
+            sampled[index] = Sampled(None, None)
         told = self._told
         if told is not None:
             values = zip(told.num_top, told.own[:, 0].tolist(), told.top_ids.tolist(), told.top.tolist(), strict=True)

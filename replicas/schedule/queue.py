@@ -174,8 +174,10 @@ class WaitingQueue:
 
     def charge(self, sequences: Collection[Sequence], num_tokens: int) -> None:
         """Charge the flows of these sequences, which are active, so much service for each."""
+        flows = self._flows
         for sequence in sequences:
-            self._flows[_flow_key(sequence.request)].counter += num_tokens
+            request = sequence.request
+            flows[request.salt, request.session_id].counter += num_tokens
         if sequences:
             self._level += num_tokens * len(sequences) / len(self._flows)
 

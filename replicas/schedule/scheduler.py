@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -37,7 +37,7 @@ from mneme.replicas.schedule.gathering import Gathering
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget, seconds_beside
-from mneme.replicas.sequence import End, Sequence, StepRows
+from mneme.replicas.sequence import DecodeRow, End, Sequence, StepRows
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
@@ -190,21 +190,20 @@ class Scheduler:
         ending  sequences that end with the token that is on its way
         """
         batch: list[StepRows] = []
-        loading = self._loading()
-        decodes, prefills = list[Sequence](), list[Sequence]()
-        running = [sequence for sequence in self.running if sequence not in ending]
-        for sequence in running:
-            if not loading or sequence not in loading:
-                (decodes if self._num_pending(sequence) <= 1 else prefills).append(sequence)
+        running = [each for each in self.running if each not in ending] if ending else self.running.copy()
+        others = [each for each in running if each.row is None or each.row.path is not each.path]
+        loading = self._loading(others) if others else []
+        decodes, prefills = running, list[Sequence]()
+        if others:
+            prefills = [each for each in others if each not in loading and self._num_pending(each) > 1]
+            apart = {*loading, *prefills}
+            decodes = [each for each in running if each not in apart]
         num_prefills = len(prefills)
         budget = self._budget = self._make_budget(decodes)
         order = running
         if self._costs is not None and prefills:
             order = [*loading, *decodes, *sorted(prefills, key=self._set_due)]
-        for sequence in order:
-            if (part := self._take_next(sequence)) is not None:
-                batch.append(part)
-                continue
+        for sequence in self._take_next(order, batch):
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
             if loading and sequence in loading:
@@ -361,9 +360,9 @@ class Scheduler:
             return None
         return load.num_at_once(max(load.plan.step_chunks - self._budget.num_loaded, 0))
 
-    def _loading(self) -> list[Sequence]:
-        """Return who runs and has no rows before more of its chunks is loaded."""
-        answered = [s for s in self.running if s.load is not None and not s.load.is_asking]
+    def _loading(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return who of these has no rows before more of its chunks is loaded."""
+        answered = [s for s in running if s.load is not None and not s.load.is_asking]
         for sequence in answered:
             if not sequence.num_to_come:  # it computed, or follows, as much meanwhile
                 sequence.drop_load()
@@ -398,9 +397,8 @@ class Scheduler:
 
     def _widen(self, batch: list[StepRows], budget: StepBudget) -> None:
         """Give the rows that are left to prompts that were cut, the oldest first."""
-        for index, part in enumerate(batch):
-            if part.samples:
-                continue
+        for index in [index for index, part in enumerate(batch) if not part.samples]:
+            part = batch[index]
             path, ids = part.sequence.path, part.sequence.context
             if part.end == len(ids) or part.sequence.load is not None or part.sequence.blend.num_to_compare:
                 continue
@@ -451,15 +449,20 @@ class Scheduler:
                 if victim is sequence:
                     return None
 
-    def _take_next(self, sequence: Sequence) -> StepRows | None:
-        """Take a decode's row where that is the next slot of its own page; None: `_take_rows` looks at all else."""
-        path, context = sequence.path, sequence.context
-        if path is None or sequence.load is not None or sequence.scoring is not None or not sequence.num_output:
-            return None
-        if sequence.blend.is_probing or sequence.view.is_over(len(context)):
-            return None
-        run = path.write_next(context)
-        return None if run is None else StepRows.plain(sequence, path.num_tokens, run)
+    def _take_next(self, order: Iterable[Sequence], batch: list[StepRows]) -> Iterator[Sequence]:
+        """Take decodes' rows where these go on in pages of their own; yields the others in their turn."""
+        for sequence in order:
+            row, path, context, window = sequence.row, sequence.path, sequence.context, sequence.view.window
+            if row is None or row.path is not path or (window is not None and len(context) > window):
+                yield sequence
+            elif path.write_next(context):
+                row.end = path.num_tokens
+                batch.append(row)
+            elif path.begin_next(context):
+                sequence.row = DecodeRow(sequence, path)
+                batch.append(sequence.row)
+            else:
+                yield sequence
 
     def _take_rows(self, sequence: Sequence, budget: int) -> StepRows | None:
         """Take at most so many rows.
@@ -490,6 +493,7 @@ class Scheduler:
         rows = path.take_rows(ids, budget)
         sequence.add_origins(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
+        sequence.row = DecodeRow(sequence, path) if part.is_plain else None  # of the steps behind this one
         if load is not None:
             if not sequence.view.event:  # what it computes is a part of what is found
                 load.num_resident = path.num_tokens

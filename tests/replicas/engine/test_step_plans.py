@@ -57,6 +57,11 @@ class CheckedRunner(Runner):
         fresh = build_plan(tables, plan.rows, page_size=PAGE_SIZE, **sizes, share=plan.share, cost=plan.cost)
         assert segments_of(plan) == segments_of(fresh)
         assert pieces_of(plan) == pieces_of(fresh)
+        rows = list(zip(inputs.positions.tolist(), inputs.slots.tolist(), strict=True))
+        wanted = [list(zip(part.positions.tolist(), slots_of(part), strict=True)) for part in batch]
+        assert sorted(rows) == sorted(row for each in wanted for row in each)
+        sampled = [each[-1] for part, each in zip(batch, wanted, strict=True) if part.samples]
+        assert [rows[row] for row in inputs.sampled_rows.tolist()] == sampled
         self.num_by_tree += isinstance(plan.laid_out, Lineages)
         self.num_kept += plan.segments is self._last
         self.num_shared += plan.work.num_shared
@@ -66,6 +71,12 @@ class CheckedRunner(Runner):
         logits = torch.full((len(inputs.sampled_rows), self.vocab_size), -1e9)
         logits[:, 1:3] = 0.0
         return logits
+
+
+def slots_of(part: StepRows) -> list[int]:
+    """Return where each row's KV goes: to the spare slot, 0, if it is there already."""
+    slots = [page_id * PAGE_SIZE + offset + i for page_id, offset, count in part.runs for i in range(count)]
+    return slots + [0] * (part.num_rows - len(slots))
 
 
 @pytest.fixture(scope="module", params=["llama-3", "mistral"])

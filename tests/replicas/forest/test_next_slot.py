@@ -40,8 +40,9 @@ class Traffic:
         return self.advance(path, ids, 1)
 
     def advance(self, path: Path, ids: list[int], budget: int) -> Any:
-        if self.is_short and budget == 1 and (run := path.write_next(ids)) is not None:
+        if self.is_short and budget == 1 and (path.write_next(ids) or path.begin_next(ids)):
             self.num_short += 1
+            run = path.page_ids[-1], (path.num_tokens - 1) % PAGE_SIZE, 1
             return [(path.num_tokens - 1, path.num_tokens)], [run], [0]
         path.extend(ids, len(ids))
         try:
