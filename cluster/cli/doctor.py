@@ -120,7 +120,7 @@ def _ray_environment() -> list[Finding]:
 
 
 def _shared_memory() -> list[Finding]:
-    needed = ClusterConfig().ray.object_store_bytes
+    needed = ClusterConfig().ray.store_bytes()
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
