@@ -89,7 +89,7 @@ CEILINGS = {
     "cachetier/distributed": 2350,
     "cachetier/host_pages": 950,
     "cachetier/node": 3400,
-    "cachetier/policy": 1000,
+    "cachetier/policy": 1100,
     "cachetier/session_log": 700,
     "cluster": 970,
     "cluster/cli": 1100,
