@@ -39,7 +39,9 @@ def served(folder: Path, model: str) -> tuple[subprocess.Popen[str], str]:
     """`make serve` in a clone, as somebody would run it who has never had it; returns when it is ready."""
     home = folder / "home"
     home.mkdir()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "MNEME"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "MNEME", "XDG"))
+    }
     kept |= {"HOME": str(home), "PIP_NO_CACHE_DIR": "1", "MAKEFLAGS": ""}
     command = ["make", "serve", f"MODEL={model}", f"PYTHON={sys.base_prefix}/bin/python3", f"PORT={free_port()}"]
     server = subprocess.Popen(

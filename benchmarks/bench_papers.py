@@ -24,10 +24,20 @@ if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: compiled kernels read it once
 
 from harness import Run, cpu_name, options_of
-from papers import conversations, deviation, documents, hierarchy, kernels, map_reduce, system_prompt, truncation
+from papers import (
+    conversations,
+    deviation,
+    documents,
+    eviction,
+    hierarchy,
+    kernels,
+    map_reduce,
+    system_prompt,
+    truncation,
+)
 from papers.experiment import RESULTS, Experiment, run_points, tell_table
 
-ROOMS = (kernels, system_prompt, conversations, deviation, documents, map_reduce, hierarchy, truncation)
+ROOMS = (kernels, system_prompt, conversations, deviation, documents, map_reduce, eviction, hierarchy, truncation)
 EXPERIMENTS: dict[str, type[Experiment]] = {each.name: each for room in ROOMS for each in room.EXPERIMENTS}
 
 

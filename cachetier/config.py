@@ -50,7 +50,9 @@ class CacheConfig:
     # Of chunks in the node's memory; None: two fifths of the object store; without Ray, a tenth of the memory that is
     # available, at least 1 GiB.
     host_bytes: int | None = None
-    disk: DiskTierConfig | None = None  # None: nothing is written to a disk, and a restart starts cold
+    # None: nothing is written to a disk, and a restart starts cold. `mneme serve` on one machine, if told nothing of
+    # disks, not even null, has a folder of its user's (~/.local/state/mneme): a tenth of what is free, at most 64 GiB.
+    disk: DiskTierConfig | None = None
     eviction: EvictionPolicyName = "returning"  # of both tiers
     ttl_s: float | None = None  # since the last use, in every tier; None: until room is needed
     tenant_bytes: int | None = None  # of one tenant in each tier; None: no quota

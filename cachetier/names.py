@@ -19,7 +19,7 @@ Edge = Literal["host", "disk", "peer_host", "peer_disk"]  # where bytes come fro
 EDGES: tuple[Edge, ...] = ("host", "disk", "peer_host", "peer_disk")
 CostEdge = Edge | Literal["save", "lookup"]
 COST_EDGES: tuple[CostEdge, ...] = (*EDGES, "save", "lookup")
-EvictionPolicyName = Literal["lru", "pensieve", "lookahead", "returning"]
+EvictionPolicyName = Literal["lru", "pensieve", "lookahead", "returning", "density"]
 
 
 class Miss(Enum):

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cluster.api_keys import Keyring
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
+from mneme.machine import available_bytes
 from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig
 from mneme.replicas.text.calls.dialects import with_plugin
 from mneme.router.autoscaler import AutoscaleConfig
 from mneme.router.score import RouterConfig
 
 MIB = 2**20
+# A tier has a tenth of the memory then, as that of one process. What is not used is not taken: pages come as they are
+# written to.
+_STORE_SHARE, _SHM_SHARE = 0.25, 0.8
+_LEAST_STORE, _MOST_STORE = 192 * MIB, 64 << 30
 FLUSH_S = 2.0  # when the server stops: for what is being saved to reach the cache tier
 
 
@@ -75,12 +81,25 @@ class RayConfig:
     """The Ray instance that `mneme serve` starts for itself, or joins; a RayService brings its own and ignores this."""
 
     address: str | None = None  # of a running cluster, or auto: the one that this machine is part of
-    object_store_bytes: int = 192 * MIB  # of shared memory; two fifths of it are the cache tier's unless that says
+    # Of shared memory; two fifths of it are the cache tier's unless that says. None: a quarter of the memory that is
+    # available, as far as /dev/shm has room for it, at least 192 MiB and at most 64 GiB.
+    object_store_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        check_range("ray.object_store_bytes", self.object_store_bytes, 80 * MIB, 2**44)
+        if self.object_store_bytes is not None:
+            check_range("ray.object_store_bytes", self.object_store_bytes, 80 * MIB, 2**44)
         if self.address is not None and not _ADDRESS.fullmatch(self.address):
             raise ConfigError(f"ray.address: must be auto or HOST:PORT (got {shown(self.address)})")
+
+    def store_bytes(self) -> int:
+        """Return the size of the object store on this machine."""
+        if self.object_store_bytes is not None:
+            return self.object_store_bytes
+        try:
+            room = _SHM_SHARE * shutil.disk_usage("/dev/shm").free
+        except OSError:
+            room = 0.0
+        return int(max(_LEAST_STORE, min(_STORE_SHARE * available_bytes(), room, _MOST_STORE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +203,20 @@ class ClusterConfig:
 
 
 def load_config(
-    path: Path | None = None, assignments: list[str] | None = None, overrides: Mapping[str, Any] | None = None
+    path: Path | None = None,
+    assignments: list[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    own_disk: Callable[[], DiskTierConfig | None] = lambda: None,
 ) -> ClusterConfig:
-    """The YAML file, then `key=value` assignments, then `overrides` by dotted key; raises `ConfigError`."""
-    return from_mapping(with_assignments(_read_yaml(path) if path else {}, assignments or [], overrides or {}))
+    """The YAML file, then `key=value` assignments, then `overrides` by dotted key; raises `ConfigError`.
+
+    own_disk  gives the disk of a server on this machine alone of which none of these names `cache.disk`, not even null
+    """
+    mapping = with_assignments(_read_yaml(path) if path else {}, assignments or [], overrides or {})
+    config = from_mapping(mapping)
+    if "disk" in mapping.get("cache", {}) or not config.cache.enabled or config.ray.address is not None:
+        return config
+    return replace(config, cache=replace(config.cache, disk=own_disk()))
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> ClusterConfig:

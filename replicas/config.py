@@ -48,7 +48,7 @@ class EngineConfig:
     max_waiting: int = 1024  # queued requests; more are refused with Overloaded
     request_timeout_s: float | None = None  # for requests that name none; None: no deadline
     prefix_sharing: bool = True  # false: nothing is shared or found again, as a measure of what that is worth
-    eviction: EvictionPolicyName = "lookahead"  # which cached pages go first (docs/decisions/prefix-cache.md)
+    eviction: EvictionPolicyName = "density"  # which cached pages go first (docs/decisions/prefix-cache.md)
     cuda_graphs: bool = True  # replay steps of up to 2,048 rows as CUDA graphs; nothing on a CPU
     timeline: str | None = None  # file for trace events of layers and transfers; %p in it: the process id
     num_threads: int | None = None  # torch threads; None: what torch chooses

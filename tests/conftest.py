@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of several pro
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["XDG_STATE_HOME"] = os.devnull  # no test reads or writes KV of whoever runs it
 if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(
     Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")
 ):

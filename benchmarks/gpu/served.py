@@ -194,6 +194,7 @@ def _start(run: Run, name: str, mode: str, model: str, *settings: str) -> Iterat
     environment = {key: value for key, value in os.environ.items() if key not in _NOT_OF_SERVERS}
     paths = [str(ROOT / "src"), *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {MARKER: str(run.folder.resolve()), "PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "token"}
+    environment["XDG_STATE_HOME"] = os.devnull  # no KV of another server's
     began_s = time.monotonic()
     with log.open("w") as sink:
         process = subprocess.Popen(

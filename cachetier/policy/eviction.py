@@ -31,6 +31,10 @@ _MAX_WINDOW = 256  # requests that `lookahead` looks at for a choice, however lo
 USED_ONCE_S = 300.0
 LONG_S = 600.0
 
+_AGES = 14  # of which each is twice as long: the last begins at 4,096 s
+_LEARN_AFTER, _KEPT = 500, 0.9  # ends of runs, and how much what was learned before counts then
+_NEWER = 1.5  # times
+
 
 class Candidate(NamedTuple):
     """One run. A new offer of the same key replaces the old."""
@@ -225,6 +229,88 @@ class ReturningPolicy(LookaheadPolicy):
         return age_s if candidate.has_returned else age_s + USED_ONCE_S * max(0.0, 1 - age_s / LONG_S)
 
 
+class DensityPolicy(LookaheadPolicy):
+    """Evicts what is worth least: chance of return times seconds to compute it, over bytes and time that it stays.
+
+    That is the least hit density (LHD: Beckmann, Chen & Cidon, NSDI 2018), over a run's pages. Pages have one size, and
+    their times differ by their place in the context alone, by less than the chances do: they cancel. The chance by age
+    and class (used once, returned) is learned from runs that came back and runs that went: of a page that is t seconds
+    idle it is those of t and more that came back, over the time that they stayed. Where all come back, and room is for
+    fewer, the newest is worth least (LRU finds nothing there), else the oldest, so a choice compares these two. The
+    newest goes only where it is worth less by half: the chances are counts. Where nobody came back it goes, too, so
+    that the others are seen to. Half a run goes at a time, its end, as in `pensieve`. What the queue will use stays, as
+    in `lookahead`.
+    """
+
+    def __init__(self, clock: Callable[[], float], capacity: int) -> None:
+        super().__init__(capacity)
+        self._clock, self._newest = clock, LazyHeap[Hashable]()
+        self._returned, self._gone = ([[0.0] * _AGES for _ in range(2)] for _ in range(2))  # pages by class and age
+        self._density = [[0.5**age for age in range(_AGES)] for _ in range(2)]  # LRU until it has learned
+        self._num_ends = 0  # of runs, since it has
+
+    def withdraw(self, key: Hashable) -> None:
+        """Learn that a run came back."""
+        if (candidate := self.candidates.get(key)) is not None:
+            self._learn(self._returned, candidate, candidate.num_pages)
+        super().withdraw(key)
+
+    def _rank(self, candidate: Candidate) -> None:
+        super()._rank(candidate)
+        self._newest.push(candidate.key, -candidate.last_used_s)
+
+    def _unrank(self, candidate: Candidate) -> None:
+        super()._unrank(candidate)
+        self._newest.discard(candidate.key)
+
+    def offer(self, candidate: Candidate) -> None:
+        """Take a run; one that is here already, of another size now, has not come back."""
+        EvictionPolicy.withdraw(self, candidate.key)
+        super().offer(candidate)
+
+    def choose(self) -> Victim | None:
+        if not self.candidates:
+            return None
+        key, num_pages = self._choose()
+        candidate = self.candidates[key]
+        EvictionPolicy.withdraw(self, key)
+        self._learn(self._gone, candidate, num_pages)
+        return Victim(candidate, num_pages)
+
+    def _choose(self) -> tuple[Hashable, int]:
+        exempt = self._first_consumers()
+        oldest, newest = self._heap.first_but(exempt), self._newest.first_but(exempt)
+        if oldest is None or newest is None:
+            key = max(exempt, key=exempt.__getitem__)
+        else:
+            key = newest if _NEWER * self._density_of(newest) <= self._density_of(oldest) else oldest
+        return key, -(-self.candidates[key].num_pages // 2)
+
+    def _age(self, candidate: Candidate) -> int:
+        """Return which class of ages it is in: 0 to 1 s, then each twice as long."""
+        return min(int(max(self._clock() - candidate.last_used_s, 0.0)).bit_length(), _AGES - 1)
+
+    def _density_of(self, key: Hashable) -> float:
+        candidate = self.candidates[key]
+        return self._density[candidate.has_returned][self._age(candidate)]
+
+    def _learn(self, book: list[list[float]], candidate: Candidate, num_pages: int) -> None:
+        book[candidate.has_returned][self._age(candidate)] += num_pages
+        self._num_ends += 1
+        if self._num_ends % _LEARN_AFTER:
+            return
+        for kind in range(2):
+            returned = stayed = later = 0.0
+            for age in reversed(range(_AGES)):
+                ended, seconds = self._returned[kind][age] + self._gone[kind][age], 2.0**age / (1 if age == 0 else 2)
+                returned += self._returned[kind][age]
+                stayed += (later + ended / 2) * seconds
+                later += ended
+                self._density[kind][age] = returned / stayed if stayed else 0.0
+            for each in (self._returned[kind], self._gone[kind]):
+                each[:] = [_KEPT * pages for pages in each]
+
+
 def make_policy(name: EvictionPolicyName, clock: Callable[[], float], capacity: int) -> EvictionPolicy:
     """A policy for a tier of `capacity` pages; `clock` gives the seconds that `last_used_s` is in.
 
@@ -232,6 +318,8 @@ def make_policy(name: EvictionPolicyName, clock: Callable[[], float], capacity: 
     """
     if name == "pensieve":
         return PensievePolicy(clock)
+    if name == "density":
+        return DensityPolicy(clock, capacity)
     if name == "lookahead":
         return LookaheadPolicy(capacity)
     if name == "returning":

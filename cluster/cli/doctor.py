@@ -18,11 +18,15 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from mneme.cache_folder import cache_folder
+from mneme.cachetier.chunk.fingerprint import weights_digest
 from mneme.cluster.cli.models import described
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.environment import check_port
 from mneme.cluster.serve.gpus import count_gpus, place_engines
 from mneme.errors import CheckpointError, ConfigError, MnemeError
+from mneme.replicas.blend.gate import described_reports
+from mneme.replicas.card import shard_paths
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.model.directory import model_directory
 
@@ -116,7 +120,7 @@ def _ray_environment() -> list[Finding]:
 
 
 def _shared_memory() -> list[Finding]:
-    needed = ClusterConfig().ray.object_store_bytes
+    needed = ClusterConfig().ray.store_bytes()
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
@@ -210,11 +214,23 @@ def _model(name: str) -> list[Finding]:
         Finding("model", about, True),
         Finding("weights", f"{_gib(row['weights_bytes'])}; {_gib(free_bytes)} are free for them and KV", fits, advice),
         Finding("kv", held),
+        *_documents(directory),
         Finding("cache tier", f"{int(2**30 / kv_bytes):,} tokens in a GiB of memory or disk"),
         Finding("chat template", "there is one" if tokenizer.has_chat_template else "none: completions alone"),
         Finding("tool calls", _name_of(dialect.tool_format, TABLE.formats)),
         Finding("reasoning", _name_of(dialect.reasoning, TABLE.reasonings)),
     ]
+
+
+def _documents(directory: Path) -> list[Finding]:
+    """Return what is known of answers when documents are reused in place, in each dtype that was measured."""
+    try:
+        kept = cache_folder()
+    except OSError:  # a user without a home: nothing is kept
+        kept = Path(os.devnull)
+    digest = weights_digest(shard_paths(directory), kept / "weights.json")
+    none = ["no quality report: the first replica that is idle for a minute has one made, on its CPU"]
+    return [Finding("documents", each) for each in described_reports((directory, kept), digest) or none]
 
 
 def _name_of(found: object, known: Mapping[str, object]) -> str:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 from mneme.errors import ConfigError, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.vllm_options import FOREIGN, engine_keys
 from mneme.version import __version__
+
+if TYPE_CHECKING:
+    from mneme.cluster.config import ClusterConfig
 
 _EXAMPLES = """\
 examples:
@@ -209,6 +214,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from mneme.cachetier.node.folder import take_own_disk
     from mneme.cluster.config import load_config
 
     keys = ("model", "ray.address", "host", "port", "log_format", *(key for _, key, *_ in VLLM_OPTIONS))
@@ -220,7 +226,12 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(f"--served-model-name: {names[-1]} is a directory; the model stands before this option")
     if "http.api_keys" in given:
         given["http.api_keys"] = [given["http.api_keys"]]
-    config = load_config(args.config, args.set, given | _foreign_keys(args))
+    with ExitStack() as held:  # until this process ends
+        config = load_config(args.config, args.set, given | _foreign_keys(args), partial(take_own_disk, held))
+        return _serve_as(args, config)
+
+
+def _serve_as(args: argparse.Namespace, config: ClusterConfig) -> int:
     if args.print_config:
         import yaml
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mneme.cachetier.config import CacheConfig
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_stderr
 from mneme.cluster.run.environment import bound_socket
@@ -90,7 +91,7 @@ def _print_ready(server: Foreground, num_replicas: int, seconds: float) -> None:
     print(f"ready: {server.url} model={names} replicas={num_replicas} seconds={seconds:.1f}", flush=True)
     service = _service(server.url)
     if service is not None:
-        print(_summary(server.url, service), flush=True)
+        print(_summary(server.url, service, server.config.cache), flush=True)
         threading.Thread(target=_report_throughput, args=(server.url, service), daemon=True).start()
 
 
@@ -105,15 +106,20 @@ def _service(url: str) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) and answer.get("service") == "mneme" else None
 
 
-def _summary(url: str, service: dict[str, Any]) -> str:
+def _summary(url: str, service: dict[str, Any], cache: CacheConfig) -> str:
     from mneme.cluster.http.api_docs import curl_line
 
     replicas = "1 replica" if service["replicas"] == 1 else f"{service['replicas']} replicas"
     formats = service["weights"] or [service["dtype"]]
+    disk = cache.disk if cache.enabled else None
+    kept = "in memory alone: the next start finds none of it"
+    if disk is not None:
+        kept = f"on {disk.folder}, up to {disk.capacity_bytes / 2**30:.1f} GiB, found by the next start"
     rounded = "" if formats == [service["dtype"]] else f" with weights in {' and '.join(formats)}"
     return f"""\
   {service["device"]}, {service["dtype"]}{rounded}, context {service["max_model_len"]:,} tokens, KV of \
 {service["kv_capacity_tokens"]:,} tokens on {replicas}
+  KV       {kept}
   API      {url}/v1 (OpenAI's), described at {url}/docs
   figures  {url}/metrics, and {url} in a browser
   chat     mneme chat --url {url}

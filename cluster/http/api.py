@@ -249,9 +249,14 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 
 async def _version(service: Service, request: Request) -> answers.Version:
-    """The server's version, and who computes on the CPUs of its replicas."""
-    found = ((each.get("dtype"), each.get("kernels")) for each in (await service.stats()).values())
-    return {"version": __version__, "kernels": sorted({f"{dtype}: {kernels}" for dtype, kernels in found if kernels})}
+    """The server's version, who computes on the CPUs of its replicas, and what they may do with documents."""
+    replicas = (await service.stats()).values()
+    found = ((each.get("dtype"), each.get("kernels")) for each in replicas)
+    return {
+        "version": __version__,
+        "kernels": sorted({f"{dtype}: {kernels}" for dtype, kernels in found if kernels}),
+        "documents": sorted({each["documents"] for each in replicas if "documents" in each}),
+    }
 
 
 async def _docs(service: Service, request: Request) -> Response:

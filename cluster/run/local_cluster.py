@@ -291,7 +291,7 @@ class LocalCluster(Foreground):
                 ray.init(
                     address="local",
                     num_cpus=self._reserved_cpus(placements),  # Ray starts one idle worker per CPU
-                    object_store_memory=self.config.ray.object_store_bytes,
+                    object_store_memory=self.config.ray.store_bytes(),
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,

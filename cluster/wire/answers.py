@@ -636,6 +636,7 @@ class Ready(Worst):
 class Version(TypedDict):
     version: str
     kernels: list[str]  # who computes on the CPUs of replicas, and in which dtype
+    documents: list[str]  # what quality reports of their models allow of reuse in place, or why it is nothing
 
 
 class OpenApi(TypedDict):

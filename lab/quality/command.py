@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
@@ -25,11 +25,13 @@ _SELECTORS = tuple(each for each in SELECTORS if each != "all")  # that one is f
 _RATIOS = "0.05,0.1,0.15,0.2,0.3,0.5"
 _QUICK_CASES = 20
 _QUICK_RATIOS = "0.15"
+_BACKGROUND_ROWS = 256  # of a step: of 2,048 one took six seconds beside others, in which it did not pause
 
 
 _TASK_HELP = (
     'FILE of JSON lines {"question", "passages", "answers"}, or made: retrieval[:4x60,8x30], a code in real text '
-    "(documents x words), or coreference[:4x8,8x4,16x2], which mneme-tiny can do (documents x sentences)"
+    "(documents x words), or coreference[:4x8,8x4,16x2], which mneme-tiny can do (documents x sentences); auto: "
+    "those of them that the model can do, from the largest ratio down, as a server has it done at a model's first start"
 )
 _OPTIONS = (
     Option("--selectors", "NAMES", f"by commas, of {', '.join(SELECTORS)} (default: all but all)"),
@@ -41,6 +43,11 @@ _OPTIONS = (
         "--dtype", None, "that the model is served in: a report is for one", str, "auto", None,
         get_args(get_type_hints(EngineConfig)["dtype"]),
     ),
+    Option(
+        "--weights", None, "that it is served with, likewise", str, "auto", None,
+        get_args(get_type_hints(EngineConfig)["weights"]),
+    ),
+    Option("--background", "S", "for a server: so much processor time, while its input says 1", float, None, (1, 1e6)),
     Option("--out", "DIR", "folder of the report (default: the model's)", Path),
 )  # fmt: skip
 
@@ -63,6 +70,7 @@ def quality(args: argparse.Namespace) -> int:
     num_cases = args.cases if args.cases is not None else _QUICK_CASES if args.quick else 400
     check_options(args, _OPTIONS)
 
+    from mneme.lab.quality.first_report import Background, OutOfTime, measure_first
     from mneme.lab.quality.measure import Arm, measure
     from mneme.lab.quality.tasks import read_task
     from mneme.replicas.blend.gate import measured_on, report_path
@@ -70,14 +78,19 @@ def quality(args: argparse.Namespace) -> int:
     from mneme.replicas.model.directory import load_model_config, model_directory
     from mneme.replicas.text.tokenizer import Tokenizer
 
-    task = read_task(args.task, num_cases)
+    background = None if args.background is None else Background(args.background)
+    before_step = (lambda: None) if background is None else background.wait
+    task = None if args.task == "auto" else read_task(args.task, num_cases)
     arms = [Arm(selector, 0.0) for selector in selectors if selector == "none"]
     arms += [Arm(selector, 1.0) for selector in selectors if selector == "all"]
     arms += [Arm(each, ratio) for each in selectors if each not in ("none", "all") for ratio in ratios]
     folder = model_directory(args.model)
     model_config = load_model_config(folder)
     dtype = choose_dtype(args.dtype, choose_device(args.device), model_config.dtype)
-    config = parse(EngineConfig, {"device": args.device, "dtype": str(dtype).removeprefix("torch.")})
+    named = {"device": args.device, "dtype": str(dtype).removeprefix("torch."), "weights": args.weights}
+    if background is not None:  # it pauses between two steps
+        named["max_batch_tokens"] = _BACKGROUND_ROWS
+    config = parse(EngineConfig, named)
     out = args.out or (None if args.quick else folder)
     if out is not None:
         try:
@@ -95,17 +108,27 @@ def quality(args: argparse.Namespace) -> int:
     try:
         form = form_of(config.weights, engine.runner.weight_bytes)
         measured = measured_on(model_fingerprint(folder, model_config, dtype, form))
-        if out is not None and not args.force:
-            _check_broader(report_path(out, measured), task)
-        with Progress(console=Console(stderr=True)) as bars:
-            bar = bars.add_task("cases", total=sum(map(len, task.cases_by_layout.values())))
-            rows, num_left_out = measure(
-                engine, tokenizer, task, arms, max_tokens=args.max_tokens, on_progress=lambda n: bars.advance(bar, n)
-            )
+        if task is None:
+            try:
+                report = measure_first(engine, tokenizer, before_step)
+            except OutOfTime:
+                stopped = f"it was stopped after {args.background:g} s of processor time"
+                report = QualityReport(model={}, task=stopped, rows=())
+            num_left_out = 0
+        else:
+            if out is not None and not args.force:
+                _check_broader(report_path(out, measured), task)
+            with Progress(console=Console(stderr=True)) as bars:
+                bar = bars.add_task("cases", total=sum(map(len, task.cases_by_layout.values())))
+                measured_rows, num_left_out = measure(
+                    engine, tokenizer, task, arms, max_tokens=args.max_tokens, before_step=before_step,
+                    on_progress=lambda n: bars.advance(bar, n),
+                )  # fmt: skip
+            report = QualityReport(model={}, task=task.name, rows=tuple(measured_rows))
     finally:
         engine.close()
         tokenizer.close()
-    report = QualityReport(model=measured, task=task.name, rows=tuple(rows))
+    report, rows = replace(report, model=measured), report.rows
     path = None if out is None else report.write(out)
     if num_left_out:
         print(f"mneme quality: {num_left_out} cases are longer than the context, and left out", file=sys.stderr)
@@ -114,7 +137,7 @@ def quality(args: argparse.Namespace) -> int:
         figures = {**asdict(report), "allowed": allowed, "num_left_out": num_left_out}
         print(json.dumps(figures | {"report": None if path is None else str(path)}))
     else:
-        print("\n".join([*table(rows), "", _summary(allowed, rows)]))
+        print("\n".join([*table(rows), "", _summary(allowed, rows, report.task)]))
         if path is not None:
             print(f"the report is {path}")
     return 0
@@ -134,9 +157,11 @@ def _check_broader(path: Path, task: Task) -> None:
             )
 
 
-def _summary(allowed: dict[Selector, float], rows: Sequence[Measured]) -> str:
+def _summary(allowed: dict[Selector, float], rows: Sequence[Measured], task: str) -> str:
     if allowed:
         return "allowed: " + ", ".join(f"{selector} from {ratio:g}" for selector, ratio in allowed.items())
+    if not rows:
+        return f"nothing is allowed: {task}"
     if any(row.num_cases < MIN_CASES for row in rows):
         return f"nothing is allowed: a report needs {MIN_CASES} cases of each layout"
     if any(row.score_full < MIN_SCORE_FULL for row in rows):

@@ -80,12 +80,13 @@ def measure(
     *,
     max_tokens: int = 32,
     on_progress: Callable[[int], None] = lambda num_cases: None,
+    before_step: Callable[[], None] = lambda: None,
 ) -> tuple[list[Measured], int]:
     """Measure all arms on all cases; returns a row of each layout and arm, and how many cases were too long.
 
     Nothing else uses the engine meanwhile. Raises `ConfigError` where no case fits, or nothing can be reused.
     """
-    talker, rows, num_left_out = _Talker(engine, tokenizer, task, max_tokens), [], 0
+    talker, rows, num_left_out = _Talker(engine, tokenizer, task, max_tokens, before_step), [], 0
     most = max(min(BATCH, _KEPT_BYTES // (4 * max_tokens * engine.runner.vocab_size)), 1)
     num_tokens = engine.runner.num_pages * engine.runner.page_size
     for layout, cases in task.cases_by_layout.items():
@@ -132,7 +133,10 @@ def measure(
 class _Talker:
     """Runs requests of a task."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, before_step: Callable[[], None]
+    ) -> None:
+        self._before_step = before_step
         self._engine, self._tokenizer, self._task, self._max_tokens = engine, tokenizer, task, max_tokens
         self._is_chat = task.is_chat and tokenizer.has_chat_template
         self._said: dict[str, _Said] = {}
@@ -170,6 +174,7 @@ class _Talker:
             )  # fmt: skip
             self._engine.submit(asked)
         while self._engine.has_work:
+            self._before_step()
             for event in self._engine.step():
                 one = self._said[event.request_id]
                 if event.error is not None:

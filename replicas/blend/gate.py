@@ -1,7 +1,8 @@
 """What was measured of a model's answers when documents are reused: the gate of `blend.mode: auto`.
 
-A report lies beside the model it was measured on, under a name made of weights, dtype and rotary table. One that is
-missing, damaged, of another model or of too few cases allows nothing: then documents are computed in full.
+A report lies beside the model it was measured on, or in the cache folder if a replica had it made at the model's first
+start (`first_report.py`), under a name made of weights, dtype and rotary table. One that is missing, damaged, of
+another model or of too few cases allows nothing: then documents are computed in full.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -86,9 +88,11 @@ class QualityReport:
         return smallest
 
     def write(self, folder: Path) -> Path:
-        """Write the report where `read` looks for it."""
+        """Write the report where `read_gate` looks for it: all of it, or nothing that it would find."""
         path = report_path(folder, self.model)
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        part.replace(path)
         return path
 
     @classmethod
@@ -133,34 +137,68 @@ class Gate(NamedTuple):
     allowed: Mapping[Selector, float] = {}  # the smallest ratio of each
     why: str = "there is no quality report of this model"  # if nothing is
     ratios: tuple[float, ...] = ()  # all that were measured
+    has_report: bool = False  # of this model, and readable
 
     def is_measured(self, selector: Selector, ratio: float) -> bool:
         """Return whether answers were measured to be as good as those of a full prefill."""
         return ratio >= self.allowed.get(selector, math.inf)
 
+    def described(self) -> str:
+        """Say what is allowed, or why nothing is."""
+        allowed = ", ".join(f"{selector} from {ratio:g}" for selector, ratio in self.allowed.items())
+        return f"the quality report allows {allowed}" if allowed else self.why
+
 
 NO_REPORT = Gate()
 
 
-def read_gate(folder: Path, model: Callable[[], Mapping[str, str]]) -> Gate:
-    """Return what the model's report in a folder allows; nothing, and one warning, if it cannot be read.
+def read_gate(folders: Sequence[Path], model: Callable[[], Mapping[str, str]]) -> Gate:
+    """Return what the first report of the model in one of the folders allows; nothing if there is none.
 
     model  `measured_on`; asked only where there are reports
+
+    One that cannot be read is a warning.
     """
-    try:
-        if not any(folder.glob("blend-*.json")):
-            return NO_REPORT
-        path = report_path(folder, model())
-        if not path.exists():
-            return Gate(why=_OTHER_MODEL)
-        report = QualityReport.read(path)
-        if report.model != model():
-            return Gate(why=_OTHER_MODEL)
-    except (ConfigError, OSError, ValueError) as error:
-        logger.warning("documents are computed in full: the quality report cannot be read: %s", error)
-        return Gate(why="the quality report cannot be read")
+    found = NO_REPORT
+    for folder in folders:
+        try:
+            if not any(folder.glob("blend-*.json")):
+                continue
+            path = report_path(folder, model())
+            if not path.exists():
+                found = found if folder != folders[0] else Gate(why=_OTHER_MODEL)
+                continue
+            report = QualityReport.read(path)
+            if report.model == model():
+                return _gate_of(report)
+            found = Gate(why=_OTHER_MODEL)
+        except (ConfigError, OSError, ValueError) as error:
+            logger.warning("documents are computed in full: the quality report cannot be read: %s", error)
+            found = Gate(why="the quality report cannot be read")
+    return found
+
+
+def described_reports(folders: Sequence[Path], weights: str) -> list[str]:
+    """Say of each report on these weights what it is of and what it allows; those first that `read_gate` takes.
+
+    weights  their digest
+    """
+    said: dict[str, str] = {}
+    for path in [path for folder in folders for path in sorted(folder.glob(f"blend-{weights[:12]}-*.json"))]:
+        try:
+            report = QualityReport.read(path)
+        except (ConfigError, OSError) as error:
+            said.setdefault(path.name, str(error))
+            continue
+        if report.model["weights"] == weights:
+            said.setdefault(path.name, f"{report.model['dtype']}: {_gate_of(report).described()}")
+    return list(said.values())
+
+
+def _gate_of(report: QualityReport) -> Gate:
     ratios = tuple(sorted({row.ratio for row in report.rows}))
-    return Gate(report.allowed(), "the quality report allows nothing", ratios)
+    why = "the quality report allows nothing" if report.rows else f"quality was not measured: {report.task}"
+    return Gate(report.allowed(), why, ratios, has_report=True)
 
 
 def measured_on(fingerprint: ModelFingerprint) -> dict[str, str]:

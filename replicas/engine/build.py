@@ -30,7 +30,9 @@ from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeErro
 from mneme.kernels.native import library as native_library
 from mneme.kernels.native.choice import OURS, CpuKernels, CpuKernelsUse, is_invariant
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
+from mneme.machine import available_bytes
 from mneme.primitives import Workers
+from mneme.replicas.blend.first_report import FirstReport, measuring
 from mneme.replicas.blend.gate import measured_on, read_gate
 from mneme.replicas.card import sampling_defaults, shard_paths
 from mneme.replicas.config import EngineConfig, WeightsForm
@@ -162,24 +164,31 @@ def build_engine(
         report("calibration", 1.0)
         keep_costs = partial(file.write, costs)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
-    gate = read_gate(
-        model_dir,
-        lambda: measured_on(
-            model_fingerprint(model_dir, model_config, dtype, form, memory=_kept_folder() / "weights.json")
-            if connector is None
-            else connector.fingerprint
-        ),
+    kept = _kept_folder()
+    fingerprint_of = partial(model_fingerprint, model_dir, model_config, dtype, form, memory=kept / "weights.json")
+    reports = partial(
+        read_gate,
+        (model_dir, kept),
+        lambda: measured_on(fingerprint_of() if connector is None else connector.fingerprint),
     )
+    gate, first_report = reports(), None
+    is_asked = cache is not None and config.blend.mode == "auto" and model_config.immovable is None
+    if is_asked and not gate.has_report and kept.is_dir():  # an engine of batches is not there when the report is
+        name = str(dtype).removeprefix("torch.")
+        first_report = FirstReport(
+            measuring(model, name, form, kept), folder=kept, read=reports, weights_bytes=sum(weights.num_bytes.values())
+        )
     engine = Engine(
         runner, tokenizer, config,
         eos_token_ids=eos_token_ids, max_new_tokens=defaults.get("max_tokens"), connector=connector, costs=costs,
-        durable=durable, gate=gate, on_close=keep_costs, start_phases=start.phases,
+        durable=durable, gate=gate, first_report=first_report, on_close=keep_costs, start_phases=start.phases,
     )  # fmt: skip
     check_default_truncation(config, engine.max_context, immovable=model_config.immovable)
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
-    logger.info("loaded %s in %s; dtype %s, kernels: %s", model_dir, start, runner.dtype, runner.kernels)
+    told = "loaded %s in %s; dtype %s, kernels: %s; documents: %s"
+    logger.info(told, model_dir, start, runner.dtype, runner.kernels, gate.described())
     return engine
 
 
@@ -371,28 +380,6 @@ def expected_pool(device: str, weights_bytes: int) -> tuple[float, float]:
         return free, max(0.0, (free - weights_bytes) * _GPU_POOL_SHARE)
     free = available_bytes()
     return free, max(0.0, _cpu_pool_bytes(free - weights_bytes))
-
-
-def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Count bytes that the machine, or a container under its limit, can still give, those of the page cache too.
-
-    cgroup   where control groups are mounted, of version 2 or 1
-    meminfo  what Linux says of its memory; where it says nothing, only memory that is free counts
-    """
-    try:
-        free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) << 10
-    except (OSError, IndexError, ValueError):
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    files = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-    for limit, usage in files:
-        try:
-            left = int((cgroup / limit).read_text()) - int((cgroup / usage).read_text())
-            stat = (cgroup / limit).with_name("memory.stat").read_text().split()
-        except (OSError, ValueError):  # not mounted, or "max"
-            continue
-        cached = [int(stat[i + 1]) for i, word in enumerate(stat) if word in ("inactive_file", "total_inactive_file")]
-        free = min(free, max(0, left + max(cached, default=0)))
-    return free
 
 
 @contextlib.contextmanager

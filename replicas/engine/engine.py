@@ -39,6 +39,7 @@ from mneme.primitives import LazyHeap
 from mneme.replicas.blend.asked import AskedBeginnings
 from mneme.replicas.blend.auto import Controller
 from mneme.replicas.blend.blend import Blend, decide
+from mneme.replicas.blend.first_report import FirstReport
 from mneme.replicas.blend.gate import NO_REPORT, Gate
 from mneme.replicas.blend.order import best_order
 from mneme.replicas.config import EngineConfig
@@ -116,6 +117,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         durable: DurableSessions | None = None,
         gate: Gate = NO_REPORT,
+        first_report: FirstReport | None = None,
         recovers: bool = True,
         copy_out_below: float = COPY_OUT_BELOW,
         on_close: Callable[[], None] | None = None,
@@ -129,6 +131,7 @@ class Engine:
                    predicted
         durable    the logs of sessions
         gate       says what of documents may be reused in place where a request leaves that to the engine
+        first_report  has that measured where it is not known
         copy_out_below  `PrefixForest`'s
         recovers   whether a step for which the device has no memory is computed again; else it raises
         start_phases  seconds and bytes of each phase of loading it, as `StartReport` has them
@@ -136,7 +139,7 @@ class Engine:
         self.start_phases = start_phases or {}
         self.runner, self.connector, self.durable = runner, connector, durable
         self.costs = costs if costs is not None or connector is None else connector.costs
-        self._on_close, self._recovers = on_close, recovers
+        self._on_close, self._recovers, self._first_report = on_close, recovers, first_report
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self._max_new_tokens = max_new_tokens
@@ -209,6 +212,16 @@ class Engine:
     def sink_ids(self) -> tuple[int, ...]:
         """Return the tokens behind which documents are computed apart."""
         return () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)
+
+    @property
+    def gate(self) -> Gate:
+        """Return what of documents may be reused in place where a request leaves that to the engine."""
+        return self._blends.gate
+
+    def measure_quality(self, *, is_idle: bool) -> None:
+        """Let the model's first report be measured while there is nothing else to do."""
+        if self._first_report is not None and (gate := self._first_report.poll(is_idle=is_idle)) is not None:
+            self._blends.gate = gate
 
     @property
     def capacity(self) -> int:
@@ -741,7 +754,7 @@ class Engine:
 
     def close(self) -> None:
         """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
-        for part in (self.runner, self.connector, self.durable):
+        for part in (self._first_report, self.runner, self.connector, self.durable):
             if part is not None:
                 part.close()
         if self._on_close is not None:

@@ -225,6 +225,7 @@ class EngineLoop:
     def _serve(self) -> None:
         while self._run_inbox():
             if self._can_step:
+                self.engine.measure_quality(is_idle=False)
                 self._deliver(self._step())
             self._withheld.release()
             self._report()
@@ -260,6 +261,7 @@ class EngineLoop:
                     self.engine.sessions.expire()
                     self.engine.pins.expire()
                     self._withheld.release()
+                    self.engine.measure_quality(is_idle=not self.engine.has_work)
                     self._report()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping

@@ -1,4 +1,4 @@
-"""The folder of what is made once for a user and kept: compiled kernels, costs, digests, models out of packages."""
+"""The folders of what is made for a user and kept: compiled kernels, costs, digests, models out of packages; KV."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def cache_folder() -> Path:
         return Path(chosen) / "mneme"
     try:
         return Path.home() / ".cache" / "mneme"
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+
+
+def state_folder() -> Path:
+    """Return the folder of what a server goes on with after a restart, likewise."""
+    if chosen := os.environ.get("XDG_STATE_HOME"):
+        return Path(chosen) / "mneme"
+    try:
+        return Path.home() / ".local" / "state" / "mneme"
     except RuntimeError as error:
         raise FileNotFoundError(str(error)) from None
 

@@ -192,6 +192,7 @@ class FakeEngineClient:
             "kv_tokens": 16_000,
             "device": "cpu",
             "dtype": "float32",
+            "documents": "the quality report allows hkvd from 0.2",
             "weight_bytes": {"float32": 1000},
             "of_a_later_version": {"x": [1]},
             "start": self.start,

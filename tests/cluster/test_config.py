@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from mneme.cachetier.config import DiskTierConfig
+from mneme.cluster import config as config_module
 from mneme.cluster.cli.main import main
-from mneme.cluster.config import ClusterConfig, load_config
+from mneme.cluster.config import ClusterConfig, RayConfig, load_config
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
 from mneme.replicas.model.directory import model_directory
@@ -117,6 +120,35 @@ def test_the_printed_configuration_has_every_key_and_parses_back(capsys: pytest.
     printed = parse(ClusterConfig, yaml.safe_load(capsys.readouterr().out))
     assert printed == load_config(None, keys, {"model": "m", "port": 9000})
     assert (len(printed.engine.warm_prompts), printed.engine.truncation.keep_first) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_own"),
+    [
+        ((), True), (("cache.chunk_tokens=64",), True), (("cache.disk=null",), False),
+        (("cache.enabled=false",), False),
+        (("ray.address=auto",), False), (("cache.disk={folder: /kv, capacity_bytes: 1}",), False),
+    ],
+)  # fmt: skip
+def test_a_server_on_one_machine_that_is_told_nothing_of_disks_has_its_own(said: tuple[str, ...], is_own: bool) -> None:
+    own = DiskTierConfig(folder="/own", capacity_bytes=7)
+    config = load_config(None, [*said], {}, lambda: own)
+    assert (config.cache.disk == own) == is_own
+    assert load_config(None, [*said]).cache.disk != own
+
+
+@pytest.mark.parametrize(
+    ("available_gib", "shm_gib", "store_gib"),
+    [(16, 8, 4), (16, 2, 1.6), (0.1, 8, 0.1875), (16, 0.06, 0.1875), (900, 500, 64)],
+)
+def test_the_object_store_has_a_share_of_the_memory(
+    available_gib: float, shm_gib: float, store_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much of it as shared memory has room for, and no less than Ray needs."""
+    monkeypatch.setattr(config_module, "available_bytes", lambda: available_gib * 2**30)
+    monkeypatch.setattr(config_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=shm_gib * 2**30))
+    assert RayConfig().store_bytes() == pytest.approx(store_gib * 2**30)
+    assert RayConfig(object_store_bytes=2**28).store_bytes() == 2**28
 
 
 def test_options_of_vllm_are_keys_of_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,7 @@ class ServerProcess:
         name, value = self.marker.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.temp_dir), "RAY_AUTH_MODE": "token"}
         paths = (REPOSITORY / "src", REPOSITORY)  # this tree, and the fakes by name, in every process
+        environment["XDG_STATE_HOME"] = os.devnull  # each begins without KV, unless it is told where some is
         environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
         environment |= settings
         self.process = subprocess.Popen(

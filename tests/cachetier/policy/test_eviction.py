@@ -9,6 +9,7 @@ import pytest
 
 from mneme.cachetier.policy.eviction import (
     Candidate,
+    DensityPolicy,
     EvictionPolicy,
     LookaheadPolicy,
     LruPolicy,
@@ -31,7 +32,7 @@ def order(policy: EvictionPolicy) -> list[tuple[object, int]]:
     return victims
 
 
-@pytest.mark.parametrize("name", ["lru", "pensieve", "lookahead", "returning"])
+@pytest.mark.parametrize("name", ["lru", "pensieve", "lookahead", "returning", "density"])
 def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> None:
     policy = make_policy(name, lambda: NOW_S, 100)  # type: ignore[arg-type]
     assert policy.choose() is None
@@ -46,7 +47,7 @@ def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> 
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be one of lru, pensieve, lookahead, returning"):
+    with pytest.raises(ConfigError, match="must be one of lru, pensieve, lookahead, returning, density"):
         make_policy("lifo", lambda: NOW_S, 100)  # type: ignore[arg-type]
 
 
@@ -137,3 +138,62 @@ def test_lookahead_reads_a_bounded_part_of_the_queue() -> None:
     offer(policy, "k3", 1, 0.0)
     assert [key for key, _ in order(policy)] == ["k50000", "k3"]
     assert num_read <= 2 * 256
+
+
+def turns(policy: EvictionPolicy, clock: Callable[[float], None], num_places: int, cycle_s: float, num: int) -> int:
+    """Play sessions that each ask once in a cycle, all in turn, with room for `num_places`; how often one was there."""
+    stored, num_found = set[int](), 0
+    for turn in range(num):
+        clock(turn * cycle_s / 10)
+        session = turn % 10
+        if session in stored:
+            num_found += 1
+            policy.withdraw(session)
+        while len(stored - {session}) >= num_places:
+            victim = policy.choose()
+            assert victim is not None
+            stored.discard(victim.candidate.key)  # type: ignore[arg-type]
+        stored.add(session)
+        policy.offer(Candidate(session, 1, turn * cycle_s / 10))
+    return num_found
+
+
+def test_density_learns_that_in_a_cycle_the_newest_comes_back_last() -> None:
+    """Where LRU finds nothing, as each session goes right before it returns."""
+    now_s = [0.0]
+    policies = {name: make_policy(name, lambda: now_s[0], 100) for name in ("lru", "pensieve", "density")}  # type: ignore[arg-type]
+    found = {
+        name: turns(policy, lambda time_s: now_s.__setitem__(0, time_s), 5, 60.0, 4000)
+        for name, policy in policies.items()
+    }
+    assert found["lru"] == 0
+    assert found["pensieve"] < 10
+    assert found["density"] > 1000  # of 2,000 that the best would find
+
+
+def test_density_is_lru_by_trailing_halves_until_it_has_learned_and_keeps_what_waits() -> None:
+    policy = DensityPolicy(lambda: NOW_S, 100)
+    for index, age_s in enumerate((90, 5, 40)):
+        offer(policy, f"k{index}", 4, NOW_S - age_s)
+    assert order(policy) == [("k0", 2), ("k2", 2), ("k1", 2)]
+    for index, age_s in enumerate((90, 5, 40)):
+        offer(policy, f"k{index}", 4, NOW_S - age_s)
+    policy.set_queue(lambda: ["k0", "k2"])
+    assert [key for key, _ in order(policy)] == ["k1", "k2", "k0"]
+
+
+def test_a_run_that_changed_its_size_did_not_come_back() -> None:
+    """Density counts as returns only what was withdrawn: here nobody came back, so the newest is worth no more."""
+    now_s, gone = [0.0], list[object]()
+    policy = DensityPolicy(lambda: now_s[0], 10**6)
+    for turn in range(1000):
+        now_s[0] = float(turn)
+        policy.offer(Candidate(turn, 2, now_s[0]))
+        policy.offer(Candidate(turn, 3, now_s[0]))
+        if turn >= 40:
+            victim = policy.choose()
+            assert victim is not None
+            assert victim.num_pages == 2
+            gone.append(victim.candidate.key)
+    assert gone[:400] == [*range(400)]
+    assert gone[-400:] == [*range(600, 1000)]

@@ -62,6 +62,7 @@ def test_a_model_fits_or_not(room: int, monkeypatch: pytest.MonkeyPatch, capsys:
     tokens = 2**30 // kv_bytes if room > 10 else 0
     assert findings["kv"]["value"].startswith(f"{tokens:,} tokens in a replica's pool")
     assert findings["weights"]["is_ok"] == (room > 10)
+    assert findings["documents"]["value"].endswith(": the quality report allows hkvd from 0.2")
     assert findings["cache tier"]["value"].startswith(f"{2**30 // kv_bytes:,} tokens")
 
 

@@ -98,7 +98,8 @@ def test_who_asks_what_runs_here() -> None:
     service = get("/", api_keys=("secret",)).json()
     assert (service["model"], service["replicas"], service["kv_capacity_tokens"]) == ("tiny", 2, 32_000)
     assert (service["device"], service["dtype"]) == ("cpu", "float32")
-    assert get("/version").json() == {"version": service["version"], "kernels": []}
+    documents = ["the quality report allows hkvd from 0.2"]
+    assert get("/version").json() == {"version": service["version"], "kernels": [], "documents": documents}
 
 
 def test_what_an_ingress_measures_has_its_label_and_every_sample_its_type() -> None:

@@ -5,7 +5,6 @@ Ray cannot be imported in any of them.
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -93,9 +92,10 @@ def test_a_refusal_is_one_line() -> None:
 
 
 def test_sigterm_ends_streams_with_an_error_and_what_was_said_is_there_after_a_restart(tmp_path: Path) -> None:
-    cache = json.dumps({"load": "always", "disk": {"folder": str(tmp_path), "capacity_bytes": 2**28}})
-    settings = ("--set", f"cache={cache}", "--set", "engine.dtype=float32", "--set", "http.shutdown_grace_s=0")
-    with running(*local(*settings)) as process:
+    """On a disk that no option named; `load` is this machine's, which computes a small model sooner."""
+    settings = ("cache.load=always", "engine.dtype=float32", "http.shutdown_grace_s=0")
+    arguments = [word for each in settings for word in ("--set", each)]
+    with running(*local(*arguments), XDG_STATE_HOME=str(tmp_path)) as process:
         url = process.await_ready()
         said = httpx.post(f"{url}/v1/chat/completions", json=chat(80, session_id="s"), timeout=240).json()
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=chat(1900, stream=True), timeout=240) as response:
@@ -109,13 +109,14 @@ def test_sigterm_ends_streams_with_an_error_and_what_was_said_is_there_after_a_r
         assert process.process.returncode == 0, process.lines
         assert process.lines[-1] == "mneme serve: stopped"
         assert process.left_behind() == []
-    with running(*local(*settings)) as process:
+    with running(*local(*arguments), XDG_STATE_HOME=str(tmp_path)) as process:
         url = process.await_ready()
         more = {"session": {"id": "s", "append": True}}
         usage = httpx.post(f"{url}/v1/chat/completions", json=chat(4, **more), timeout=240).json()["usage"]
         assert usage["kv_details"]["disk"] > 64, usage
         assert usage["prompt_tokens_details"]["cached_tokens"] >= said["usage"]["total_tokens"] - 1, usage
         assert httpx.get(f"{url}/v1/sessions/s").json()["turns"] == 2
+        assert f"  KV       on {tmp_path}/mneme/kv-0, up to " in "\n".join(process.lines)
 
 
 def test_ctrl_c_while_starting_and_twice_while_stopping() -> None:

@@ -44,7 +44,7 @@ def check(tiers: BlockTiers) -> None:
         assert {entry.parent for tier in tiers_of_one for entry in tier} <= keys | {b""}
 
 
-@pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead", "returning", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead", "returning", "density", "fifo"])
 @pytest.mark.parametrize("capacities", [[20], [3, 10, 40], [0, 5, 20], [10, 0, 30], [4, None]])
 def test_every_tier_holds_its_own_after_each_request(policy: str, capacities: list[int | None]) -> None:
     simulator = CacheSimulator(random_trace(7), capacities, policy)

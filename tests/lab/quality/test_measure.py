@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from mneme.errors import ConfigError
+from mneme.lab.quality import first_report
 from mneme.lab.quality.measure import Arm, best_scores, measure
 from mneme.lab.quality.tasks import read_task
+from mneme.replicas.blend import gate
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.documents import SELECTORS
 from mneme.replicas.engine.build import build_engine
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.directory import model_directory
@@ -83,3 +88,58 @@ def test_what_reuses_nothing_is_no_measurement(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="computed in full: engine"):
         measure(engine, tokenizer, TASK, [Arm("none", 0)])
     engine.close()
+
+
+def test_a_first_report_is_of_tasks_that_the_model_can_do_from_the_largest_ratio_down(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What loses at a ratio is not measured below it. mneme-tiny cannot retrieve codes, so that says nothing of it."""
+    for name, value in (("_TRIED_CASES", 4), ("MIN_CASES", 8), ("_RATIOS", (0.4, 0.2))):
+        monkeypatch.setattr(first_report, name, value)
+    monkeypatch.setattr(gate, "MIN_CASES", 8)
+    engine, steps = engine_of(tokenizer), list[None]()
+    report = first_report.measure_first(engine, tokenizer, lambda: steps.append(None))
+    assert len(steps) == engine.num_steps
+    assert report.task.startswith("coreference:")
+    assert {row.layout for row in report.rows} == {"4x8", "8x4", "16x2"}
+    measured = {selector: {row.ratio for row in report.rows if row.selector == selector} for selector in SELECTORS}
+    assert measured["hkvd"] == {0.4, 0.2}
+    assert report.allowed()["hkvd"] == 0.2
+    assert measured["query"] == measured["first-k"] == {0.4}
+    assert {"query", "first-k"}.isdisjoint(report.allowed())
+    monkeypatch.setattr(first_report, "MIN_SCORE_FULL", 1.1)
+    nothing = first_report.measure_first(engine, tokenizer, lambda: None)
+    assert {row.num_cases for row in nothing.rows} == {4}
+    assert nothing.allowed() == {}
+    engine.close()
+
+
+STEPS = """
+from mneme.lab.quality.first_report import Background, OutOfTime
+import os, sys
+background = Background(float(sys.argv[1]))
+try:
+    while True:
+        background.wait()
+        print("step", os.sched_getscheduler(0) == os.SCHED_IDLE, flush=True)
+except OutOfTime:
+    print("out of time", flush=True)
+"""
+
+
+def in_background(budget_s: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", STEPS, str(budget_s)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+
+def test_what_runs_in_the_background_goes_as_long_as_it_is_told_and_ends_with_who_tells_it() -> None:
+    with in_background(600) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print("0011", end="", file=process.stdin, flush=True)
+        assert process.stdout.readline() == "step True\n"
+        process.stdin.close()
+        assert process.stdout.read().split("\n")[0] in ("step True", "")
+        assert process.wait() == 1
+    with in_background(0) as process:
+        assert process.communicate("1")[0] == "out of time\n"

@@ -18,6 +18,7 @@ from mneme.replicas.blend.gate import (
     NO_REPORT,
     Measured,
     QualityReport,
+    described_reports,
     measured_on,
     read_gate,
     report_path,
@@ -74,17 +75,44 @@ def test_the_smallest_ratio_counts_that_is_good_in_all_that_was_measured() -> No
 
 
 def test_a_report_is_found_by_weights_dtype_and_rope(tmp_path: Path) -> None:
-    assert read_gate(tmp_path, lambda: pytest.fail("nothing is there to be compared with")) == NO_REPORT
+    kept = tmp_path / "kept"
+    assert read_gate((tmp_path, kept), lambda: pytest.fail("nothing is there to be compared with")) == NO_REPORT
     written = report(row("query", 0.3, 0.9))
     path = written.write(tmp_path)
     assert QualityReport.read(path) == written
-    assert read_gate(tmp_path, lambda: MODEL).allowed == {"query": 0.3}
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert read_gate((tmp_path, kept), lambda: MODEL).allowed == {"query": 0.3}
     for name in MODEL:
-        found = read_gate(tmp_path, lambda changed=MODEL | {name: "ef" * 32}: changed)  # type: ignore[misc]
+        found = read_gate((tmp_path, kept), lambda changed=MODEL | {name: "ef" * 32}: changed)  # type: ignore[misc]
         assert found.allowed == {}
         assert "other weights" in found.why
+        assert not found.has_report
     path.rename(report_path(tmp_path, MODEL | {"dtype": "bfloat16"}))
-    assert read_gate(tmp_path, lambda: MODEL | {"dtype": "bfloat16"}).allowed == {}
+    assert read_gate((tmp_path, kept), lambda: MODEL | {"dtype": "bfloat16"}).allowed == {}
+
+
+def test_the_models_own_report_counts_more_than_one_in_the_cache_folder(tmp_path: Path) -> None:
+    """A damaged one counts for nothing, so that another is made; one of other models says nothing of this."""
+    beside, kept = tmp_path / "model", tmp_path / "kept"
+    for folder in (beside, kept):
+        folder.mkdir()
+    replace(report(), model=MODEL | {"weights": "ef" * 32}).write(kept)
+    assert read_gate((beside, kept), lambda: MODEL) == NO_REPORT
+    stopped = replace(report(), task="it was stopped after 5 s of processor time")
+    stopped.write(kept)
+    found = read_gate((beside, kept), lambda: MODEL)
+    assert (found.has_report, found.described()) == (True, f"quality was not measured: {stopped.task}")
+    report(row("query", 0.3, 0.9)).write(kept)
+    assert read_gate((beside, kept), lambda: MODEL).described() == "the quality report allows query from 0.3"
+    path = report(row("hkvd", 0.5, 0.1)).write(beside)
+    assert read_gate((beside, kept), lambda: MODEL).described() == "the quality report allows nothing"
+    assert described_reports((beside, kept), MODEL["weights"]) == ["float32: the quality report allows nothing"]
+    path.write_bytes(b"{")
+    assert read_gate((beside, kept), lambda: MODEL).allowed == {"query": 0.3}
+    path.rename(report_path(kept, MODEL))
+    found = read_gate((beside, kept), lambda: MODEL)
+    assert (found.has_report, found.why) == (False, "the quality report cannot be read")
+    assert "not a quality report" in described_reports((beside, kept), MODEL["weights"])[0]
 
 
 def changed(**fields: object) -> bytes:

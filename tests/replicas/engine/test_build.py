@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mneme.errors import CheckpointError, ConfigError
+from mneme.machine import available_bytes
 from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig
 from mneme.replicas.engine.build import (
-    available_bytes,
     build_engine,
     check_heads,
     choose_device,

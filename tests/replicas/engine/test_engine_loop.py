@@ -10,6 +10,7 @@ import pytest
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.primitives import Workers
+from mneme.replicas.blend.gate import NO_REPORT, Gate
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import loop as loop_module
 from mneme.replicas.engine.commands import ManagedChunks
@@ -61,6 +62,39 @@ def test_each_subscriber_hears_of_its_own_requests_without_gaps(loop: EngineLoop
         assert {event.request_id for message in received for event in message.events} == {name}
         tokens = [token for message in received for event in message.events for token in event.token_ids]
         assert tokens == continuation([1, 2], 4, 5)
+
+
+def test_what_an_idle_engine_has_measured_counts_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step comes first: the measurement is told before it."""
+    told: queue.Queue[bool] = queue.Queue()
+    allowed = Gate({"hkvd": 0.2}, has_report=True)
+
+    class Measurement:
+        def poll(self, *, is_idle: bool) -> Gate | None:
+            told.put(is_idle)
+            return allowed if is_idle else None
+
+        def close(self) -> None:
+            told.put(False)
+
+    monkeypatch.setattr(loop_module, "_IDLE_S", 0.01)
+    monkeypatch.setattr(loop_module, "IDLE_REPORT_S", 0.01)
+    engine = Engine(FakeRunner(4_000, 4), None, EngineConfig(), first_report=Measurement())  # type: ignore[arg-type]
+    loop = EngineLoop(engine)
+    assert loop.engine.gate == NO_REPORT
+    loop.start()
+    messages = subscribe(loop, "")
+    while not told.get(timeout=WAIT_S):
+        pass
+    assert loop.submit_many([make_request("asked", [1, 2])]) == [None]
+    assert until_finished(messages, "asked")[1] == "length"
+    assert loop.engine.gate == allowed
+    heard = [told.get(timeout=WAIT_S)]
+    while heard[-1]:
+        heard.append(told.get(timeout=WAIT_S))
+    loop.stop()
+    loop_stats = loop.stats()
+    assert loop_stats["documents"] == "the quality report allows hkvd from 0.2"
 
 
 def test_refusals_come_back_and_harm_nobody(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:

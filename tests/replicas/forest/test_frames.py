@@ -41,7 +41,7 @@ def deepest_calls(engine: Engine, entries: dict[str, int]) -> dict[str, list[str
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 16])
-@pytest.mark.parametrize("eviction", ["lru", "lookahead", "returning"])
+@pytest.mark.parametrize("eviction", ["lru", "lookahead", "returning", "density"])
 def test_a_page_is_held_and_released_in_few_frames(eviction: str, num_host_pages: int) -> None:
     """A cached page that a policy may have as a victim, for a session and for nobody."""
     engine = make_engine(runner=FakeRunner(64, 4, num_host_pages=num_host_pages), eviction=eviction)

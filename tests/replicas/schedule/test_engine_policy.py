@@ -16,7 +16,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.sessions.durable import DurableSessions
 from tests.replicas.fake_runner import FakeRunner, continuation
 
-POLICIES = ["lru", "pensieve", "lookahead"]
+POLICIES = ["lru", "pensieve", "lookahead", "density"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 

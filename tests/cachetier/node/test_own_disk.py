@@ -1,0 +1,100 @@
+"""The disk tier of a server that was told of none: a private folder of its user's, which no two servers share."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock
+from mneme.cachetier.config import DiskTierConfig
+from mneme.cachetier.node import folder as folder_module
+from mneme.cachetier.node.folder import DiskFolder, take_own_disk
+
+GIB = 2**30
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    disk_of(monkeypatch, 100 * GIB)
+    return tmp_path / "state" / "mneme"
+
+
+@pytest.fixture
+def held() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def disk_of(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda path: Usage(2 * free, free, free))  # type: ignore[attr-defined]
+
+
+def taken(held: ExitStack) -> DiskTierConfig:
+    found = take_own_disk(held)
+    assert found is not None
+    return found
+
+
+def test_each_server_has_a_folder_and_the_next_one_has_that_of_one_that_ended(state: Path, held: ExitStack) -> None:
+    with ExitStack() as first:
+        assert taken(first) == DiskTierConfig(folder=str(state / "kv-0"), capacity_bytes=10 * GIB)
+        assert taken(held).folder == str(state / "kv-1")
+        DiskFolder(str(state / "kv-0"), FileOperations()).close()  # the tier itself locks it anew
+    assert taken(held).folder == str(state / "kv-0")
+    for folder in (state, state / "kv-0", state / "kv-1"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_server_that_is_still_ending_is_waited_for(state: Path, held: ExitStack) -> None:
+    """It was killed, so the next one has its number, but a process of its own has the folder for another moment."""
+    taken(held)
+    held.close()
+    ending = DiskFolder(str(state / "kv-0"), FileOperations())
+
+    class Ends(folder_module.LockWaitingFiles):  # type: ignore[name-defined, misc]
+        def lock(self, path: str) -> int:
+            with pytest.raises(BlockingIOError):
+                HeldLock(FileOperations(), path)
+            ending.close()
+            return super().lock(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_module, "LockWaitingFiles", Ends)
+        assert taken(held).folder == str(state / "kv-0")
+
+
+@pytest.mark.parametrize(("free_gib", "capacity_gib"), [(5.1, 0.51), (4.9, None), (640, 64), (10_000, 64)])
+def test_it_takes_a_tenth_of_what_is_free_within_bounds(
+    free_gib: float, capacity_gib: float | None, monkeypatch: pytest.MonkeyPatch, held: ExitStack
+) -> None:
+    disk_of(monkeypatch, int(free_gib * GIB))
+    if capacity_gib is None:
+        assert take_own_disk(held) is None
+    else:
+        assert taken(held).capacity_bytes == pytest.approx(capacity_gib * GIB)
+
+
+def test_who_has_no_folder_of_his_own_has_no_disk(
+    state: Path, monkeypatch: pytest.MonkeyPatch, held: ExitStack
+) -> None:
+    state.mkdir(parents=True)
+    state.chmod(0o777)
+    assert take_own_disk(held) is None
+    monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
+    assert take_own_disk(held) is None
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert take_own_disk(held) is None
