@@ -171,6 +171,7 @@ def start(args: Any, directory: Path, folder: Path, stack: ExitStack) -> dict[st
     peers = {}
     for name in ["mneme", *(["local"] if args.local else [])]:
         settings = ["replicas=1", "engine.num_threads=1", f"engine.kv_cache_bytes={KV_BYTES}", f"port={free_port()}"]
+        settings.append("engine.blend.mode=off")  # else it measures its model's answers while others have their turns
         options = [part for option in settings for part in ("--set", option)]
         command = (*SERVE, MODEL, "--dtype", "bfloat16", *options, *(["--local"] if name == "local" else []))
         ours[name] = ServerProcess(command, OMP_NUM_THREADS="1")

@@ -182,7 +182,7 @@ def _serve(run: Run, mode: str) -> Iterator[Row]:
 def _model_options(run: Run) -> list[str]:
     model = next(Path((run.folder / "model.txt").read_text()).iterdir())
     pool = run.pick(["kv_cache_bytes=17179869184", "host_cache_bytes=34359738368"], ["num_pages=512"])
-    return [str(model), *(f"engine.{each}" for each in ("max_running=256", *pool)), "replicas=1"]
+    return [str(model), *(f"engine.{each}" for each in ("max_running=256", "blend.mode=off", *pool)), "replicas=1"]
 
 
 def _start(run: Run, name: str, mode: str, model: str, *settings: str) -> Iterator[Row]:

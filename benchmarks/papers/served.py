@@ -63,7 +63,8 @@ def start(
     """Start a server for each arm, then wait for all; `share: never` is a setting here."""
     processes = {}
     for arm, given in settings_by_arm.items():
-        settings = {"engine.num_threads": 1, "engine.dtype": dtype, **given}
+        # Requests say how their documents are reused; no server is to measure answers while others have their turns.
+        settings = {"engine.num_threads": 1, "engine.dtype": dtype, "engine.blend.mode": "off", **given}
         command = list(SERVE)
         if settings.pop("share", None) == "never":
             command = [sys.executable, "-c", NEVER_SHARED, "serve"]

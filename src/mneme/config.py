@@ -102,6 +102,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(get_args(hint), value, path)
     if origin is Literal:
+        if value is False and "off" in get_args(hint):  # YAML's own reading of an `off` without quotes
+            return "off"
         if value not in get_args(hint):
             raise ConfigError(f"{path}: must be one of {', '.join(map(str, get_args(hint)))} (got {shown(value)})")
         return value

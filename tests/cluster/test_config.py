@@ -200,3 +200,10 @@ def test_a_relative_directory_has_the_name_that_it_resolves_to(tmp_path: Path, m
     monkeypatch.chdir(directory)
     for given, name in ((".", "llama-4"), ("below/..", "llama-4"), ("below/", "below"), ("/models/llama-3", "llama-3")):
         assert load_config(None, [f"model={given}"]).model_name == name
+
+
+def test_off_without_quotes_is_off() -> None:
+    """YAML reads it as false."""
+    assert load_config(assignments=["engine.blend.mode=off"]).engine.blend.mode == "off"
+    with pytest.raises(ConfigError, match=r"engine.dtype: must be one of .* \(got False\)"):
+        load_config(assignments=["engine.dtype=off"])
