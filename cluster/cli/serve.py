@@ -111,9 +111,10 @@ def _summary(url: str, service: dict[str, Any]) -> str:
     replicas = "1 replica" if service["replicas"] == 1 else f"{service['replicas']} replicas"
     formats = service["weights"] or [service["dtype"]]
     rounded = "" if formats == [service["dtype"]] else f" with weights in {' and '.join(formats)}"
+    kept_as = "" if service["kv_dtype"] == service["dtype"] else f" in {service['kv_dtype']}"
     return f"""\
   {service["device"]}, {service["dtype"]}{rounded}, context {service["max_model_len"]:,} tokens, KV of \
-{service["kv_capacity_tokens"]:,} tokens on {replicas}
+{service["kv_capacity_tokens"]:,} tokens{kept_as} on {replicas}
   API      {url}/v1 (OpenAI's), described at {url}/docs
   figures  {url}/metrics, and {url} in a browser
   chat     mneme chat --url {url}

@@ -65,6 +65,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "dtype": runner.dtype,
         "kernels": runner.kernels,
         "weight_bytes": dict(runner.weight_bytes),
+        "kv_bytes": {runner.kv_dtype: runner.kv_bytes},
         "start": engine.start_phases,
     }
     if engine.connector is not None:

@@ -27,7 +27,8 @@ class Pool:
 def make_pool(num_pages: int = 12, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Pool:
     shape = (NUM_LAYERS, 2, num_pages, 4, 6)
     generator = torch.Generator().manual_seed(num_pages)
-    return Pool(*(torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)))
+    scale = 40 if dtype is torch.int8 else 1  # of numbers from -127 to 127
+    return Pool(*((torch.randn(shape, generator=generator) * scale).to(device, dtype) for _ in range(2)))
 
 
 def random_page(seed: int, like: Pool) -> torch.Tensor:

@@ -193,6 +193,7 @@ class FakeEngineClient:
             "device": "cpu",
             "dtype": "float32",
             "weight_bytes": {"float32": 1000},
+            "kv_bytes": {"float32": 4000},
             "of_a_later_version": {"x": [1]},
             "start": self.start,
         }

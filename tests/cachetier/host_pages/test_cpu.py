@@ -34,7 +34,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_pages_come_back_as_they_went(dtype: torch.dtype, piece_bytes: int) -> None:
     pool = make_pool(12, dtype)
