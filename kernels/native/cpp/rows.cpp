@@ -183,7 +183,7 @@ template <class Elem, class Kv>
 __attribute__((always_inline)) inline void Rows<Elem, Kv>::prefetch(const Kv* pool, int n) const {
   if (n >= ahead_->count) return;
   const char* row = reinterpret_cast<const char*>(pool + ahead_->offset[n]);
-  for (int i = 0; i < step_.kv_stride * static_cast<int>(sizeof(Kv)); i += kCacheLine) __builtin_prefetch(row + i);
+  for (int i = 0; i < dim_ * static_cast<int>(sizeof(Kv)); i += kCacheLine) __builtin_prefetch(row + i);
 }
 
 template <class Elem, class Kv>
