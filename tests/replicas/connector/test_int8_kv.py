@@ -92,6 +92,28 @@ def test_another_engine_has_the_same_bytes(decoder: Decoder) -> None:
     assert chunk.layers[0].nbytes == num_rows * (decoder.config.head_dim + 4)
 
 
+def test_traffic_that_moves_pages_is_answered_as_alone(decoder: Decoder) -> None:
+    """Prompts that begin alike, in a pool that is too small: pages go to the host and to the tier, and come back.
+
+    KV that is computed again in another shape may be rounded to the neighbouring number, so logits are compared.
+    """
+    prefix, store = draw(5, 60), FakeStore()
+    prompts = {f"{i}": [*prefix[: 60 - 7 * (i % 3)], *draw(50 + i, 30 + 9 * i)] for i in range(8)}
+    wanted = {name: full_prefill(decoder, ids, 1, INT8)[1] for name, ids in prompts.items()}
+    engine = make_cached_engine(decoder, store, num_pages=20, num_host_pages=30, kv_dtype=INT8, max_batch_tokens=48,
+                                max_running=5)  # fmt: skip
+    for turn in "ab":
+        for name, ids in prompts.items():
+            submit(engine, turn + name, ids, NUM_NEW)
+        assert len(answers(run(engine))) == len(prompts)
+        for name, logits in wanted.items():
+            found = runner_of(engine).logits_of(turn + name)[:1]
+            assert (found - logits).abs().max() < 0.03
+    assert runner_of(engine).num_saved > 0
+    assert runner_of(engine).num_loaded > 0
+    engine.close()
+
+
 @pytest.mark.parametrize("kinds", [(INT8, None), (None, INT8)], ids=str)
 def test_chunks_of_another_form_are_other_chunks(
     decoder: Decoder, kinds: tuple[torch.dtype | None, torch.dtype | None]
