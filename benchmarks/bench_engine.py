@@ -1,6 +1,6 @@
 """Output tokens per second of our engine and of `transformers` `generate`: same weights, same prompts, one run.
 
-    python benchmarks/bench_engine.py [--quick] [--workload W] [--alone] [--runs 5] [--json FILE]
+    python benchmarks/bench_engine.py [--quick] [--workload W] [--alone] [--int8-kv] [--runs 5] [--json FILE]
 
 What bounds it: on one CPU core a decode step reads every weight once (26M of the 31M parameters: 52 MB in bfloat16,
 104 MB in float32), and the prefill is one matrix product of 2 x 26M flops per computed token. Sharing takes the shared
@@ -11,6 +11,7 @@ medians. Our pool is allocated beforehand, as a server's is; `generate` allocate
 `generate` gets what it is best at: one padded-free batch of equal lengths, its own KV cache, `torch.inference_mode`.
 With `--beside PYTHON` (of an environment with vLLM's CPU build, `peers/vllm_cpu.py`) that takes two turns in every
 round, as it comes (compiled, blocks of its own choice) and eager. Tokens a CPU-second are of all threads of a process.
+With `--int8-kv` an engine of ours whose KV has 8 bits takes a turn in every round too, cold and warm.
 `bench_real_chat.py` has llama.cpp beside both, served.
 """
 
@@ -20,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +43,7 @@ from mneme.replicas.model.weights import load_weights
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TARGETS = {"bfloat16": 4.0, "float32": 3.0}  # times `generate`, workload W
 WARM_TARGETS = {"bfloat16": 10.0, "float32": 4.0}
+INT8_KV_TARGETS = {"P": 1.6, "L": 1.6}  # times the same engine with KV of the model's dtype, both warm
 PEER_TARGETS = {"W": 1.2, "S": 2.0, "P": 1.2}  # times vLLM's CPU build, both warm
 
 
@@ -62,13 +65,15 @@ class Took(NamedTuple):
 class Ours:
     """Our engine; `run` starts from an empty cache, `run_warm` after the same prompts were run once."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, workload: Workload) -> None:
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, workload: Workload, kv_dtype: torch.dtype | None = None
+    ) -> None:
         config = load_model_config(directory)
         kernels = choose_kernels("auto", torch.device("cpu"), dtype)
         weights = load_weights(directory, config, torch.device("cpu"), dtype, torch_rows=kernels.product_rows)
         tokens = workload.num_shared + workload.num_requests * (workload.num_private + workload.num_new)
         num_pages = tokens // PAGE_SIZE + 4 * workload.num_requests + 8
-        self._runner = Runner(Decoder(config, weights, kernels=kernels), num_pages, PAGE_SIZE)
+        self._runner = Runner(Decoder(config, weights, kernels=kernels), num_pages, PAGE_SIZE, kv_dtype=kv_dtype)
         self._workload = workload
 
     def run(self, prompts: list[list[int]]) -> Took:
@@ -136,14 +141,14 @@ def measure(
 ) -> dict[str, Any]:
     """Medians of tokens per second by arm, and the ratio of the medians; peers take their turn in every round."""
     built = {arm: make(directory, DTYPES[name], workload) for arm, make in arms.items()}
-    names = (*arms, "mneme_warm")
+    names = (*arms, *(f"{arm}_warm" for arm in built if isinstance(built[arm], Ours)))
     seconds: dict[str, list[float]] = {arm: [] for arm in names}
     cpu_seconds: dict[str, list[float]] = {arm: [] for arm in names}
     for run in range(num_runs + 1):
         prompts = make_prompts(workload, seed=run)
         order = list(built) if run % 2 else list(reversed(built))
         timed = {arm: built[arm].run(prompts) for arm in order}
-        timed["mneme_warm"] = built["mneme"].run_warm(prompts)
+        timed |= {f"{arm}_warm": built[arm].run_warm(prompts) for arm in order if isinstance(built[arm], Ours)}
         for arm, elapsed in timed.items() if run else ():  # the first is a warm-up
             seconds[arm].append(elapsed.wall_s)
             cpu_seconds[arm].append(elapsed.cpu_s)
@@ -184,10 +189,13 @@ def checks_of(workload: str, results: dict[str, dict[str, Any]]) -> list[Check]:
     promised = [("W", "mneme", "transformers", dtype, target) for dtype, target in TARGETS.items()]
     promised += [("W", "mneme_warm", "transformers", dtype, target) for dtype, target in WARM_TARGETS.items()]
     promised += [(name, "mneme_warm", "vllm_warm", "bfloat16", target) for name, target in PEER_TARGETS.items()]
+    promised += [
+        (name, "mneme_int8_kv_warm", "mneme_warm", "bfloat16", target) for name, target in INT8_KV_TARGETS.items()
+    ]
     checks = []
     for name, ours, theirs, dtype, target in promised:
         rates = results[dtype]["tokens_per_s"] if name == workload and dtype in results else {}
-        ratio = rates[ours] / rates[theirs] if theirs in rates else None
+        ratio = rates[ours] / rates[theirs] if ours in rates and theirs in rates else None
         checks.append(at_least(f"{name}_{ours}_over_{theirs}_{dtype}", ratio, target))
     return checks
 
@@ -197,6 +205,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="W")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--alone", action="store_true", help="only our engine: S and P take `generate` minutes a run")
+    parser.add_argument("--int8-kv", action="store_true", help="an arm whose KV has 8 bits")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
     parser.add_argument("--beside", metavar="PYTHON", help="of an environment with vLLM's CPU build, which takes turns")
     parser.add_argument("--json", type=Path, help="also write the closing line to this file")
@@ -208,6 +217,7 @@ def main() -> None:
     arms: dict[str, Callable[..., Any]] = (
         {"mneme": Ours} if args.alone else {"mneme": Ours, "transformers": Transformers}
     )
+    arms |= {"mneme_int8_kv": partial(Ours, kv_dtype=torch.int8)} if args.int8_kv else {}
     with tempfile.TemporaryDirectory() as scratch:
         directory = write_random_llama(Path(scratch))
         beside = [Peer(args.beside, name, *options) for options in ((), ("--eager",))] if args.beside else []

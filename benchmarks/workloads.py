@@ -41,7 +41,12 @@ class Workload(NamedTuple):
         return self.num_requests * self.num_new
 
 
-WORKLOADS = {"W": Workload(8, 512, 32, 32), "S": Workload(32, 2048, 64, 64), "P": Workload(32, 0, 2112, 64)}
+WORKLOADS = {
+    "W": Workload(8, 512, 32, 32),
+    "S": Workload(32, 2048, 64, 64),
+    "P": Workload(32, 0, 2112, 64),
+    "L": Workload(8, 0, 4096, 64),
+}
 
 
 def make_prompts(workload: Workload, seed: int = 1) -> list[list[int]]:

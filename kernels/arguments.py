@@ -1,4 +1,4 @@
-"""What the backends are given, as one record each: the arguments of `attend`, and of `write_kv` and `kv_deviation`."""
+"""What the backends are given: arguments of `attend`, and of `write_kv` and `kv_deviation`; rows of int8 pools."""
 
 from __future__ import annotations
 
@@ -10,12 +10,42 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.page_bounds import version_of
-from mneme.kernels.page_table import is_integer
+from mneme.kernels.page_table import KV_SCALE_BYTES, is_integer
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_MAGNITUDE = 2.0**-100  # of a row that int8 does not round to 0
 _MAX_SLOTS = 2**31 - 1  # compiled code counts slots in 32 bits
+
+
+def row_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Count the elements of one token's keys or values of one head in a pool: an int8 row ends with its scale."""
+    return head_dim + KV_SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def quantized(x: Tensor) -> Tensor:
+    """Round rows [..., head_dim] to int8 [..., head_dim + 4]: numbers from -127 to 127, and the bytes of their scale.
+
+    The scale is float32, the row's greatest magnitude / 127. A row that holds a NaN or an infinity has the scale NaN;
+    one under 2**-100 is 0. The compiled code (native/cpp/kv.cpp) gives the same bits.
+    """
+    x = x.float()
+    magnitude = x.abs().amax(-1, keepdim=True)  # NaN where there is one
+    is_broken, is_zero = ~magnitude.isfinite(), magnitude < _LEAST_MAGNITUDE
+    scale = (magnitude / 127).masked_fill(is_broken, torch.nan).masked_fill(is_zero, 0.0)
+    steps = torch.full_like(magnitude, 127) / magnitude  # `127 / magnitude` is a reciprocal's product, rounded twice
+    steps = steps.masked_fill(is_broken | is_zero, 0.0)
+    numbers = (x * steps).masked_fill(is_broken, 0.0).round().to(torch.int8)
+    return torch.cat([numbers, scale.view(torch.int8)], -1)
+
+
+def dequantized(rows: Tensor) -> Tensor:
+    """Return what rows of a pool stand for: float32 [..., head_dim] of int8 [..., head_dim + 4], others as they are."""
+    if rows.dtype != torch.int8:
+        return rows
+    numbers, scale = rows[..., :-KV_SCALE_BYTES], rows[..., -KV_SCALE_BYTES:]
+    return numbers.float() * scale.contiguous().view(torch.float32)
 
 
 class AttendArgs(NamedTuple):
@@ -38,9 +68,10 @@ class AttendArgs(NamedTuple):
         if q.shape != wanted:
             raise ValueError(f"q: must have shape {wanted}, as the plan says (got {tuple(q.shape)})")
         heads, page_size, head_dim = plan.pool_shape
-        if k_pages.ndim != 4 or k_pages.shape != (heads, k_pages.shape[1], page_size, head_dim):
+        size = row_size(head_dim, k_pages.dtype)
+        if k_pages.ndim != 4 or k_pages.shape != (heads, k_pages.shape[1], page_size, size):
             raise ValueError(
-                f"k_pages: must have shape ({heads}, num_pages, {page_size}, {head_dim}), as the plan says "
+                f"k_pages: must have shape ({heads}, num_pages, {page_size}, {size}), as the plan says "
                 f"(got {tuple(k_pages.shape)})"
             )
         if v_pages.shape != k_pages.shape:
@@ -60,9 +91,12 @@ class AttendArgs(NamedTuple):
             )
         if plan.num_pages > num_pages:
             raise ValueError(f"plan: uses page {plan.num_pages - 1}, k_pages has {num_pages} pages")
-        if not q.dtype == k_pages.dtype == v_pages.dtype or q.dtype not in _DTYPES:
-            types = (q.dtype, k_pages.dtype, v_pages.dtype)
-            raise ValueError(f"q, k_pages, v_pages: must have one 16- or 32-bit floating type (got {types})")
+        is_pair = k_pages.dtype == v_pages.dtype and k_pages.dtype in (q.dtype, torch.int8)
+        if not is_pair or q.dtype not in _DTYPES:
+            types, rule = (q.dtype, k_pages.dtype, v_pages.dtype), "one 16- or 32-bit floating type, or int8 pages"
+            raise ValueError(f"q, k_pages, v_pages: must have {rule} (got {types})")
+        if k_pages.dtype == torch.int8 and not q.is_cpu:
+            raise ValueError(f"k_pages: int8 keys and values are for CPUs (got {q.device})")
         if not q.device == k_pages.device == v_pages.device == slot_position.device:
             raise ValueError("q, k_pages, v_pages, slot_position: must be on one device")
         if rope is not None and rope.rotary_dim > plan.head_dim:
@@ -125,7 +159,7 @@ class KvRows(NamedTuple):
         """Raise ValueError where rows of keys and values do not fit a pool, or a rope does not fit a head."""
         k, v, slots, positions, k_pages, _, rope = self
         pool = k_pages.shape
-        if k.shape != v.shape or k.shape[1:] != (pool[0], pool[3]):
+        if k.shape != v.shape or k.ndim != 3 or pool[::3] != (k.shape[1], row_size(k.shape[2], k_pages.dtype)):
             raise ValueError(f"k, v: must fit the pool {tuple(pool)} (got {tuple(k.shape)}, {tuple(v.shape)})")
         if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
             raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mneme.kernels.arguments import KvRows
+from mneme.kernels.arguments import KvRows, dequantized, quantized
 from mneme.kernels.native import kv as native_kv
 from mneme.kernels.page_bounds import following
 from mneme.kernels.page_table import FREE_SLOT_POSITION, MAX_ABS_POSITION
@@ -28,7 +28,8 @@ def write_kv(
     slots             int [T]  page_id * page_size + offset; no slot twice
     positions         int [T]  where the key is rotated: its position, less the delta of its reference if that
     is not 0
-    k_pages, v_pages  [num_kv_heads, num_pages, page_size, head_dim]  one layer's pool, written in place
+    k_pages, v_pages  [num_kv_heads, num_pages, page_size, head_dim]  one layer's pool, written in place; or on a CPU
+    int8 [..., head_dim + 4], see `quantized`
 
     `slot_position` is for all layers; `mark_written` updates it once per step. Raises ValueError for shapes that do not
     fit and for a rope that rotates more than head_dim.
@@ -45,8 +46,9 @@ def write_kv(
     pool = (k_pages.shape[0], -1, k_pages.shape[3])
     rotated = k if rope is None else rope.rotate(k, positions)
     index = slots.to(torch.int64)
-    k_pages.view(pool).index_copy_(1, index, rotated.to(k_pages.dtype).transpose(0, 1))
-    v_pages.view(pool).index_copy_(1, index, v.to(v_pages.dtype).transpose(0, 1))
+    for x, pages in ((rotated, k_pages), (v, v_pages)):
+        stored = quantized(x) if pages.dtype == torch.int8 else x.to(pages.dtype)
+        pages.view(pool).index_copy_(1, index, stored.transpose(0, 1))
 
 
 def kv_deviation(
@@ -64,7 +66,7 @@ def kv_deviation(
     slot may be read for several rows. Distances of keys are the same in every frame.
 
     New keys are rotated in float32 and not rounded: a distance of 0 is a key that would be stored bit by bit in
-    float32, and one within its rounding in bfloat16. Raises ValueError as `write_kv` does.
+    float32, and one within its rounding in bfloat16 and int8. Raises ValueError as `write_kv` does.
     """
     rows = KvRows(k, v, slots, positions, k_pages, v_pages, rope)
     rows.check()
@@ -73,7 +75,7 @@ def kv_deviation(
     index = slots.to(torch.int64)
     fresh_k = k.float() if rope is None else rope.rotate(k, positions)
     distances = [
-        (fresh - pages.view(pages.shape[0], -1, pages.shape[3])[:, index].transpose(0, 1)).square().sum((1, 2))
+        (fresh - dequantized(pages.flatten(1, 2)[:, index]).transpose(0, 1)).square().sum((1, 2))
         for fresh, pages in ((fresh_k, k_pages), (v.float(), v_pages))
     ]
     return torch.stack(distances, 1)

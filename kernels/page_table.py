@@ -25,6 +25,7 @@ MAX_ABS_POSITION = 2**29
 # Every offset of the page; bits behind page_size are ignored.
 ALL_VISIBLE = -1
 MAX_PAGE_SIZE = 64
+KV_SCALE_BYTES = 4  # of the float32 behind each row (one token, one head) of int8 keys or values
 _NUMBER_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _MASK_TYPES = (np.dtype(np.int64),)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mneme.kernels.arguments import AttendArgs
+from mneme.kernels.arguments import AttendArgs, dequantized
 from mneme.kernels.page_table import FREE_SLOT_POSITION, PageTable
 from mneme.kernels.rope import RopeTable
 
@@ -25,8 +25,10 @@ def attend_reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     args.check_reach()
     q, slot_position, plan = args.q, args.slot_position, args.plan
     num_groups = plan.num_q_heads // plan.num_kv_heads
-    keys_all = args.k_pages.flatten(1, 2).double().repeat_interleave(num_groups, 0)
-    values_all = args.v_pages.flatten(1, 2).double().repeat_interleave(num_groups, 0)
+    pools = (args.k_pages, args.v_pages)
+    keys_all, values_all = (
+        dequantized(pages.flatten(1, 2)).double().repeat_interleave(num_groups, 0) for pages in pools
+    )
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
     tables = [_keys_of(table, plan.page_size, slot_position) for table in plan.page_tables]

@@ -14,6 +14,7 @@ from mneme.replicas.truncation import Truncation
 
 EMBEDDED_MODEL = "mneme-tiny"  # the one that comes with the package
 WeightsForm = Literal["auto", "dense", "int8", "int4"]
+KvDtype = Literal["auto", "model", "int8"]
 GenerationConfigUse = Literal["auto", "none"]
 MAX_TIMEOUT_S = 86_400.0  # of a request
 MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin
@@ -25,7 +26,7 @@ class EngineConfig:
 
     device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, or cuda:1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # of weights and KV; auto: bfloat16 where the device multiplies it faster, else float32
+        "auto"  # of weights and (see kv_dtype) KV; auto: bfloat16 where the device multiplies it faster, else float32
     )
     # Who multiplies and attends on a CPU; invariant: ours, so that a row's product has the same bits in every step;
     # fastest: for so many rows who is faster here, ours or torch (measured once); auto: fastest in bfloat16 alone.
@@ -33,6 +34,9 @@ class EngineConfig:
     # What weights are multiplied as. auto: int8 or int4 where the checkpoint is quantized so and a kernel multiplies
     # them (on CPUs, with a compiler), else dense, in `dtype`. Products of either round their inputs to 8 bits.
     weights: WeightsForm = "auto"
+    # What KV is stored as, in all tiers. int8: numbers of 8 bits with a scale for each token and KV head, 0.53 of
+    # bfloat16's bytes (head_dim 64), on CPUs; model: as dtype says; auto: model.
+    kv_dtype: KvDtype = "auto"
     page_size: int = 32  # token slots per page; 64 gives wide tiles a kernel of their own on sm_90, and slower decodes
     num_pages: int | None = None  # None: from kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a share of the device's free memory, at most 1 GiB on a CPU

@@ -34,7 +34,7 @@ FOREIGN = {
     "enable_prefix_caching": Foreign("prefix_sharing", is_flag=True),
     "enforce_eager": Foreign("cuda_graphs", is_flag=True, is_opposite=True),
     "gpu_memory_utilization": Foreign("kv_cache_bytes"),
-    "kv_cache_dtype": Foreign("KV has the model's dtype", ("auto",)),
+    "kv_cache_dtype": Foreign("kv_dtype", ("auto",)),
     "kv_cache_memory_bytes": Foreign("kv_cache_bytes"),
     "kv_transfer_config": Foreign("in its place: cache.disk: KV is shared between replicas and nodes by itself"),
     "load_format": Foreign("weights are safetensors", ("auto", "safetensors")),

@@ -23,8 +23,9 @@ from pathlib import Path
 from mneme.cachetier.chunk.syscalls import read_private, write_private
 from mneme.cachetier.names import MAX_CHUNK_TOKENS
 from mneme.errors import CheckpointError, ConfigError, shown
+from mneme.kernels.page_table import KV_SCALE_BYTES
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 4096
@@ -47,6 +48,7 @@ _BOUNDS = {
 class ChunkLayout:
     """Says how a chunk's payload lies: per layer [K and V, num_kv_heads, tokens, head_dim], one run of bytes.
 
+    Behind the head_dim numbers of int8 lie the bytes of the float32 that they are multiplied with.
     It knows nothing of pages: engines with pages of different sizes read each other's chunks.
     """
 
@@ -64,7 +66,8 @@ class ChunkLayout:
                 raise ConfigError(f"{name}: must be from 1 to {bound} (got {shown(getattr(self, name))})")
 
     def layer_bytes(self, num_tokens: int) -> int:
-        return 2 * self.num_kv_heads * num_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+        scale_bytes = KV_SCALE_BYTES if self.dtype == "int8" else 0
+        return 2 * self.num_kv_heads * num_tokens * (self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes)
 
     @property
     def chunk_bytes(self) -> int:

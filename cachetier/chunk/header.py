@@ -30,7 +30,7 @@ MAGIC = b"MnemeKV\x00"
 VERSION = 1
 CHECKSUM_BYTES = 16
 
-_DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3}  # part of the format
+_DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4}  # part of the format
 _DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
 # magic, version, header bytes, kind, dtype, layers, heads, dim, chunk_tokens, tokens, key, parent, tenant, fingerprint,
 # first body, body stride, file bytes

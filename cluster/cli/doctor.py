@@ -208,7 +208,10 @@ def _model(name: str) -> list[Finding]:
     tokens = int(pool_bytes / kv_bytes)
     fits = tokens >= 2 * EngineConfig().page_size
     advice = "" if fits else "no room is left for KV: take a larger device"
-    held = f"{tokens:,} tokens in a replica's pool, {tokens / context:.1f} contexts; {kv_bytes:,.0f} bytes a token"
+    held = (
+        f"{tokens:,} tokens in a replica's pool, {tokens / context:.1f} contexts; {kv_bytes:,.0f} bytes a token, "
+        f"{row['int8_kv_bytes_per_1k_tokens'] / 1e3:,.0f} with engine.kv_dtype: int8 on CPUs"
+    )
     dialect = Dialect(tokenizer)
     return [
         Finding("model", about, True),

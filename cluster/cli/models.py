@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mneme.cache_folder import cache_folder
+from mneme.cachetier.chunk.fingerprint import ChunkLayout
 from mneme.errors import CheckpointError, ConfigError, MnemeError, shown
 from mneme.replicas.card import read_json, shard_paths
 from mneme.replicas.config import EMBEDDED_MODEL
@@ -100,12 +101,15 @@ def described(name: str, directory: Path) -> dict[str, Any]:
         "dtype": "float32" if size == 4 else "bfloat16",
         "max_context": config.max_context,
         "weights_bytes": num_weights * size,
-        "kv_bytes_per_1k_tokens": _kv_bytes(config, size),
+        "kv_bytes_per_1k_tokens": _kv_bytes(config, "float32" if size == 4 else "bfloat16"),
+        "int8_kv_bytes_per_1k_tokens": _kv_bytes(config, "int8"),
     }
 
 
-def _kv_bytes(config: DecoderConfig, size: int) -> int:
-    return 1000 * 2 * config.num_layers * config.kv_size * size
+def _kv_bytes(config: DecoderConfig, dtype: str) -> int:
+    layers, heads = config.num_layers, config.num_kv_heads
+    layout = ChunkLayout(num_layers=layers, num_kv_heads=heads, head_dim=config.head_dim, dtype=dtype)
+    return layers * layout.layer_bytes(1000)
 
 
 def _num_weights(directory: Path) -> int:

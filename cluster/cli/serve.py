@@ -116,9 +116,10 @@ def _summary(url: str, service: dict[str, Any], cache: CacheConfig) -> str:
     if disk is not None:
         kept = f"on {disk.folder}, up to {disk.capacity_bytes / 2**30:.1f} GiB, found by the next start"
     rounded = "" if formats == [service["dtype"]] else f" with weights in {' and '.join(formats)}"
+    kept_as = "" if service["kv_dtype"] == service["dtype"] else f" in {service['kv_dtype']}"
     return f"""\
   {service["device"]}, {service["dtype"]}{rounded}, context {service["max_model_len"]:,} tokens, KV of \
-{service["kv_capacity_tokens"]:,} tokens on {replicas}
+{service["kv_capacity_tokens"]:,} tokens{kept_as} on {replicas}
   KV       {kept}
   API      {url}/v1 (OpenAI's), described at {url}/docs
   figures  {url}/metrics, and {url} in a browser

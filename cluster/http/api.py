@@ -289,6 +289,7 @@ async def _root(service: Service, request: Request) -> Response:
         "device": next((each.get("device") for each in replicas), None),
         "dtype": next((each.get("dtype") for each in replicas), None),
         "weights": next((sorted(each["weight_bytes"]) for each in replicas if "weight_bytes" in each), None),
+        "kv_dtype": next((kind for each in replicas for kind in each.get("kv_bytes", ())), None),
         "kv_capacity_tokens": total("kv_tokens"),
         "kv_usage": total("pages", "in_use") / max(1, total("pages", "total")),
         "requests": {"running": total("requests", "running"), "waiting": total("requests", "waiting")},

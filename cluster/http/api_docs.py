@@ -209,7 +209,7 @@ def service_page(service: Service, url: str) -> str:
         "replicas": f"{service['replicas']} on {service['device']}, {service['dtype']}"
         if service["device"]
         else f"{service['replicas']}, not heard of yet",
-        "KV on the device": f"{service['kv_capacity_tokens']:,} tokens, {service['kv_usage']:.0%} in use",
+        "KV on the device": "{kv_capacity_tokens:,} tokens in {kv_dtype}, {kv_usage:.0%} in use".format(**service),
         "requests": "{running} running, {waiting} waiting".format(**service["requests"]),
         "prompt tokens": f"{service['prompt_tokens']:,}, {cached_share(service):.0%} of them found, not computed",
         "generated tokens": f"{service['generated_tokens']:,}",

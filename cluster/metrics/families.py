@@ -135,6 +135,12 @@ ENGINES = (
         "weight_bytes.{format}",
         format=("float32", "bfloat16", "float16", "int8", "int4"),
     ),
+    family(
+        "mneme_kv_bytes",
+        "Bytes of engines' pools of KV, by what it is stored as.",
+        "kv_bytes.{format}",
+        format=("float32", "bfloat16", "float16", "int8"),
+    ),
     *(
         family(
             f"mneme_cost_{name}_total",

@@ -668,6 +668,7 @@ class Service(TypedDict):
     device: str | None
     dtype: str | None
     weights: list[str] | None
+    kv_dtype: str | None
     kv_capacity_tokens: int
     kv_usage: float  # share of the pages that running requests hold
     requests: Requests

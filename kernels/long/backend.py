@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mneme.kernels.arguments import AttendArgs
+from mneme.kernels.arguments import AttendArgs, dequantized
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.page_bounds import version_of
 from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray, full_mask
@@ -160,16 +160,16 @@ def _attend(
     positions = torch.arange(long.num_rows, device=q.device) + (long.start + long.past)
     write_kv(q[rows], q[rows], slots, positions, queries, torch.empty_like(queries), args.rope)  # it rotates
     queries = queries.view(1, num_heads, -1, head_dim)
-    square = [pages.new_zeros(1, len(pages), num_square, head_dim) for pages in pools]
+    square = [q.new_zeros(1, len(pages), num_square, head_dim) for pages in pools]
     first = long.past - before
     for target, pages in zip(square, pools, strict=True):
-        target[:, :, : before + long.num_rows] = _keys(pages, long, ids, first, before + long.num_rows)
+        target[:, :, : before + long.num_rows] = _keys(pages, long, ids, first, before + long.num_rows, q.dtype)
     found = [library.sdpa(queries[:, :, :num_square], *square, is_causal=True, scale=scale)]
     found = [(out[:, :, before:], lse[:, :, before:]) for out, lse in found]
     start = 0
     while start < first:
         length = key_step << (((first - start) // key_step).bit_length() - 1)
-        keys, values = (_keys(pages, long, ids, start, length) for pages in pools)
+        keys, values = (_keys(pages, long, ids, start, length, q.dtype) for pages in pools)
         padded = queries[:, :, before : before + num_padded]
         found.append(library.sdpa(padded, keys, values, is_causal=False, scale=scale))
         start += length
@@ -182,7 +182,7 @@ def _attend(
     ]
 
 
-def _keys(pages: Tensor, long: _Long, page_ids: Tensor, start: int, length: int) -> Tensor:
+def _keys(pages: Tensor, long: _Long, page_ids: Tensor, start: int, length: int, dtype: torch.dtype) -> Tensor:
     """Return [1, heads, length, head_dim] of a prompt's pages: as they lie where their ids follow each other."""
     page_size = pages.shape[2]
     first, end = start // page_size, -(-(start + length) // page_size)
@@ -191,7 +191,7 @@ def _keys(pages: Tensor, long: _Long, page_ids: Tensor, start: int, length: int)
         found = pages[:, int(ids[0]) : int(ids[-1]) + 1].flatten(1, 2)
     else:
         found = pages.index_select(1, page_ids[first:end]).flatten(1, 2)
-    return found[None, :, start - first * page_size :][:, :, :length]
+    return dequantized(found[None, :, start - first * page_size :][:, :, :length]).to(dtype)
 
 
 def _up(number: int, step: int) -> int:

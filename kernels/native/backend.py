@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.arguments import AttendArgs
-from mneme.kernels.native.library import DTYPE_NUMBERS, NUMBER, POINTER, REAL, native_function, num_threads
+from mneme.kernels.native.library import (
+    DTYPE_NUMBERS,
+    KV_DTYPE_NUMBERS,
+    NUMBER,
+    POINTER,
+    REAL,
+    native_function,
+    num_threads,
+)
 from mneme.kernels.page_bounds import page_bounds, version_of
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
@@ -31,7 +39,7 @@ _WORK_ARRAYS = (
 )  # fmt: skip
 _INTEGERS = (
     "num_shared", "num_pieces", "num_rows", "num_loose_rows", "num_q_heads", "num_kv_heads", "head_dim", "page_size",
-    "window", "dtype", "rotary_half", "num_positions",
+    "window", "dtype", "rotary_half", "num_positions", "kv_dtype", "kv_stride",
 )  # fmt: skip
 
 
@@ -96,7 +104,7 @@ def attend_native(args: AttendArgs) -> tuple[Tensor, Tensor]:
 
 def prepare(args: AttendArgs) -> _Prepared:
     """Return what the first layer of a step derived, or derive it if `slot_position` has changed since."""
-    options = (id(args.rope), args.softmax_scale, args.window, args.soft_cap, args.q.dtype)
+    options = (id(args.rope), args.softmax_scale, args.window, args.soft_cap, args.q.dtype, args.k_pages.dtype)
     key = ("native", args.slot_position.data_ptr(), *options)
     version = version_of(args.slot_position)
     found: _Prepared | None = args.plan.prepared.get(key)
@@ -124,6 +132,8 @@ def _make(args: AttendArgs, version: int | None) -> _Prepared:
         rotary_half=0 if rope is None else rope.rotary_dim // 2,
         num_positions=0 if rope is None else rope.num_positions,
         score_scale=args.softmax_scale * _LOG2_E if soft_cap is None else args.softmax_scale / soft_cap,
+        kv_dtype=KV_DTYPE_NUMBERS[args.k_pages.dtype],
+        kv_stride=args.k_pages.shape[3],
         soft_cap=0.0 if soft_cap is None else soft_cap * _LOG2_E,
         position=_address(position),
         slot_position=args.slot_position.data_ptr(),

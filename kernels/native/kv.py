@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.arguments import KvRows
-from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
+from mneme.kernels.native.library import (
+    COUNT,
+    DTYPE_NUMBERS,
+    KV_DTYPE_NUMBERS,
+    NUMBER,
+    POINTER,
+    library,
+    native_function,
+    num_threads,
+)
 from mneme.kernels.page_table import IntArray
 
 U8Array = npt.NDArray[np.uint8]
@@ -44,6 +53,8 @@ class _Write(ctypes.Structure):
         ("rotary_half", NUMBER),
         ("dtype", NUMBER),
         ("num_threads", NUMBER),
+        ("kv_dtype", NUMBER),
+        ("kv_stride", NUMBER),
     )
 
 
@@ -52,8 +63,8 @@ def can_write(rows: KvRows) -> bool:
     k, v, _, _, k_pages, v_pages, _ = rows
     if not k.is_cpu or k.dtype not in DTYPE_NUMBERS or library() is None:
         return False
-    same_type = v.dtype is k.dtype and k_pages.dtype is k.dtype and v_pages.dtype is k.dtype
-    return same_type and k_pages.is_contiguous() and v_pages.is_contiguous() and k_pages.shape == v_pages.shape
+    is_typed = v.dtype is k.dtype and k_pages.dtype in (k.dtype, torch.int8) and v_pages.dtype is k_pages.dtype
+    return is_typed and k_pages.is_contiguous() and v_pages.is_contiguous() and k_pages.shape == v_pages.shape
 
 
 def write_kv(rows: KvRows) -> None:
@@ -79,14 +90,14 @@ def _call(name: str, rows: KvRows, *more: int) -> None:
         raise ValueError(f"rope: must be on the device of k, cpu (got {rope.table.device})")
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     slots, positions = slots.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
-    num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
+    num_kv_heads, num_pages, page_size, kv_stride = k_pages.shape
     write = _Write(
         k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         slots.data_ptr(), positions.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
         None if rope is None else rope.table.data_ptr(),
         k.shape[0], num_pages * page_size, 0 if rope is None else rope.num_positions,
-        num_kv_heads, head_dim, 0 if rope is None else rope.rotary_dim // 2, DTYPE_NUMBERS[k.dtype],
-        num_threads(),
+        num_kv_heads, k.shape[2], 0 if rope is None else rope.rotary_dim // 2, DTYPE_NUMBERS[k.dtype],
+        num_threads(), KV_DTYPE_NUMBERS[k_pages.dtype], kv_stride,
     )  # fmt: skip
     row = native_function(name)(ctypes.byref(write), *more)
     if row >= 0:
@@ -100,7 +111,7 @@ def scatter_chunk(chunk: U8Array, num_tokens: int, runs: IntArray, k_pages: Tens
     lie in read-only memory; or [num_chunks, so many] of several
     runs     int64 [num_runs, 4]  page id, first offset in that page, how many tokens (at least 1), first in the chunk,
     counted over all chunks; no slot twice
-    k_pages  [num_kv_heads, num_pages, page_size, head_dim]  any dtype; a chunk has its bytes
+    k_pages  [num_kv_heads, num_pages, page_size, head_dim]  any dtype; a chunk has its bytes. int8: [..., head_dim + 4]
     v_pages  like k_pages
 
     Raises ValueError for what does not fit, before anything is written.

@@ -48,6 +48,7 @@ _LIBRARY_KEPT_S = 30 * 86400  # since it was last loaded
 # The C interface as ctypes sees it: types, numbers of dtypes, every function's signature.
 POINTER, COUNT, NUMBER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}  # cpp/common.h: DType
+KV_DTYPE_NUMBERS = DTYPE_NUMBERS | {torch.int8: 2}
 
 
 class LinearWeight(ctypes.Structure):

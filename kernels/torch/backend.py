@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 import torch
-from mneme.kernels.arguments import AttendArgs
+from mneme.kernels.arguments import AttendArgs, dequantized
 from mneme.kernels.plan import Plan
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def _attend_rows(args: AttendArgs, sequence: _Sequence, position: Tensor, q: Ten
         return
     slots, visible = sequence.slots[columns], visible[:, columns]
     pools = (pages.flatten(1, 2) for pages in (args.k_pages, args.v_pages))
-    keys, values = (pool.index_select(1, slots).float() for pool in pools)  # [Hkv, L, D]
+    keys, values = (dequantized(pool.index_select(1, slots)).float() for pool in pools)  # [Hkv, L, D]
 
     deltas, counts = torch.unique_consecutive(sequence.delta[columns], return_counts=True)
     parts = []

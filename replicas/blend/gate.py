@@ -202,12 +202,14 @@ def _gate_of(report: QualityReport) -> Gate:
 
 
 def measured_on(fingerprint: ModelFingerprint) -> dict[str, str]:
-    """Return what a report holds for: weights, as what they are multiplied, the engine's dtype, the rotary table."""
-    form = json.loads(fingerprint.architecture or "{}").get("weights")
+    """Return what a report holds for: weights, as what they are multiplied, the dtypes, the rotary table."""
+    architecture, kv_dtype = json.loads(fingerprint.architecture or "{}"), fingerprint.layout.dtype
+    form, dtype = architecture.get("weights"), architecture.get("computed_in", kv_dtype)
+    parts = (dtype, form, None if dtype == kv_dtype else f"kv_{kv_dtype}")
     rope = json.dumps([f"{number:.12e}" for number in (*fingerprint.inv_freq, fingerprint.attention_factor)])
     return {
         "weights": fingerprint.weights,
-        "dtype": fingerprint.layout.dtype if form is None else f"{fingerprint.layout.dtype}-{form}",
+        "dtype": "-".join(part for part in parts if part is not None),
         "rope": sha256(rope.encode()).hexdigest(),
     }
 

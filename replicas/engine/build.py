@@ -27,6 +27,7 @@ from mneme.cachetier.policy.cost_model import CostFile, CostModel
 from mneme.cachetier.session_log.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, Overloaded
+from mneme.kernels.arguments import row_size
 from mneme.kernels.native import library as native_library
 from mneme.kernels.native.choice import OURS, CpuKernels, CpuKernelsUse, is_invariant
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
@@ -35,7 +36,7 @@ from mneme.primitives import Workers
 from mneme.replicas.blend.first_report import FirstReport, measuring
 from mneme.replicas.blend.gate import measured_on, read_gate
 from mneme.replicas.card import sampling_defaults, shard_paths
-from mneme.replicas.config import EngineConfig, WeightsForm
+from mneme.replicas.config import EngineConfig, KvDtype, WeightsForm
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.connector.device_pages import make_chunk_pages
 from mneme.replicas.connector.save import ChunkSaver
@@ -118,6 +119,7 @@ def build_engine(
     check_capability(device)
     check_heads(model_config, device)
     dtype = choose_dtype(config.dtype, device, model_config.dtype)
+    kv_dtype = choose_kv_dtype(config.kv_dtype, device, dtype)
     kernels = choose_kernels(config.cpu_kernels, device, dtype)
     report("kernel timings", 1.0)
     with _fitting("model: its weights do not", device):
@@ -129,20 +131,21 @@ def build_engine(
         max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
         return Decoder(model_config, weights, max_context=max_context, kernels=kernels)
 
-    num_pages = choose_num_pages(config, model_config, device, dtype, device_share)
+    num_pages = choose_num_pages(config, model_config, device, kv_dtype, device_share)
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_bytes is None:
         with _fitting("engine.max_batch_tokens: a step of so many does not", device):
             step_bytes = largest_step_bytes(decoder_of(num_pages), tokenizer, config, report)
-        num_pages = choose_num_pages(config, model_config, device, dtype, device_share, step_bytes)
+        num_pages = choose_num_pages(config, model_config, device, kv_dtype, device_share, step_bytes)
     decoder = decoder_of(num_pages)
     make_graphs = step_graphs_for(decoder, config.max_running, config.max_batch_tokens) if config.cuda_graphs else None
-    num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages, machine_share)
+    num_host_pages = choose_num_host_pages(config, model_config, device, kv_dtype, num_pages, machine_share)
     timeline = None if config.timeline is None else Timeline()
     with _fitting("engine.num_pages, kv_cache_bytes: the pool does not", device):
         runner = Runner(
-            decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline
-        )
-    report("pools", 1.0, num_pages * _page_bytes(config, model_config, dtype))  # memory that is touched later
+            decoder, num_pages, config.page_size, make_graphs,
+            kv_dtype=kv_dtype, num_host_pages=num_host_pages, timeline=timeline,
+        )  # fmt: skip
+    report("pools", 1.0, num_pages * _page_bytes(config, model_config, kv_dtype))  # memory that is touched later
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
     with _fitting("engine.max_batch_tokens: a step of so many does not", device):
@@ -154,7 +157,7 @@ def build_engine(
         if cache.enabled and config.prefix_sharing:
             fingerprint = model_fingerprint(
                 model_dir, model_config, dtype, form,
-                chunk_tokens=cache.chunk_tokens, memory=_kept_folder() / "weights.json",
+                kv_dtype=kv_dtype, chunk_tokens=cache.chunk_tokens, memory=_kept_folder() / "weights.json",
             )  # fmt: skip
             connector = open_cache_tier(runner, config, cache, file, fingerprint, report, open_store)
             weights_name = connector.fingerprint.weights
@@ -165,7 +168,9 @@ def build_engine(
         keep_costs = partial(file.write, costs)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     kept = _kept_folder()
-    fingerprint_of = partial(model_fingerprint, model_dir, model_config, dtype, form, memory=kept / "weights.json")
+    fingerprint_of = partial(
+        model_fingerprint, model_dir, model_config, dtype, form, kv_dtype=kv_dtype, memory=kept / "weights.json"
+    )
     reports = partial(
         read_gate,
         (model_dir, kept),
@@ -187,8 +192,8 @@ def build_engine(
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
-    told = "loaded %s in %s; dtype %s, kernels: %s; documents: %s"
-    logger.info(told, model_dir, start, runner.dtype, runner.kernels, gate.described())
+    told = "loaded %s in %s; dtype %s, KV in %s, kernels: %s; documents: %s"
+    logger.info(told, model_dir, start, runner.dtype, runner.kv_dtype, runner.kernels, gate.described())
     return engine
 
 
@@ -279,6 +284,17 @@ def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtyp
     return _DTYPES[machine_choice().half_dtype] if is_half else torch.float32
 
 
+def choose_kv_dtype(name: KvDtype, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What a pool holds: int8 where that is asked for, else `dtype`. Raises `ConfigError` for int8 on a GPU."""
+    if name != "int8":
+        return dtype
+    if device.type != "cpu":
+        raise ConfigError(
+            f"engine.kv_dtype: int8 KV: CPUs only, the device is {device}; model stores it as engine.dtype"
+        )
+    return torch.int8
+
+
 def choose_kernels(use: CpuKernelsUse, device: torch.device, dtype: torch.dtype) -> CpuKernels:
     """Choose who computes on a CPU, by timings that are made where none are kept and they decide anything."""
     name = str(dtype).removeprefix("torch.")
@@ -302,7 +318,7 @@ def choose_num_pages(
     config: EngineConfig,
     model: DecoderConfig,
     device: torch.device,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device_share: float = 1.0,
     step_bytes: int | None = None,
 ) -> int:
@@ -312,7 +328,7 @@ def choose_num_pages(
     """
     if config.num_pages is not None:
         return config.num_pages
-    page_bytes = _page_bytes(config, model, dtype)
+    page_bytes = _page_bytes(config, model, kv_dtype)
     budget = config.kv_cache_bytes or _free_bytes(device, device_share, step_bytes)
     num_pages = max(0, int(budget // page_bytes))
     if num_pages < 2 and not config.kv_cache_bytes and device.type == "cuda":
@@ -326,7 +342,7 @@ def choose_num_host_pages(
     config: EngineConfig,
     model: DecoderConfig,
     device: torch.device,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     num_pages: int,
     machine_share: float = 1.0,
 ) -> int:
@@ -334,7 +350,7 @@ def choose_num_host_pages(
     of the machine's memory holds, at most some times the pool. None without sharing: nothing is cached then."""
     if not config.prefix_sharing:
         return 0
-    page_bytes = _page_bytes(config, model, dtype)
+    page_bytes = _page_bytes(config, model, kv_dtype)
     if config.host_cache_bytes is not None:
         return int(config.host_cache_bytes // page_bytes)
     if device.type == "cpu":
@@ -343,8 +359,9 @@ def choose_num_host_pages(
     return min(int(budget // page_bytes), _HOST_POOLS * num_pages)
 
 
-def _page_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
-    return 2 * model.num_layers * model.kv_size * config.page_size * dtype.itemsize
+def _page_bytes(config: EngineConfig, model: DecoderConfig, kv_dtype: torch.dtype) -> int:
+    row_bytes = row_size(model.head_dim, kv_dtype) * kv_dtype.itemsize
+    return 2 * model.num_layers * model.num_kv_heads * config.page_size * row_bytes
 
 
 def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
@@ -464,7 +481,9 @@ def _costs_file(
 ) -> CostFile:
     """Name where costs of a disk and of all models of one shape are kept: what weights are changes no step's time."""
     disk = None if cache.disk is None or not cache.enabled else cache.disk.folder
-    shape = json.dumps([asdict(model), str(dtype), form, cache.chunk_tokens, disk], sort_keys=True, default=repr)
+    kept_as = [] if runner.kv_dtype == runner.dtype else [runner.kv_dtype]
+    what = [asdict(model), str(dtype), form, cache.chunk_tokens, disk, *kept_as]
+    shape = json.dumps(what, sort_keys=True, default=repr)
     return CostFile(_kept_folder(), hashlib.blake2b(shape.encode()).digest()[:32], machine_of(runner, engine))
 
 
@@ -491,13 +510,13 @@ def _kept_folder() -> Path:
     return folder
 
 
-def chunk_layout(config: DecoderConfig, dtype: torch.dtype, chunk_tokens: int) -> ChunkLayout:
+def chunk_layout(config: DecoderConfig, kv_dtype: torch.dtype, chunk_tokens: int) -> ChunkLayout:
     """Return how chunks of a model's KV lie in memory."""
     return ChunkLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(kv_dtype).removeprefix("torch."),
         chunk_tokens=chunk_tokens,
     )
 
@@ -508,22 +527,25 @@ def model_fingerprint(
     dtype: torch.dtype,
     form: WeightsForm = "dense",
     *,
+    kv_dtype: torch.dtype | None = None,
     chunk_tokens: int = 256,
     memory: Path | None = None,
 ) -> ModelFingerprint:
     """Identify all that a model's KV depends on. Reads every weight file once.
 
-    `dtype` and `form` are what the engine computes in; `memory`: see `weights_digest`.
+    `dtype` and `form` are what the engine computes in, `kv_dtype` what it stores (None: `dtype`); `memory`: see
+    `weights_digest`.
     """
     # A field that families got later changes the fingerprint of those alone that have it.
     defaults = {field.name: field.default for field in fields(config)}
     given = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
     architecture = {name: value for name, value in given.items() if value != defaults[name]}
     architecture |= {} if form == "dense" else {"weights": form}
+    architecture |= {} if kv_dtype in (None, dtype) else {"computed_in": str(dtype).removeprefix("torch.")}
     ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
     return ModelFingerprint(
         weights=weights_digest(shard_paths(model_dir), memory),
-        layout=chunk_layout(config, dtype, chunk_tokens),
+        layout=chunk_layout(config, kv_dtype or dtype, chunk_tokens),
         inv_freq=tuple(frequency for rope in ropes for frequency in rope.inv_freq),
         attention_factor=math.prod(rope.attention_factor for rope in ropes),
         architecture=json.dumps(architecture, sort_keys=True),

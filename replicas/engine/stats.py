@@ -66,6 +66,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "kernels": runner.kernels,
         "weight_bytes": dict(runner.weight_bytes),
         "documents": engine.gate.described(),
+        "kv_bytes": {runner.kv_dtype: runner.kv_bytes},
         "start": engine.start_phases,
     }
     if engine.connector is not None:

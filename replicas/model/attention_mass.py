@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mneme.kernels.arguments import dequantized
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.rope import RopeTable
 from mneme.replicas.blend.selectors import FloatArray
@@ -62,7 +63,7 @@ class _Shares:
         q float [T, Hq, D], un-rotated; lse float32 [T, Hq]; positions int [T] of the rows
         """
         num_rows, num_kv_heads, num_tokens = len(q), self.pool.k_pages.shape[1], len(self.slots)
-        keys = self.pool.k_pages[layer].flatten(1, 2).index_select(1, self.slots).float()
+        keys = dequantized(self.pool.k_pages[layer].flatten(1, 2).index_select(1, self.slots)).float()
         queries = self._queries(q, positions).view(-1, num_kv_heads, q.shape[1] // num_kv_heads * num_rows, q.shape[2])
         parts = [own @ keys[:, run.start : run.end].mT for own, run in zip(queries, self.runs, strict=True)]
         scores = torch.cat(parts, -1).view(-1, num_rows, num_tokens) * self.scale

@@ -20,6 +20,7 @@ import torch
 
 from mneme.cachetier.host_pages.cuda import make_tier
 from mneme.cachetier.host_pages.tier import PageLoad, joined
+from mneme.kernels.arguments import row_size
 from mneme.kernels.attention import (
     PageTable,
     Plan,
@@ -92,10 +93,11 @@ class Runner:
         page_size: int,
         make_graphs: MakeGraphs | None = None,
         *,
+        kv_dtype: torch.dtype | None = None,
         num_host_pages: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        """`make_graphs` gets the forward pass that graphs are to capture, and the pool."""
+        """`make_graphs` gets the pass that graphs capture, and the pool; `kv_dtype`: int8 (CPUs), or the decoder's."""
         config = decoder.config
         self._decoder = decoder
         self.num_pages = num_pages
@@ -109,12 +111,15 @@ class Runner:
         self.num_shared_segments = 0  # read once for several sequences, over all steps
         self.share_cost = share_cost_of(decoder.device, decoder.dtype)
         total = num_pages + _SPARE_PAGES
-        shape = (config.num_layers, config.num_kv_heads, total, page_size, config.head_dim)
+        kept_as = kv_dtype or decoder.dtype
+        self.kv_dtype = str(kept_as).removeprefix("torch.")
+        shape = (config.num_layers, config.num_kv_heads, total, page_size, row_size(config.head_dim, kept_as))
         self.pool = KvPool(
-            k_pages=_zeros(shape, decoder.dtype, decoder.device),
-            v_pages=_zeros(shape, decoder.dtype, decoder.device),
+            k_pages=_zeros(shape, kept_as, decoder.device),
+            v_pages=_zeros(shape, kept_as, decoder.device),
             slot_position=new_slot_position(total * page_size, decoder.device),
         )
+        self.kv_bytes = 2 * self.pool.k_pages.nbytes
         self.window, self.immovable = config.window, config.immovable
         self.num_host_pages = num_host_pages
         self._tier = make_tier(self.pool, num_host_pages, timeline)

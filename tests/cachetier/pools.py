@@ -27,12 +27,17 @@ class Pool:
 def make_pool(num_pages: int = 12, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Pool:
     shape = (NUM_LAYERS, 2, num_pages, 4, 6)
     generator = torch.Generator().manual_seed(num_pages)
-    return Pool(*(torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)))
+    return Pool(*(_numbers(shape, generator, dtype).to(device) for _ in range(2)))
 
 
 def random_page(seed: int, like: Pool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.page(0).shape, generator=generator).to(like.k_pages.device, like.k_pages.dtype)
+    return _numbers(like.page(0).shape, generator, like.k_pages.dtype).to(like.k_pages.device)
+
+
+def _numbers(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    scale = 30 if dtype is torch.int8 else 1  # of numbers from -127 to 127
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
 def wait_all(load: object) -> None:

@@ -194,6 +194,7 @@ class FakeEngineClient:
             "dtype": "float32",
             "documents": "the quality report allows hkvd from 0.2",
             "weight_bytes": {"float32": 1000},
+            "kv_bytes": {"float32": 4000},
             "of_a_later_version": {"x": [1]},
             "start": self.start,
         }

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mneme.kernels.arguments import quantized
 from mneme.kernels.attention import PageRef, Plan, QueryRows, RopeTable, attend, build_plan, new_slot_position
 from mneme.kernels.native.library import library
 
@@ -150,6 +151,7 @@ def random_rows(rng: np.random.Generator, num_sequences: int, most_rows: int) ->
 def scenes(
     draw: st.DrawFn,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     most_rows: int = 12,
     plain: bool = False,
     heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (1, 3), (3, 1)),
@@ -182,6 +184,7 @@ def scenes(
         head_dim=head_dim,
         rope=None if rotary_dim is None else RopeTable.from_theta(100.0, rotary_dim, MAX_POSITION),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         options=options,
     )
 
@@ -197,10 +200,14 @@ def make_scene(
     head_dim: int = 8,
     rope: RopeTable | None = None,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     options: dict[str, Any] | None = None,
     slot_position: Tensor | None = None,
 ) -> Scene:
-    """A scene over a pool of random keys; without `slot_position` the pages are filled at random."""
+    """A scene over a pool of random keys; without `slot_position` the pages are filled at random.
+
+    `kv_dtype`: of keys and values, int8 or (None) `dtype`.
+    """
     if slot_position is None:
         slot_position = new_slot_position(NUM_PAGES * page_size)
         fill_pool(rng, slot_position, page_size)
@@ -213,6 +220,8 @@ def make_scene(
     free = slot_position == 2**30
     for pages in (k_pages, v_pages):
         pages.view(num_kv_heads, -1, head_dim)[:, free] = torch.nan
+    if kv_dtype == torch.int8:
+        k_pages, v_pages = quantized(k_pages), quantized(v_pages)
     return Scene(
         tables=tables,
         rows=rows,

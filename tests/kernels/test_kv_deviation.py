@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mneme.kernels.arguments import dequantized
 from mneme.kernels.attention import RopeTable, write_kv
 from mneme.kernels.kv_write import copy_slots, kv_deviation
 
@@ -57,6 +58,21 @@ def test_what_was_just_written_deviates_by_its_rounding_alone(dtype: torch.dtype
         assert not of_values.any()
         bound = torch.zeros(9) if dtype is torch.float32 else k.float().square().sum((1, 2)) * 2.0**-16
         assert (of_keys <= bound).all()
+
+
+def test_int8_pages_deviate_by_what_they_stand_for() -> None:
+    k, v, fresh_k, fresh_v = torch.randn(4, 9, 2, 20)
+    k_pages, v_pages = torch.zeros(2, 2, NUM_PAGES, PAGE_SIZE, 24, dtype=torch.int8)
+    slots, positions, rope = torch.randperm(80)[:9], torch.arange(9) + 50, RopeTable.from_theta(100.0, 12, 64)
+    write_kv(k, v, slots, positions, k_pages, v_pages, rope)
+    cached = [dequantized(pages.flatten(1, 2)[:, slots]).transpose(0, 1).double() for pages in (k_pages, v_pages)]
+    fresh = rotated(fresh_k, positions, 100.0, 12), fresh_v.double()
+    wanted = [(new - old).square().sum((1, 2)) for new, old in zip(fresh, cached, strict=True)]
+    found = kv_deviation(fresh_k, fresh_v, slots, positions, k_pages, v_pages, rope)
+    torch.testing.assert_close(found.double(), torch.stack(wanted, 1), rtol=1e-4, atol=1e-5)
+    before = k_pages.clone()
+    copy_slots(slots[:2], slots[2:4], k_pages, v_pages)
+    assert torch.equal(k_pages.flatten(1, 2)[:, slots[2:4]], before.flatten(1, 2)[:, slots[:2]])
 
 
 @pytest.mark.parametrize(("slots", "positions"), [([0, 80], [0, 1]), ([-1, 3], [0, 1]), ([0, 1], [0, 128])])

@@ -98,7 +98,7 @@ CEILINGS = {
     "cluster/run": 750,
     "cluster/serve": 2500,
     "cluster/wire": 3050,
-    "kernels": 2100,
+    "kernels": 2150,
     "kernels/long": 250,
     "kernels/native": 1100,
     "kernels/torch": 200,

@@ -60,6 +60,7 @@ class FakeRunner:
         self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
         self.window, self.immovable = window, None if window is None else "sliding_window"
         self.device, self.dtype, self.kernels, self.weight_bytes = "none", "none", None, {"none": 1}
+        self.kv_dtype, self.kv_bytes = "none", 1
         self.can_copy = True
         self.first_page = 1
         self.vocab_size, self.max_context = vocab_size, max_context

@@ -38,20 +38,21 @@ def session_ids(llm: LLM) -> list[int]:
     return log.ids.tolist()
 
 
-def test_a_session_goes_on_in_another_process_token_for_token(tmp_path: Path) -> None:
-    whole = load(None)
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_a_session_goes_on_in_another_process_token_for_token(tmp_path: Path, kv_dtype: str) -> None:
+    whole = load(None, kv_dtype=kv_dtype)
     history, expected = converse(whole, "", TURNS)
     ids = session_ids(whole)
     whole.close()
     text, said = "", []
     for first in range(0, len(TURNS), 2):
-        llm = load(tmp_path)
+        llm = load(tmp_path, kv_dtype=kv_dtype)
         text, answers = converse(llm, text, TURNS[first : first + 2])
         said += answers
         assert session_ids(llm) == ids[: len(session_ids(llm))]
         llm.close()
     assert (text, said) == (history, expected)
-    llm = load(tmp_path)
+    llm = load(tmp_path, kv_dtype=kv_dtype)
     text, _ = converse(llm, text, [" once more"])
     assert session_ids(llm)[: len(ids)] == ids
     llm.close()

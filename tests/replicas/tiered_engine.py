@@ -40,9 +40,10 @@ def make_engine(
     num_host_pages: int = 64,
     *,
     copy_out_below: float = COPY_OUT_BELOW,
+    kv_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Engine:
-    runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
+    runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, kv_dtype=kv_dtype, num_host_pages=num_host_pages)
     return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), copy_out_below=copy_out_below)
 
 
@@ -88,9 +89,11 @@ def logits_of(engine: Engine, name: str) -> torch.Tensor:
     return runner_of(engine).logits_of(name)
 
 
-def full_prefill(decoder: Decoder, ids: list[int], num_new: int) -> tuple[list[int], torch.Tensor]:
+def full_prefill(
+    decoder: Decoder, ids: list[int], num_new: int, kv_dtype: torch.dtype | None = None
+) -> tuple[list[int], torch.Tensor]:
     """Tokens and logits of an engine that has seen nothing before."""
-    engine = make_engine(decoder, num_host_pages=0)
+    engine = make_engine(decoder, num_host_pages=0, kv_dtype=kv_dtype)
     submit(engine, "fresh", ids, num_new)
     return answers(run(engine))["fresh"], logits_of(engine, "fresh")
 
@@ -140,9 +143,9 @@ def draw(seed: int, count: int) -> list[int]:
     return torch.randint(32, VOCAB_SIZE, (count,), generator=generator).tolist()
 
 
-def fingerprint_of(decoder: Decoder) -> ModelFingerprint:
+def fingerprint_of(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> ModelFingerprint:
     config = decoder.config
-    layout = chunk_layout(config, torch.float32, CHUNK_TOKENS)
+    layout = chunk_layout(config, kv_dtype or torch.float32, CHUNK_TOKENS)
     inv_freq = () if config.rope is None else config.rope.inv_freq
     return ModelFingerprint(weights="00", layout=layout, inv_freq=inv_freq)
 
@@ -157,11 +160,12 @@ def make_cached_engine(
     config: CacheConfig | None = None,
     gate: Gate = NO_REPORT,
     tokenizer: Any = None,
+    kv_dtype: torch.dtype | None = None,
     **options: object,
 ) -> Engine:
     """An engine with a cache tier."""
-    fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS)
-    runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
+    fingerprint, config = fingerprint_of(decoder, kv_dtype), config or CacheConfig(chunk_tokens=CHUNK_TOKENS)
+    runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, kv_dtype=kv_dtype, num_host_pages=num_host_pages)
     connector = connect(runner, store, fingerprint, costs or SlowRows(), config)
     connector.min_load_tokens = 1
     engine_config = EngineConfig(**{"page_size": PAGE_SIZE, "max_step_ms": 0, **options})  # type: ignore[arg-type]

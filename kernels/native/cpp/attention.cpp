@@ -121,27 +121,27 @@ struct Block {
   int piece, first, count;  // rows [first, first + count) of the piece
 };
 
-template <class Elem>
+template <class Elem, class Kv>
 static void attend_block(const Step& s, const Layer& layer, HeadRange kv_heads, const Block& block) {
   const int num_groups = s.num_q_heads / s.num_kv_heads;
   const bool is_few = block.count == 1 ? num_groups <= kFewHeads : block.count * num_groups < kFewHeads;
   if (is_few && s.head_dim % kLanes == 0) {
-    return attend_rows<Elem>(s, layer, kv_heads, block.piece, block.first, block.count);
+    return attend_rows<Elem, Kv>(s, layer, kv_heads, block.piece, block.first, block.count);
   }
   for (int head = kv_heads.begin; head < kv_heads.end; ++head) {
-    attend_tiles<Elem>(s, layer, head, block.piece, block.first, block.count);
+    attend_tiles<Elem, Kv>(s, layer, head, block.piece, block.first, block.count);
   }
 }
 
 // Blocks side by side; the KV heads of a block too, where there are few blocks for so many threads.
-template <class Elem>
+template <class Elem, class Kv>
 static void attend_blocks(const Step& s, const Layer& layer, const std::vector<Block>& blocks, int num_threads) {
   const int num_blocks = static_cast<int>(blocks.size());
   const int parts = num_threads > 1 && num_blocks < 4 * num_threads ? s.num_kv_heads : 1;
   parallel_for(num_blocks * parts, num_threads, [&](int task) {
     const int head = task % parts;
     const HeadRange kv_heads = parts == 1 ? HeadRange{0, s.num_kv_heads} : HeadRange{head, head + 1};
-    attend_block<Elem>(s, layer, kv_heads, blocks[task / parts]);
+    attend_block<Elem, Kv>(s, layer, kv_heads, blocks[task / parts]);
   });
 }
 
@@ -153,35 +153,35 @@ static void add_blocks(const Step& s, int piece, int block_rows, std::vector<Blo
 }
 
 // Blocks of a piece run side by side unless a row stands in it twice: then one thread takes all blocks of a head.
-template <class Elem>
+template <class Elem, class Kv>
 static void attend_shared(const Step& s, const Layer& layer, int piece, int block_rows, int num_threads) {
   const int32_t *row = s.row + s.row_begin[piece], *end = s.row + s.row_begin[piece + 1];
   std::vector<Block> blocks;
   add_blocks(s, piece, block_rows, blocks);
   const bool is_unique = std::adjacent_find(row, end, [](int a, int b) { return a >= b; }) == end;
-  if (is_unique) return attend_blocks<Elem>(s, layer, blocks, num_threads);
+  if (is_unique) return attend_blocks<Elem, Kv>(s, layer, blocks, num_threads);
   parallel_for(s.num_kv_heads, num_threads, [&](int head) {
-    for (const Block& block : blocks) attend_block<Elem>(s, layer, {head, head + 1}, block);
+    for (const Block& block : blocks) attend_block<Elem, Kv>(s, layer, {head, head + 1}, block);
   });
 }
 
 // Each row is in one private piece at most, so all blocks run side by side.
-template <class Elem>
+template <class Elem, class Kv>
 static void attend_private(const Step& s, const Layer& layer, int block_rows, int num_threads) {
   std::vector<Block> blocks;
   for (int piece = s.num_shared; piece < s.num_pieces; ++piece) add_blocks(s, piece, block_rows, blocks);
-  attend_blocks<Elem>(s, layer, blocks, num_threads);
+  attend_blocks<Elem, Kv>(s, layer, blocks, num_threads);
 }
 
-template <class Elem>
+template <class Elem, class Kv>
 static void attend_all(const Step& s, const Layer& layer, int num_threads) {
   const int num_groups = s.num_q_heads / s.num_kv_heads;
   const int block_rows = std::max(1, kBlockHeads / num_groups);
   std::fill_n(layer.lse, static_cast<int64_t>(s.num_rows) * s.num_q_heads, -INFINITY);
   for (int piece = 0; piece < s.num_shared; ++piece) {
-    attend_shared<Elem>(s, layer, piece, block_rows, num_threads);
+    attend_shared<Elem, Kv>(s, layer, piece, block_rows, num_threads);
   }
-  attend_private<Elem>(s, layer, block_rows, num_threads);
+  attend_private<Elem, Kv>(s, layer, block_rows, num_threads);
   for (int i = 0; i < s.num_loose_rows; ++i) finish_loose_row(s, layer, s.loose_row[i]);
 }
 
@@ -193,9 +193,10 @@ using namespace mneme::attention;
 extern "C" void mneme_attend(const Step* step, const void* q, int64_t q_stride, const void* k, const void* v,
                              int64_t num_slots, void* out, float* lse, float* total, int32_t num_threads) {
   const Layer layer{q, q_stride, k, v, num_slots, out, lse, total};
-  if (step->dtype == kFloat32) {
-    attend_all<float>(*step, layer, num_threads);
+  const bool is_float = step->dtype == kFloat32;
+  if (step->kv_dtype == kInt8) {
+    is_float ? attend_all<float, int8_t>(*step, layer, num_threads) : attend_all<bf16, int8_t>(*step, layer, num_threads);
   } else {
-    attend_all<bf16>(*step, layer, num_threads);
+    is_float ? attend_all<float, float>(*step, layer, num_threads) : attend_all<bf16, bf16>(*step, layer, num_threads);
   }
 }

@@ -12,6 +12,8 @@ struct Step {
   int32_t num_q_heads, num_kv_heads, head_dim, page_size;
   int32_t window;  // positions a row sees; 2**30 where there is no window
   int32_t dtype, rotary_half, num_positions;
+  int32_t kv_dtype;   // of keys and values: `dtype`, or int8
+  int32_t kv_stride;  // elements from one key of a head to the next: head_dim, and behind int8 the bytes of a scale
   float score_scale;  // of q . k, in units of log 2; with a soft cap: in units of the cap
   float soft_cap;     // in units of log 2; 0: none
   const int32_t *row_begin, *row, *run_begin, *page_begin, *page_end, *page_id;
@@ -28,7 +30,7 @@ struct Step {
 struct Layer {
   const void* q;  // [T, num_q_heads, head_dim], rows `q_stride` elements apart
   int64_t q_stride;
-  const void *k, *v;  // [num_kv_heads, num_slots, head_dim]
+  const void *k, *v;  // [num_kv_heads, num_slots, kv_stride]
   int64_t num_slots;
   void* out;     // [T, num_q_heads, head_dim]
   float* lse;    // [T, num_q_heads] natural logarithm
@@ -38,6 +40,18 @@ struct Layer {
 constexpr int kTileKeys = 64;
 constexpr int kCacheLine = 64;
 constexpr float kUnseen = -1e30f;  // the running maximum of a row that has seen nothing; finite, so that no NaN arises
+
+// What a row of keys or values is to be multiplied with: of int8, the float32 behind its numbers.
+template <class Kv>
+inline float row_scale(const Kv*, int) {
+  return 1;
+}
+template <>
+inline float row_scale(const int8_t* row, int head_dim) {
+  float scale;
+  std::memcpy(&scale, row + head_dim, sizeof(scale));
+  return scale;
+}
 
 // Keys that some row of a block may see; those that not every row sees are marked.
 struct KeyTile {
@@ -114,11 +128,12 @@ struct HeadRange {
 float* thread_scratch(size_t num_floats);
 
 // Rows [first, first + count) of a piece, one KV head. Many rows: scores are products of tiles, with rows in lanes.
-template <class Elem>
+// Elem is what queries are, Kv what keys and values are.
+template <class Elem, class Kv>
 void attend_tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count);
 
 // The same for few rows and several KV heads: dot products straight from the pages; head_dim is a multiple of kLanes.
-template <class Elem>
+template <class Elem, class Kv>
 void attend_rows(const Step& step, const Layer& layer, HeadRange kv_heads, int piece, int first, int count);
 
 }  // namespace mneme::attention

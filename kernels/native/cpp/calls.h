@@ -20,10 +20,11 @@ struct Write {
   const void *k, *v;  // [T, num_kv_heads, head_dim]
   int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;  // in elements
   const int64_t *slots, *positions;  // [T]
-  void *k_pages, *v_pages;           // [num_kv_heads, num_slots, head_dim]
+  void *k_pages, *v_pages;           // [num_kv_heads, num_slots, kv_stride]
   const float* rope;                 // [num_positions, 2, rotary_half] cos, sin; null: no rotation
   int64_t num_rows, num_slots, num_positions;
   int32_t num_kv_heads, head_dim, rotary_half, dtype, num_threads;
+  int32_t kv_dtype, kv_stride;  // see Step
 };
 
 }  // namespace mneme::attention

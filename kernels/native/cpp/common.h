@@ -11,12 +11,13 @@
 
 namespace mneme {
 
-// What tensors hold; the numbers are part of the C interface (native/library.py).
-enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+// What tensors hold; the numbers are part of the C interface (native/library.py). Int8: of keys and values alone.
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
 using bf16 = uint16_t;
 
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline float to_float(bf16 x) {
   uint32_t bits = static_cast<uint32_t>(x) << 16;
   float result;

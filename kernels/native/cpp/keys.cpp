@@ -93,7 +93,7 @@ bool KeyCursor::next(KeyTile& tile) {
       add(tile, offset, !(by_all_ >> offset & 1));
     }
   }
-  for (int n = 0; n < tile.count; ++n) tile.offset[n] = static_cast<int64_t>(tile.slot[n]) * step_.head_dim;
+  for (int n = 0; n < tile.count; ++n) tile.offset[n] = static_cast<int64_t>(tile.slot[n]) * step_.kv_stride;
   return tile.count > 0;
 }
 

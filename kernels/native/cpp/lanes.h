@@ -25,6 +25,7 @@ typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t LooseIntVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int8_t LooseByteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef uint16_t LooseHalfVec __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 
 constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
@@ -47,6 +48,14 @@ inline BitVec load_bits(const bf16* p) {
 // kLanes values as float32.
 inline Vec load_float(const float* p) { return load(p); }
 inline Vec load_float(const bf16* p) { return reinterpret_cast<Vec>(load_bits(p) << 16); }
+inline Vec load_float(const int8_t* p) {
+#if defined(__AVX512F__)  // GCC 12 would widen in steps
+  const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return reinterpret_cast<Vec>(_mm512_cvtepi32_ps(wide));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const LooseByteVec*>(p), Vec);
+#endif
+}
 
 // Rounds to nearest even, as 32-bit lanes; a NaN stays one.
 inline BitVec round_to_bf16(Vec x) {
@@ -80,14 +89,21 @@ struct VecPair {
   Vec first, second;
 };
 inline VecPair load_pair(const float* p) { return {load(p), load(p + kLanes)}; }
+inline VecPair load_pair(const int8_t* p) { return {load_float(p), load_float(p + kLanes)}; }
 inline VecPair load_pair(const bf16* p) {  // even and odd values: each is half of a 32-bit lane
   const IntVec both = *reinterpret_cast<const LooseIntVec*>(p);
   return {reinterpret_cast<Vec>(both << 16), reinterpret_cast<Vec>(both & splat(static_cast<int32_t>(0xffff0000u)))};
 }
 
 // 2 * kLanes floats into that order, and back; the pointer only names the type that is loaded.
-inline void to_pair_order(const float*, const float* in, float* out) { std::memcpy(out, in, 8 * kLanes); }
-inline void from_pair_order(const float*, const float* in, float* out) { std::memcpy(out, in, 8 * kLanes); }
+template <class T>
+inline void to_pair_order(const T*, const float* in, float* out) {
+  std::memcpy(out, in, 8 * kLanes);
+}
+template <class T>
+inline void from_pair_order(const T*, const float* in, float* out) {
+  std::memcpy(out, in, 8 * kLanes);
+}
 inline void to_pair_order(const bf16*, const float* in, float* out) {
   for (int i = 0; i < kLanes; ++i) {
     out[i] = in[2 * i];

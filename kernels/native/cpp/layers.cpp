@@ -31,7 +31,7 @@ struct Run {
   const Step* const* steps;  // by layer
   int64_t num_layers, hidden_size, num_slots, num_sampled;
   int64_t pool_bytes;       // of a layer's keys
-  char *k_pages, *v_pages;  // [num_layers, num_kv_heads, num_slots, head_dim]
+  char *k_pages, *v_pages;  // [num_layers, num_kv_heads, num_slots, kv_stride]
   const int64_t *slots, *positions;  // [T] where each row's key is written, and for which position it is rotated
   const int64_t* sampled_rows;       // [num_sampled]
   char *hidden, *normed;             // [T, hidden_size] the sum over all layers so far, and its norm
@@ -101,7 +101,7 @@ int64_t attend_layer(const Run& run, const Scratch& scratch, int64_t index, int6
   char *k_pages = run.k_pages + index * run.pool_bytes, *v_pages = run.v_pages + index * run.pool_bytes;
   const Write write{k.at, scratch.heads + (q_size + kv_size) * size, k.stride, s.head_dim, joint, s.head_dim, run.slots,
                     run.positions, k_pages, v_pages, s.rope, s.num_rows, run.num_slots, s.num_positions,
-                    s.num_kv_heads, s.head_dim, s.rotary_half, s.dtype, run.num_threads};
+                    s.num_kv_heads, s.head_dim, s.rotary_half, s.dtype, run.num_threads, s.kv_dtype, s.kv_stride};
   if (const int64_t row = mneme_write_kv(&write); row >= 0) return row;
   mneme_attend(&s, q.at, q.stride, k_pages, v_pages, run.num_slots, scratch.attended, reinterpret_cast<float*>(scratch.lse),
                reinterpret_cast<float*>(scratch.total),

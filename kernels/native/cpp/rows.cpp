@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <type_traits>
 
 namespace mneme::attention {
 namespace {
@@ -15,7 +16,7 @@ constexpr int kPair = 2 * kLanes;    // values that are loaded together
 // One query row and some KV heads, one *unit* (up to kMostHeads query heads of one KV head) after the other; a unit's
 // first tile is asked for while the last one of the unit before is at work. Queries and sums are kept in the order in
 // which pairs of vectors are loaded.
-template <class Elem>
+template <class Elem, class Kv>
 class Rows {
  public:
   Rows(const Step& step, const Layer& layer, HeadRange kv_heads, int piece, int first);
@@ -24,7 +25,7 @@ class Rows {
  private:
   struct Unit {
     int number, run;
-    const Elem *keys, *values;  // of its KV head
+    const Kv *keys, *values;  // of its KV head
   };
   Unit unit(int number, int run) const;
   void look_ahead();
@@ -38,7 +39,7 @@ class Rows {
   template <int Heads, int Pairs>
   void add_values(int from, bool is_first);
   void softmax(int head);
-  void prefetch(const Elem* pool, int n) const;
+  void prefetch(const Kv* pool, int n) const;
   void add_tile();
 
   const Step& step_;
@@ -52,12 +53,14 @@ class Rows {
   std::optional<KeyCursor> cursor_;               // of next_
   int head_, num_heads_, position_;               // of at_: query heads, effective position
   float *query_, *out_, *unordered_;              // [num_heads, dim] twice, [dim]
+  static constexpr bool kIsScaled = std::is_same_v<Kv, int8_t>;
   alignas(64) float score_[kMostHeads][kTileKeys];
+  alignas(64) float key_scale_[kTileKeys], value_scale_[kTileKeys];  // of the tile, if keys and values have scales
   float top_[kMostHeads], weight_[kMostHeads], scale_[kMostHeads];
 };
 
-template <class Elem>
-Rows<Elem>::Rows(const Step& step, const Layer& layer, HeadRange kv_heads, int piece, int first)
+template <class Elem, class Kv>
+Rows<Elem, Kv>::Rows(const Step& step, const Layer& layer, HeadRange kv_heads, int piece, int first)
     : step_(step),
       layer_(layer),
       kv_heads_(kv_heads),
@@ -73,15 +76,15 @@ Rows<Elem>::Rows(const Step& step, const Layer& layer, HeadRange kv_heads, int p
   unordered_ = out_ + kMostHeads * dim_;
 }
 
-template <class Elem>
-typename Rows<Elem>::Unit Rows<Elem>::unit(int number, int run) const {
-  const int64_t pool = (kv_heads_.begin + number / units_per_head_) * layer_.num_slots * dim_;
-  return {number, run, static_cast<const Elem*>(layer_.k) + pool, static_cast<const Elem*>(layer_.v) + pool};
+template <class Elem, class Kv>
+typename Rows<Elem, Kv>::Unit Rows<Elem, Kv>::unit(int number, int run) const {
+  const int64_t pool = (kv_heads_.begin + number / units_per_head_) * layer_.num_slots * step_.kv_stride;
+  return {number, run, static_cast<const Kv*>(layer_.k) + pool, static_cast<const Kv*>(layer_.v) + pool};
 }
 
 // The next tile of this unit's run, of its next run or of the next unit; an empty one behind the last.
-template <class Elem>
-void Rows<Elem>::look_ahead() {
+template <class Elem, class Kv>
+void Rows<Elem, Kv>::look_ahead() {
   ahead_->count = 0;
   while (next_.number < num_units_ && !(cursor_ && cursor_->next(*ahead_))) {
     if (cursor_) {
@@ -93,8 +96,8 @@ void Rows<Elem>::look_ahead() {
   }
 }
 
-template <class Elem>
-void Rows<Elem>::run_through() {
+template <class Elem, class Kv>
+void Rows<Elem, Kv>::run_through() {
   next_ = unit(0, step_.run_begin[piece_]);
   look_ahead();
   bool has_begun = false;
@@ -119,8 +122,8 @@ void Rows<Elem>::run_through() {
   }
 }
 
-template <class Elem>
-void Rows<Elem>::begin_unit() {
+template <class Elem, class Kv>
+void Rows<Elem, Kv>::begin_unit() {
   const int group = at_.number % units_per_head_ * kMostHeads;
   head_ = (kv_heads_.begin + at_.number / units_per_head_) * num_groups_ + group;
   num_heads_ = std::min(kMostHeads, num_groups_ - group);
@@ -129,8 +132,8 @@ void Rows<Elem>::begin_unit() {
   std::fill_n(weight_, kMostHeads, 0.0f);
 }
 
-template <class Elem>
-void Rows<Elem>::load_queries() {
+template <class Elem, class Kv>
+void Rows<Elem, Kv>::load_queries() {
   for (int h = 0; h < num_heads_; ++h) {
     const int64_t at = row_ * layer_.q_stride + (head_ + h) * static_cast<int64_t>(dim_);
     rotate_query(step_, static_cast<const Elem*>(layer_.q) + at, position_, unordered_);
@@ -141,8 +144,8 @@ void Rows<Elem>::load_queries() {
   }
 }
 
-template <class Elem>
-void Rows<Elem>::add_tile() {
+template <class Elem, class Kv>
+void Rows<Elem, Kv>::add_tile() {
   const auto with_heads = [this](auto heads) {
     constexpr int kHeads = decltype(heads)::value;
     if (dim_ == 64) return add_tile<kHeads, 64>();
@@ -156,11 +159,16 @@ void Rows<Elem>::add_tile() {
 }
 
 // Dim: head_dim where it is known to the compiler, else 0.
-template <class Elem>
+template <class Elem, class Kv>
 template <int Heads, int Dim>
-void Rows<Elem>::add_tile() {
+void Rows<Elem, Kv>::add_tile() {
   constexpr int kMostPairs = kLanes < 16 ? 1 : Heads > 2 || Dim == 64 ? 2 : 4;  // whose sums fit the registers
   const int dim = Dim ? Dim : dim_;
+  for (int n = 0; kIsScaled && n < round_up(tile_->count, kLanes); ++n) {
+    const int64_t at = tile_->offset[std::min(n, tile_->count - 1)];
+    key_scale_[n] = row_scale(at_.keys + at, dim_);
+    value_scale_[n] = row_scale(at_.values + at, dim_);
+  }
   scores<Heads, Dim>();
   for (int h = 0; h < Heads; ++h) softmax(h);
   int i = 0;
@@ -171,23 +179,23 @@ void Rows<Elem>::add_tile() {
 
 // Asks for a row of the tile that comes next: pages lie anywhere, and no hardware foresees where. (Always inline: GCC
 // takes a function that only prefetches for one without effect.)
-template <class Elem>
-__attribute__((always_inline)) inline void Rows<Elem>::prefetch(const Elem* pool, int n) const {
+template <class Elem, class Kv>
+__attribute__((always_inline)) inline void Rows<Elem, Kv>::prefetch(const Kv* pool, int n) const {
   if (n >= ahead_->count) return;
   const char* row = reinterpret_cast<const char*>(pool + ahead_->offset[n]);
-  for (int i = 0; i < dim_ * static_cast<int>(sizeof(Elem)); i += kCacheLine) __builtin_prefetch(row + i);
+  for (int i = 0; i < dim_ * static_cast<int>(sizeof(Kv)); i += kCacheLine) __builtin_prefetch(row + i);
 }
 
-template <class Elem>
+template <class Elem, class Kv>
 template <int Heads, int Dim>
-void Rows<Elem>::scores() {
+void Rows<Elem, Kv>::scores() {
   constexpr int kKeys = Heads > 2 || kLanes < 16 ? 2 : 4;  // whose sums run side by side
   const float* const query = query_;
   const int dim = Dim ? Dim : dim_;
   for (int begin = 0; begin < tile_->count; begin += kLanes) {
     Vec product[Heads][kLanes];
     for (int n = 0; n < kLanes; n += kKeys) {
-      const Elem* key[kKeys];
+      const Kv* key[kKeys];
       for (int k = 0; k < kKeys; ++k) {
         key[k] = at_.keys + tile_->offset[std::min(begin + n + k, tile_->count - 1)];
         prefetch(next_.keys, begin + n + k);
@@ -211,13 +219,16 @@ void Rows<Elem>::scores() {
         for (int k = 0; k < kKeys; ++k) product[h][n + k] = sum[h][k];
       }
     }
-    for (int h = 0; h < Heads; ++h) store(score_[h] + begin, lane_sums(product[h]));
+    for (int h = 0; h < Heads; ++h) {
+      const Vec sums = lane_sums(product[h]);
+      store(score_[h] + begin, kIsScaled ? sums * load(key_scale_ + begin) : sums);
+    }
   }
 }
 
-// Scores of one head become probabilities relative to the new maximum.
-template <class Elem>
-void Rows<Elem>::softmax(int h) {
+// Scores of one head become probabilities relative to the new maximum, times the values' scales if there are scales.
+template <class Elem, class Kv>
+void Rows<Elem, Kv>::softmax(int h) {
   float* score = score_[h];
   const int padded = round_up(tile_->count, kLanes);
   for (int n = 0; step_.soft_cap > 0 && n < padded; n += kLanes) store(score + n, tanh(load(score + n)) * step_.soft_cap);
@@ -228,7 +239,7 @@ void Rows<Elem>::softmax(int h) {
   for (int n = 0; n < padded; n += kLanes) {
     const Vec probability = exp2(load(score + n) - splat(now));
     sum += probability;
-    store(score + n, probability);
+    store(score + n, kIsScaled ? probability * load(value_scale_ + n) : probability);
   }
   scale_[h] = old == now ? 1 : std::exp2(old - now);
   top_[h] = now;
@@ -236,12 +247,12 @@ void Rows<Elem>::softmax(int h) {
 }
 
 // The values from `from` on: so many pairs of vectors, or (0) one vector.
-template <class Elem>
+template <class Elem, class Kv>
 template <int Heads, int Pairs>
-void Rows<Elem>::add_values(int from, bool is_first) {
+void Rows<Elem, Kv>::add_values(int from, bool is_first) {
   constexpr int kVecs = Pairs ? 2 * Pairs : 1;
   float* const out = out_ + from;
-  const Elem* const values = at_.values + from;
+  const Kv* const values = at_.values + from;
   const int count = tile_->count, dim = dim_;
   Vec sum[Heads][kVecs];
   for (int h = 0; h < Heads; ++h) {
@@ -249,7 +260,7 @@ void Rows<Elem>::add_values(int from, bool is_first) {
   }
   for (int n = 0; n < count; ++n) {
     if (is_first) prefetch(next_.values, n);
-    const Elem* value = values + tile_->offset[n];
+    const Kv* value = values + tile_->offset[n];
     Vec x[kVecs];
     if constexpr (Pairs == 0) x[0] = load_float(value);
     for (int j = 0; j < Pairs; ++j) {
@@ -266,8 +277,8 @@ void Rows<Elem>::add_values(int from, bool is_first) {
   }
 }
 
-template <class Elem>
-void Rows<Elem>::finish_unit() {
+template <class Elem, class Kv>
+void Rows<Elem, Kv>::finish_unit() {
   for (int h = 0; h < num_heads_; ++h) {
     const float* out = out_ + h * dim_;
     const int end = dim_ / kPair * kPair;
@@ -280,14 +291,16 @@ void Rows<Elem>::finish_unit() {
 
 }  // namespace
 
-template <class Elem>
+template <class Elem, class Kv>
 void attend_rows(const Step& step, const Layer& layer, HeadRange kv_heads, int piece, int first, int count) {
   for (int i = first; i < first + count; ++i) {
-    Rows<Elem> rows(step, layer, kv_heads, piece, i);
+    Rows<Elem, Kv> rows(step, layer, kv_heads, piece, i);
     rows.run_through();
   }
 }
-template void attend_rows<float>(const Step&, const Layer&, HeadRange, int, int, int);
-template void attend_rows<bf16>(const Step&, const Layer&, HeadRange, int, int, int);
+template void attend_rows<float, float>(const Step&, const Layer&, HeadRange, int, int, int);
+template void attend_rows<float, int8_t>(const Step&, const Layer&, HeadRange, int, int, int);
+template void attend_rows<bf16, bf16>(const Step&, const Layer&, HeadRange, int, int, int);
+template void attend_rows<bf16, int8_t>(const Step&, const Layer&, HeadRange, int, int, int);
 
 }  // namespace mneme::attention

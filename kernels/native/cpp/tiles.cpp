@@ -2,11 +2,12 @@
 #include "tiles.h"
 
 #include <cmath>
+#include <type_traits>
 
 namespace mneme::attention {
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::add_tile() {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::add_tile() {
   find_keys();
   pack_values();
   for (int first = 0; first < padded_lanes_; first += kMostLanes) {
@@ -14,6 +15,7 @@ void Tiles<Dot, Elem>::add_tile() {
     const int num_keys = visible_keys(first, cols * kLanes);
     if (num_keys == 0) continue;
     scores(first, cols, num_keys);
+    if (kIsScaled) scale_scores(cols, num_keys);
     if (step_.soft_cap > 0) cap(cols, num_keys);
     if (tile_->is_mixed) hide(first, cols, num_keys);
     softmax(first, cols, num_keys);
@@ -23,8 +25,8 @@ void Tiles<Dot, Elem>::add_tile() {
 }
 
 // How many of the tile's keys these lanes need: none behind the last one that a lane sees.
-template <class Dot, class Elem>
-int Tiles<Dot, Elem>::visible_keys(int first_lane, int lanes) const {
+template <class Dot, class Elem, class Kv>
+int Tiles<Dot, Elem, Kv>::visible_keys(int first_lane, int lanes) const {
   int count = tile_->count;
   if (!tile_->is_mixed) return count;
   const int highest = *std::max_element(position_ + first_lane, position_ + first_lane + lanes);
@@ -33,8 +35,8 @@ int Tiles<Dot, Elem>::visible_keys(int first_lane, int lanes) const {
 }
 
 // score_ [keys, cols * kLanes]
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::scores(int first_lane, int cols, int num_keys) {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::scores(int first_lane, int cols, int num_keys) {
   const float* query = query_ + first_lane * query_steps_;
   const int stride = cols * kLanes;
   for (int n = 0; n < num_keys; n += kKeyStep) {
@@ -60,21 +62,29 @@ void Tiles<Dot, Elem>::scores(int first_lane, int cols, int num_keys) {
   }
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::cap(int cols, int num_keys) {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::scale_scores(int cols, int num_keys) {
+  float* score = score_;
+  for (int n = 0; n < num_keys; ++n) {
+    for (int j = 0; j < cols; ++j, score += kLanes) store(score, load(score) * key_scale_[n]);
+  }
+}
+
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::cap(int cols, int num_keys) {
   for (int i = 0; i < num_keys * cols * kLanes; i += kLanes) store(score_ + i, tanh(load(score_ + i)) * step_.soft_cap);
 }
 
-template <class Dot, class Elem>
-bool Tiles<Dot, Elem>::sees(int lane, int n) const {
+template <class Dot, class Elem, class Kv>
+bool Tiles<Dot, Elem, Kv>::sees(int lane, int n) const {
   const int at = tile_->position[n], position = position_[lane], page = tile_->page[n];
   return at <= position && at > position - step_.window &&
          is_shown(step_, rows_.run, first_ + lane / num_groups_, page, tile_->slot[n] % step_.page_size);
 }
 
 // The masks of a page, of these lanes' rows.
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::load_masks(int page, int first_lane, uint64_t* bits) const {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::load_masks(int page, int first_lane, uint64_t* bits) const {
   const int64_t* mask = step_.mask + step_.mask_begin[rows_.run] + page;
   const int32_t* number = step_.mask_number + step_.delta_begin[rows_.run] + first_;
   for (int i = 0; i < kLanes; ++i) {
@@ -84,8 +94,8 @@ void Tiles<Dot, Elem>::load_masks(int page, int first_lane, uint64_t* bits) cons
 }
 
 // Scores of pairs that are invisible become -inf, whatever they were.
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::hide(int first_lane, int cols, int num_keys) {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::hide(int first_lane, int cols, int num_keys) {
   const bool has_masks = step_.mask_stride[rows_.run] != 0;
   for (int j = 0; j < cols; ++j) {
     const int lane = first_lane + j * kLanes;
@@ -109,9 +119,10 @@ void Tiles<Dot, Elem>::hide(int first_lane, int cols, int num_keys) {
   }
 }
 
-// Scores become probabilities relative to the new maximum; scale_ is what the old sums are to be multiplied with.
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::softmax(int first_lane, int cols, int num_keys) {
+// Scores become probabilities relative to the new maximum, times the values' scales if there are scales; scale_ is what
+// the old sums are to be multiplied with.
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::softmax(int first_lane, int cols, int num_keys) {
   const int stride = cols * kLanes;
   for (int j = 0; j < cols; ++j) {
     const int lane = first_lane + j * kLanes;
@@ -123,12 +134,15 @@ void Tiles<Dot, Elem>::softmax(int first_lane, int cols, int num_keys) {
     for (int n = 0; n < num_keys; n += Dot::kPerCell, cell += stride) {
       const Vec first = exp2(load(score + n * stride) - top);
       sum += first;
+      const auto weighed = [this](Vec probability, int key) {
+        return kIsScaled && key < tile_->count ? probability * value_scale_[key] : probability;
+      };
       if constexpr (Dot::kPerCell == 1) {
-        store(cell, first);
+        store(cell, weighed(first, n));
       } else {
         const Vec second = n + 1 < num_keys ? exp2(load(score + (n + 1) * stride) - top) : Vec{};
         sum += second;
-        store(cell, Dot::cells(first, second));
+        store(cell, Dot::cells(weighed(first, n), weighed(second, n + 1)));
       }
     }
     const Vec scale = exp2(old - top);
@@ -138,8 +152,8 @@ void Tiles<Dot, Elem>::softmax(int first_lane, int cols, int num_keys) {
   }
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::add_values(int first_lane, int cols, int num_keys) {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::add_values(int first_lane, int cols, int num_keys) {
   const int stride = cols * kLanes, steps = (num_keys + Dot::kPerCell - 1) / Dot::kPerCell;
   const int end = std::min(first_lane + stride, num_lanes_);
   for (int lane = first_lane; lane < end; lane += kRowsOfValues) {
@@ -158,25 +172,26 @@ void Tiles<Dot, Elem>::add_values(int first_lane, int cols, int num_keys) {
   }
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::add_broken_values(int first_lane, int lanes, int num_keys) {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::add_broken_values(int first_lane, int lanes, int num_keys) {
   const int stride = round_up(lanes, kLanes);
   for (int i = 0; i < num_broken_ && broken_[i] < num_keys; ++i) {
     const int n = broken_[i];
-    const Elem* values = row_of(layer_.v, n);
+    const Kv* values = row_of(layer_.v, n);
+    const float value_scale = row_scale(values, dim_);
     for (int lane = first_lane; lane < first_lane + lanes; ++lane) {
       if (!sees(lane, n)) continue;
       const float* cell = probability_ + n / Dot::kPerCell * stride + lane - first_lane;
       const bf16* halves = reinterpret_cast<const bf16*>(cell);
       const float weight = Dot::kPerCell == 1 ? *cell : to_float(halves[n % Dot::kPerCell]);
       float* out = out_ + static_cast<int64_t>(lane) * padded_dim_;
-      for (int d = 0; d < dim_; ++d) out[d] += weight * to_float(values[d]);
+      for (int d = 0; d < dim_; ++d) out[d] += weight * (to_float(values[d]) * value_scale);
     }
   }
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::finish() {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::finish() {
   const bool is_last = piece_ >= step_.num_shared;
   for (int lane = 0; lane < num_lanes_; ++lane) {
     const int row = step_.row[step_.row_begin[piece_] + first_ + lane / num_groups_];
@@ -188,26 +203,27 @@ void Tiles<Dot, Elem>::finish() {
 
 namespace {
 
-template <class Dot, class Elem>
+template <class Dot, class Elem, class Kv>
 void run(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count) {
-  Tiles<Dot, Elem> tiles(step, layer, kv_head, piece, first, count);
+  Tiles<Dot, Elem, Kv> tiles(step, layer, kv_head, piece, first, count);
   tiles.run_through();
   tiles.finish();
 }
 
 }  // namespace
 
-template <>
-void attend_tiles<float>(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count) {
-  run<FloatDot, float>(step, layer, kv_head, piece, first, count);
-}
-
-template <>
-void attend_tiles<bf16>(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count) {
+template <class Elem, class Kv>
+void attend_tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count) {
 #if defined(__AVX512BF16__)
-  if (step.head_dim % 2 == 0) return run<PairDot, bf16>(step, layer, kv_head, piece, first, count);
+  if constexpr (std::is_same_v<Elem, bf16>) {
+    if (step.head_dim % 2 == 0) return run<PairDot, Elem, Kv>(step, layer, kv_head, piece, first, count);
+  }
 #endif
-  run<FloatDot, bf16>(step, layer, kv_head, piece, first, count);
+  run<FloatDot, Elem, Kv>(step, layer, kv_head, piece, first, count);
 }
+template void attend_tiles<float, float>(const Step&, const Layer&, int, int, int, int);
+template void attend_tiles<float, int8_t>(const Step&, const Layer&, int, int, int, int);
+template void attend_tiles<bf16, bf16>(const Step&, const Layer&, int, int, int, int);
+template void attend_tiles<bf16, int8_t>(const Step&, const Layer&, int, int, int, int);
 
 }  // namespace mneme::attention

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <type_traits>
 
@@ -24,7 +25,24 @@ void pack(const Elem* __restrict values, int dim, float* __restrict cells) {
   for (int i = 0; i < dim; ++i) cells[i] = to_float(values[i]);
 }
 
+inline void pack(const int8_t* __restrict values, int dim, float* cells) {
+  int i = 0;
+  for (; i + kLanes <= dim; i += kLanes) store(cells + i, load_float(values + i));
+  for (; i < dim; ++i) cells[i] = values[i];
+}
+
 // Cells of two rows.
+inline void pack(const int8_t* first, const int8_t* second, int dim, float* cells) {  // exact: 8 bits in each half
+  int i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    const BitVec low = reinterpret_cast<BitVec>(load_float(first + i)) >> 16;
+    store(cells + i, reinterpret_cast<Vec>(low | reinterpret_cast<BitVec>(load_float(second + i))));
+  }
+  for (; i < dim; ++i) {
+    const bf16 pair[2] = {to_bf16(first[i]), to_bf16(second[i])};
+    std::memcpy(cells + i, pair, 4);
+  }
+}
 inline void pack(const bf16* first, const bf16* second, int dim, float* cells) {
   int i = 0;
   for (; i + kLanes <= dim; i += kLanes) {
@@ -36,7 +54,7 @@ inline void pack(const bf16* first, const bf16* second, int dim, float* cells) {
   }
 }
 
-template <class Dot, class Elem>
+template <class Dot, class Elem, class Kv>
 class Tiles {
  public:
   Tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count);
@@ -44,14 +62,16 @@ class Tiles {
   void finish();
 
  private:
-  static constexpr bool kWidens = sizeof(Elem) * Dot::kPerCell != 4;  // keys become float32 tile by tile
+  static constexpr bool kWidens = sizeof(Kv) * Dot::kPerCell != 4;  // keys become cells tile by tile
+  static constexpr bool kIsScaled = std::is_same_v<Kv, int8_t>;
 
   void look_ahead();
   void begin_run(int run);
   void pack_query(int lane, int row, int head);
   void add_tile();
   void pack_values();
-  const Elem* usable_values(int n);
+  const Kv* usable_values(int n);
+  void scale_scores(int cols, int num_keys);
   void find_keys();
   int visible_keys(int first_lane, int lanes) const;
   void scores(int first_lane, int cols, int num_keys);
@@ -63,8 +83,8 @@ class Tiles {
   void add_broken_values(int first_lane, int lanes, int num_keys);
   bool sees(int lane, int n) const;
   void prefetch(int n) const;
-  const Elem* row_of(const void* pool, int n) const {
-    return static_cast<const Elem*>(pool) + kv_head_ * layer_.num_slots * dim_ + tile_->offset[n];
+  const Kv* row_of(const void* pool, int n) const {
+    return static_cast<const Kv*>(pool) + kv_head_ * layer_.num_slots * step_.kv_stride + tile_->offset[n];
   }
 
   const Step& step_;
@@ -82,6 +102,7 @@ class Tiles {
   int num_broken_ = 0;
   int broken_[kTileKeys];  // partial keys whose values hold a NaN or an infinity
   const float* key_[kTileKeys + kKeyStep];
+  float key_scale_[kTileKeys + kKeyStep], value_scale_[kTileKeys];  // of the tile, if keys and values have scales
   // Scratch; L is padded_lanes_, D padded_dim_.
   float *query_, *out_;                 // cells [steps, lanes of a group], group by group; [num_lanes_, D]
   float *score_, *probability_;         // [keys, lanes of a group]; cells of the same
@@ -91,8 +112,8 @@ class Tiles {
   int32_t* position_;                   // [L] effective positions of this run
 };
 
-template <class Dot, class Elem>
-Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count)
+template <class Dot, class Elem, class Kv>
+Tiles<Dot, Elem, Kv>::Tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count)
     : step_(step),
       layer_(layer),
       kv_head_(kv_head),
@@ -130,8 +151,8 @@ Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int p
   std::fill_n(weight_, lanes, 0.0f);
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::run_through() {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::run_through() {
   int run = -1;
   next_run_ = step_.run_begin[piece_];
   look_ahead();
@@ -148,7 +169,7 @@ void Tiles<Dot, Elem>::run_through() {
     const bool is_last = ahead_->count == 0;
     if (is_last && kv_head_ + 1 < step_.num_kv_heads) {
       *ahead_ = begin_;
-      ahead_head_ = layer_.num_slots * dim_;
+      ahead_head_ = layer_.num_slots * step_.kv_stride;
     }
     add_tile();
     if (is_last) return;
@@ -156,8 +177,8 @@ void Tiles<Dot, Elem>::run_through() {
 }
 
 // The next tile, of this run or of a later one; an empty one behind the last.
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::look_ahead() {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::look_ahead() {
   ahead_->count = 0;
   while (!(cursor_ && cursor_->next(*ahead_))) {
     if (cursor_) ++next_run_;
@@ -169,20 +190,20 @@ void Tiles<Dot, Elem>::look_ahead() {
 
 // Asks for a row of the tile that comes next: pages lie anywhere, and no hardware foresees where. (Always inline: GCC
 // takes a function that only prefetches for one without effect.)
-template <class Dot, class Elem>
-__attribute__((always_inline)) inline void Tiles<Dot, Elem>::prefetch(int n) const {
+template <class Dot, class Elem, class Kv>
+__attribute__((always_inline)) inline void Tiles<Dot, Elem, Kv>::prefetch(int n) const {
   if (n >= ahead_->count) return;
-  const int64_t at = kv_head_ * layer_.num_slots * dim_ + ahead_head_ + ahead_->offset[n];
-  const char* key = reinterpret_cast<const char*>(static_cast<const Elem*>(layer_.k) + at);
-  const char* value = reinterpret_cast<const char*>(static_cast<const Elem*>(layer_.v) + at);
-  for (int i = 0; i < dim_ * static_cast<int>(sizeof(Elem)); i += kCacheLine) {
+  const int64_t at = kv_head_ * layer_.num_slots * step_.kv_stride + ahead_head_ + ahead_->offset[n];
+  const char* key = reinterpret_cast<const char*>(static_cast<const Kv*>(layer_.k) + at);
+  const char* value = reinterpret_cast<const char*>(static_cast<const Kv*>(layer_.v) + at);
+  for (int i = 0; i < step_.kv_stride * static_cast<int>(sizeof(Kv)); i += kCacheLine) {
     __builtin_prefetch(key + i);
     __builtin_prefetch(value + i);
   }
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::begin_run(int run) {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::begin_run(int run) {
   for (int lane = 0; lane < padded_lanes_; ++lane) {
     const int row = std::min(lane, num_lanes_ - 1) / num_groups_;
     position_[lane] = effective_position(step_, piece_, run, first_ + row);
@@ -190,8 +211,8 @@ void Tiles<Dot, Elem>::begin_run(int run) {
   }
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::pack_query(int lane, int row, int head) {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::pack_query(int lane, int row, int head) {
   const int64_t at = row * layer_.q_stride + (kv_head_ * num_groups_ + head) * dim_;
   rotate_query(step_, static_cast<const Elem*>(layer_.q) + at, position_[lane], rotated_);
   if constexpr (Dot::kPerCell == 2) {  // in place: a half overwrites what was read before it
@@ -204,13 +225,27 @@ void Tiles<Dot, Elem>::pack_query(int lane, int row, int head) {
   for (int step = 0; step < steps; ++step) std::memcpy(cell + step * stride, rotated_ + step, 4);
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::find_keys() {
+// A key as cells: its values as float32, or pairs of neighbours as bfloat16, which hold 8 bits exactly.
+template <class Dot, class Kv>
+void pack_key(const Kv* key, int dim, float* cells) {
+  if constexpr (Dot::kPerCell == 1) {
+    pack(key, dim, cells);
+  } else {
+    bf16* halves = reinterpret_cast<bf16*>(cells);
+    int i = 0;
+    for (; i + kLanes <= dim; i += kLanes) store(halves + i, load_float(key + i));
+    for (; i < dim; ++i) halves[i] = to_bf16(to_float(key[i]));
+  }
+}
+
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::find_keys() {
   for (int n = 0; n < round_up(tile_->count, kKeyStep); ++n) {
     const int real = std::min(n, tile_->count - 1);
-    const Elem* key = row_of(layer_.k, real);
+    const Kv* key = row_of(layer_.k, real);
+    if constexpr (kIsScaled) key_scale_[n] = row_scale(key, dim_);
     if constexpr (kWidens) {
-      if (n == real) pack(key, dim_, wide_key_ + n * padded_dim_);
+      if (n == real) pack_key<Dot>(key, dim_, wide_key_ + n * padded_dim_);
       key_[n] = wide_key_ + real * padded_dim_;
     } else {
       key_[n] = reinterpret_cast<const float*>(key);
@@ -221,16 +256,23 @@ void Tiles<Dot, Elem>::find_keys() {
 constexpr int kStrip = 64;  // values that are looked at together
 
 // A key's values, or null for zeros: a NaN or an infinity of a key that not every row sees is added row by row.
-template <class Dot, class Elem>
-const Elem* Tiles<Dot, Elem>::usable_values(int n) {
-  const Elem* values = row_of(layer_.v, n);
+template <class Dot, class Elem, class Kv>
+const Kv* Tiles<Dot, Elem, Kv>::usable_values(int n) {
+  const Kv* values = row_of(layer_.v, n);
+  if constexpr (kIsScaled) {
+    value_scale_[n] = row_scale(values, dim_);
+    if (!tile_->is_partial[n] || std::isfinite(value_scale_[n])) return values;
+    value_scale_[n] = 1;
+    broken_[num_broken_++] = n;
+    return nullptr;
+  }
   if (!tile_->is_partial[n]) return values;
-  using Bits = std::conditional_t<sizeof(Elem) == 2, uint16_t, uint32_t>;
-  constexpr Bits kExponent = sizeof(Elem) == 2 ? 0x7F80 : 0x7F800000;  // all set: no finite number
+  using Bits = std::conditional_t<sizeof(Kv) == 2, uint16_t, uint32_t>;
+  constexpr Bits kExponent = sizeof(Kv) == 2 ? 0x7F80 : 0x7F800000;  // all set: no finite number
   Bits bits[kStrip], is_broken = 0;
   for (int begin = 0; begin < dim_; begin += kStrip) {
     const int count = std::min(kStrip, dim_ - begin);
-    std::memcpy(bits, values + begin, count * sizeof(Elem));
+    std::memcpy(bits, values + begin, count * sizeof(Kv));
     for (int i = 0; i < count; ++i) is_broken |= (bits[i] & kExponent) == kExponent;
   }
   if (!is_broken) return values;
@@ -238,18 +280,18 @@ const Elem* Tiles<Dot, Elem>::usable_values(int n) {
   return nullptr;
 }
 
-template <class Dot, class Elem>
-void Tiles<Dot, Elem>::pack_values() {
+template <class Dot, class Elem, class Kv>
+void Tiles<Dot, Elem, Kv>::pack_values() {
   num_broken_ = 0;
-  const Elem* zeros = reinterpret_cast<const Elem*>(zeros_);
+  const Kv* zeros = reinterpret_cast<const Kv*>(zeros_);
   for (int n = 0; n < tile_->count; n += Dot::kPerCell) {
     float* cells = value_ + n / Dot::kPerCell * static_cast<int64_t>(padded_dim_);
-    const Elem* first = usable_values(n);
+    const Kv* first = usable_values(n);
     if (!first) first = zeros;
     if constexpr (Dot::kPerCell == 1) {
       pack(first, dim_, cells);
     } else {
-      const Elem* second = n + 1 < tile_->count ? usable_values(n + 1) : nullptr;
+      const Kv* second = n + 1 < tile_->count ? usable_values(n + 1) : nullptr;
       pack(first, second ? second : zeros, dim_, cells);
     }
   }

@@ -65,7 +65,7 @@ LAYOUTS = st.fixed_dictionaries(
         "num_layers": st.sampled_from([1, 2, 5, 300]),
         "num_kv_heads": st.integers(1, 3),
         "head_dim": st.integers(1, 9),
-        "dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+        "dtype": st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
         "chunk_tokens": st.sampled_from([16, 64, 4096]),
     }
 )
@@ -130,6 +130,7 @@ def test_a_beginning_of_the_tokens_is_enough_and_no_other_tokens_are(path: Path,
         replace(FINGERPRINT, inv_freq=(1.0, 0.3)),
         make_fingerprint(num_layers=2),
         make_fingerprint(dtype="bfloat16"),
+        make_fingerprint(dtype="int8", head_dim=4),  # as many bytes
     ],
 )
 def test_a_chunk_of_another_model_under_the_right_name_is_a_miss(path: Path, chunk: Chunk, other: object) -> None:

@@ -121,7 +121,7 @@ def test_a_parent_that_is_no_key_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("dtype", "int8"), ("num_layers", 0), ("head_dim", 5000), ("chunk_tokens", 5000)]
+    ("field", "value"), [("dtype", "int4"), ("num_layers", 0), ("head_dim", 5000), ("chunk_tokens", 5000)]
 )
 def test_absurd_layouts_are_refused(field: str, value: object) -> None:
     fields = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "float32"} | {field: value}

@@ -34,7 +34,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_pages_come_back_as_they_went(dtype: torch.dtype, piece_bytes: int) -> None:
     pool = make_pool(12, dtype)
@@ -55,9 +55,15 @@ def test_pages_come_back_as_they_went(dtype: torch.dtype, piece_bytes: int) -> N
 
 
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(operations(num_device=8, num_host=6), max_size=25), st.sampled_from([1, 500, 1 << 20]))
-def test_any_order_of_calls_is_a_dictionary_of_pages(steps: list[Operation], piece_bytes: int) -> None:
-    pool = make_pool(8)
+@given(
+    st.lists(operations(num_device=8, num_host=6), max_size=25),
+    st.sampled_from([1, 500, 1 << 20]),
+    st.sampled_from([torch.float32, torch.int8]),
+)
+def test_any_order_of_calls_is_a_dictionary_of_pages(
+    steps: list[Operation], piece_bytes: int, dtype: torch.dtype
+) -> None:
+    pool = make_pool(8, dtype)
     tier = CpuTier(pool, 6, piece_bytes=piece_bytes)
     run_operations(tier, pool, steps)
     tier.close()

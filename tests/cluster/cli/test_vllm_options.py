@@ -44,6 +44,7 @@ def test_a_flag_sets_the_key_that_is_its(
     ("options", "told"),
     [
         (["--gpu-memory-utilization", "0.9"], "in its place: --set engine.kv_cache_bytes=..."),
+        (["--kv-cache-dtype", "fp8"], "in its place: --set engine.kv_dtype=..."),
         (["--tensor-parallel-size", "2", "./model"], "`mneme serve --replicas N` runs several"),
         (["--trust-remote-code"], "--trust-remote-code: is not supported (got True); no code of a model is run"),
         (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: is not supported"),

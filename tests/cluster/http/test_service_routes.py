@@ -97,7 +97,7 @@ def test_who_asks_what_runs_here() -> None:
     assert "curl http://api/v1/chat/completions" in browser.text
     service = get("/", api_keys=("secret",)).json()
     assert (service["model"], service["replicas"], service["kv_capacity_tokens"]) == ("tiny", 2, 32_000)
-    assert (service["device"], service["dtype"]) == ("cpu", "float32")
+    assert (service["device"], service["dtype"], service["kv_dtype"]) == ("cpu", "float32", "float32")
     documents = ["the quality report allows hkvd from 0.2"]
     assert get("/version").json() == {"version": service["version"], "kernels": [], "documents": documents}
 

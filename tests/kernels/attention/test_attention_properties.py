@@ -38,17 +38,23 @@ def test_sharing_always_never_and_by_cost_equal_the_reference(backend: str, scen
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
+    ("backend", "dtype", "kv_dtype"),
     [
-        ("torch", torch.bfloat16),
-        ("torch", torch.float16),
-        pytest.param("native", torch.bfloat16, marks=needs_native),
+        ("torch", torch.bfloat16, None),
+        ("torch", torch.float16, None),
+        ("torch", torch.float32, torch.int8),
+        ("torch", torch.bfloat16, torch.int8),
+        pytest.param("native", torch.bfloat16, None, marks=needs_native),
+        pytest.param("native", torch.float32, torch.int8, marks=needs_native),
+        pytest.param("native", torch.bfloat16, torch.int8, marks=needs_native),
     ],
 )
 @given(data=st.data())
 @settings(max_examples=examples(40))
-def test_16_bit_types_equal_the_reference(backend: str, dtype: torch.dtype, data: Any) -> None:
-    scene = data.draw(scenes(dtype=dtype))
+def test_smaller_types_equal_the_reference(
+    backend: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, data: Any
+) -> None:
+    scene = data.draw(scenes(dtype=dtype, kv_dtype=kv_dtype))
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in ("always", "never"):
         assert_close(scene.attend(scene.plan(share=share), backend=backend), wanted, backend)

@@ -54,6 +54,7 @@ def prompt(
     scattered: bool = False,
     hole: bool = False,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
 ) -> Scene:
     """A prompt's last rows beside a decode that shares its first pages; free slots hold NaN."""
     num_pages = -(-length // PAGE)
@@ -71,7 +72,7 @@ def prompt(
     rope = RopeTable.from_theta(100.0, 8, 256)
     return make_scene(
         np.random.default_rng(1), tables, rows,
-        page_size=PAGE, head_dim=16, rope=rope, slot_position=slot_position, dtype=dtype,
+        page_size=PAGE, head_dim=16, rope=rope, slot_position=slot_position, dtype=dtype, kv_dtype=kv_dtype,
     )  # fmt: skip
 
 
@@ -146,6 +147,7 @@ def test_a_window_is_left_to_the_rest(calls: list[tuple[int, int, bool]]) -> Non
 
 
 @needs_native
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize(
@@ -163,10 +165,10 @@ def test_a_window_is_left_to_the_rest(calls: list[tuple[int, int, bool]]) -> Non
     ],
 )
 def test_on_a_cpu_torch_attends_to_prompts(
-    num_rows: int, length: int, shared: int, scattered: bool, dtype: torch.dtype
+    num_rows: int, length: int, shared: int, scattered: bool, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
     """Rows and keys around the sizes of its tiles, and a decode beside them, which has the rest."""
-    scene = prompt(num_rows, length, shared=shared, scattered=scattered, dtype=dtype)
+    scene = prompt(num_rows, length, shared=shared, scattered=scattered, dtype=dtype, kv_dtype=kv_dtype)
     plan = scene.plan()
     assert long.has_long(long.torch_on_cpu(8), torch.device("cpu"), dtype, plan)
     assert_close(scene.attend(plan, prompt_rows=8), scene.attend(plan, backend="reference"))

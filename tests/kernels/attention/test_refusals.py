@@ -69,6 +69,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ("slot_position: ", {"slot_position": POSITIONS[:31]}),
         ("slot_position: .*contiguous", {"slot_position": torch.stack((POSITIONS, POSITIONS), 1)[:, 0]}),
         ("q, k_pages, v_pages: ", {"q": torch.zeros(1, 2, 16, dtype=torch.bfloat16)}),
+        ("k_pages: must have shape .* 20", dict.fromkeys(("k_pages", "v_pages"), torch.zeros(1, 4, 8, 16).char())),
+        ("q, k_pages, v_pages: ", {"v_pages": torch.zeros(1, 4, 8, 16).half()}),
         ("q, k_pages, v_pages, slot_position: ", {"slot_position": POSITIONS.to("meta")}),
         ("rope: ", {"rope": RopeTable.from_theta(10.0, 32, 8)}),
         ("rope: ", {"rope": ROPE.to("meta")}),
@@ -84,6 +86,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_attend(message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         attend_once(**changes)
+
+
+def test_int8_pages_are_for_cpus() -> None:
+    pages = meta(1, 4, 8, 20, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"^k_pages: int8 keys and values are for CPUs"):
+        attend_once(q=meta(1, 2, 16), k_pages=pages, v_pages=pages, slot_position=meta(32, dtype=torch.int32))
 
 
 def test_a_pool_has_fewer_slots_than_32_bits_count() -> None:

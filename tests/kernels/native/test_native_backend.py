@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.kernels.arguments import quantized
 from mneme.kernels.attention import PageRef, QueryRows, RopeTable
 from mneme.kernels.native import library as native_library
 from tests.budget import examples, rarer
@@ -21,6 +22,8 @@ from tests.kernels.native.native_variants import VARIANTS, use_variant
 pytestmark = needs_native
 
 DTYPES = (torch.float32, torch.bfloat16)
+Kinds = tuple[torch.dtype, torch.dtype | None]
+each_kind = pytest.mark.parametrize("kinds", [(dtype, kv) for dtype in DTYPES for kv in (None, torch.int8)])  # of q, KV
 # Whole vectors and parts of them, pairs and an odd end; few query heads per key and more than a vector has lanes.
 HEAD_DIMS = (5, 6, 16, 20, 48, 64, 80, 96, 128, 256)
 HEADS = ((1, 1), (2, 2), (1, 3), (2, 4), (1, 5), (1, 8), (1, 40))
@@ -36,18 +39,20 @@ each_build = pytest.mark.usefixtures("_build")
 
 
 @each_build
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_kind
 @given(data=st.data())
 @pytest.mark.at_length
 @settings(max_examples=examples(10, at_length=20))
-def test_any_shape_equals_the_reference(dtype: torch.dtype, data: Any) -> None:
-    scene = data.draw(scenes(dtype=dtype, most_rows=40, heads=HEADS, head_dims=HEAD_DIMS))
+def test_any_shape_equals_the_reference(kinds: Kinds, data: Any) -> None:
+    scene = data.draw(scenes(*kinds, most_rows=40, heads=HEADS, head_dims=HEAD_DIMS))
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in ("always", "never"):
         assert_close(scene.attend(scene.plan(share=share), backend="native"), wanted)
 
 
-def long_scene(dtype: torch.dtype, num_rows: int, head_dim: int = 64, **options: Any) -> Scene:
+def long_scene(
+    dtype: torch.dtype, num_rows: int, head_dim: int = 64, kv_dtype: torch.dtype | None = None, **options: Any
+) -> Scene:
     """Three sequences that share 20 pages of 32 and have 3 of their own, the last in part; rows at their ends."""
     slot_position = torch.cat((torch.arange(640), *[torch.arange(640, 736)] * 3)).int()
     for sequence in range(3):
@@ -57,28 +62,29 @@ def long_scene(dtype: torch.dtype, num_rows: int, head_dim: int = 64, **options:
     options = {"softmax_scale": head_dim**-0.5} | options
     rope = RopeTable.from_theta(10_000.0, head_dim, 1024)
     sizes: dict[str, Any] = {"page_size": 32, "head_dim": head_dim, "num_groups": 2, "slot_position": slot_position}
-    return make_scene(np.random.default_rng(0), tables, rows, rope=rope, dtype=dtype, options=options, **sizes)
+    types: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype}
+    return make_scene(np.random.default_rng(0), tables, rows, rope=rope, options=options, **types, **sizes)
 
 
 @each_build
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_kind
 @pytest.mark.parametrize("num_rows", [1, 150])
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"soft_cap": 2.0}])
-def test_long_contexts_equal_the_reference(dtype: torch.dtype, num_rows: int, options: dict[str, Any]) -> None:
-    scene = long_scene(dtype, num_rows, **options)
+def test_long_contexts_equal_the_reference(kinds: Kinds, num_rows: int, options: dict[str, Any]) -> None:
+    scene = long_scene(kinds[0], num_rows, kv_dtype=kinds[1], **options)
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in ("always", "never"):
         assert_close(scene.attend(scene.plan(share=share), backend="native"), wanted)
 
 
 @each_build
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_kind
 @pytest.mark.parametrize(("num_rows", "parts"), [(1, (1, 2)), (40, (4, 17, 36, 40, 77))])
 def test_without_sharing_a_row_is_the_same_bits_in_every_batch(
-    dtype: torch.dtype, num_rows: int, parts: tuple[int, ...]
+    kinds: Kinds, num_rows: int, parts: tuple[int, ...]
 ) -> None:
     """As one row of its sequence, or among four there and more: from eight query heads on it is another product."""
-    scene = long_scene(dtype, num_rows)
+    scene = long_scene(kinds[0], num_rows, kv_dtype=kinds[1])
     sequences, positions = scene.rows.arrays()
     together = scene.attend(scene.plan(share="never"), backend="native")
     for size in parts:
@@ -106,13 +112,17 @@ def test_scores_far_apart_neither_overflow_nor_vanish(num_rows: int, head_dim: i
 
 
 @each_build
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_kind
 @pytest.mark.parametrize("num_rows", [1, 12])
-def test_broken_numbers_stay_with_the_rows_that_see_them(dtype: torch.dtype, num_rows: int) -> None:
+def test_broken_numbers_stay_with_the_rows_that_see_them(kinds: Kinds, num_rows: int) -> None:
     """A key and a value behind all rows but the last; a value that one sequence's mask hides."""
-    scene = long_scene(dtype, num_rows)
-    scene.k_pages[:, 25, 14], scene.v_pages[:, 25, 15] = torch.nan, torch.inf  # sequence 1, positions 718 and 719
-    scene.v_pages[:, 7, 3] = torch.nan
+    scene = long_scene(kinds[0], num_rows, kv_dtype=kinds[1])
+    for pages, page, offset, number in (
+        (scene.k_pages, 25, 14, torch.nan), (scene.v_pages, 25, 15, torch.inf),  # sequence 1, positions 718 and 719
+        (scene.v_pages, 7, 3, torch.nan),
+    ):  # fmt: skip
+        row = torch.full((64,), number)
+        pages[:, page, offset] = quantized(row) if pages.dtype is torch.int8 else row.to(pages.dtype)
     tables = [list(table) for table in scene.tables]
     tables[0][7] = PageRef(7, 0, ~(1 << 3))
     scene = replace(scene, tables=tables)

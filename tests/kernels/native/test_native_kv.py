@@ -16,7 +16,7 @@ from tests.budget import examples
 from tests.kernels.cases import needs_native
 
 _HEADS, _PAGES, _PAGE_SIZE, _DIM = 3, 5, 4, 6
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)  # int8: numbers and a scale are bytes here
 
 
 @pytest.fixture(params=["numpy", pytest.param("native", marks=needs_native)], autouse=True)

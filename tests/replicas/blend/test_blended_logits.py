@@ -38,6 +38,7 @@ from tests.replicas.tiered_engine import (
 pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-4
+INT8_KV_TOLERANCE = 0.15  # of logits of order 1
 SINK = (7,)
 WITH_SINK = SimpleNamespace(sink_ids=SINK, decode=None)
 SYSTEM, DOCUMENTS, QUESTION = [*SINK, *draw(1, 21)], [draw(2, 50), draw(3, 37), draw(4, 64)], draw(5, 9)
@@ -50,9 +51,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def engine_of(
-    directory: Path, num_pages: int = 64, device: str = "cpu", make_graphs: MakeGraphs | None = None, **options: Any
+    directory: Path,
+    num_pages: int = 64,
+    device: str = "cpu",
+    make_graphs: MakeGraphs | None = None,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Engine:
-    runner = RecordingRunner(decoder_of(directory, device=device), num_pages, PAGE_SIZE, make_graphs, num_host_pages=64)
+    decoder, sizes = decoder_of(directory, device=device), (num_pages, PAGE_SIZE)
+    runner = RecordingRunner(decoder, *sizes, make_graphs, kv_dtype=kv_dtype, num_host_pages=64)
     tokenizer: Any = SimpleNamespace(sink_ids=SINK, decode=None)
     return Engine(runner, tokenizer, EngineConfig(page_size=PAGE_SIZE, **options))
 
@@ -110,6 +117,20 @@ def test_logits_are_those_of_the_dense_computation(
         ask(engine, name, prompt, selector=selector, ratio=ratio)
         output = answers(run(engine))[name]
         assert error_of(logits_of(engine, name), dense(model, prompt, output, selector, ratio)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("selector", "ratio", "max_batch_tokens"), [("none", 0.0, 24), ("random", 0.3, 40)])
+def test_documents_in_8_bits_are_near_the_dense_computation(
+    checkpoint: tuple[Path, Any], selector: str, ratio: float, max_batch_tokens: int
+) -> None:
+    """Selectors that choose the same tokens whatever KV is rounded to; the same pages at several places."""
+    directory, model = checkpoint
+    engine = engine_of(directory, kv_dtype=torch.int8, max_batch_tokens=max_batch_tokens, max_running=8)
+    for name, order in (("a", [0, 1, 2]), ("b", [2, 0, 2, 1])):
+        prompt = prompt_of(order)
+        ask(engine, name, prompt, selector=selector, ratio=ratio)
+        output = answers(run(engine))[name]
+        assert 0 < error_of(logits_of(engine, name), dense(model, prompt, output, selector, ratio)) < INT8_KV_TOLERANCE
 
 
 @pytest.mark.gpu

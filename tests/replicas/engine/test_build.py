@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
 from mneme.machine import available_bytes
 from mneme.replicas.config import EMBEDDED_MODEL, EngineConfig
@@ -17,6 +18,7 @@ from mneme.replicas.engine.build import (
     build_engine,
     check_heads,
     choose_device,
+    choose_kv_dtype,
     choose_num_host_pages,
     choose_num_pages,
     model_fingerprint,
@@ -185,6 +187,22 @@ TINY = load_model_config(TINY_DIR)
 
 def digest(model_dir: Path = TINY_DIR, config: DecoderConfig = TINY, dtype: torch.dtype = torch.float32) -> bytes:
     return model_fingerprint(model_dir, config, dtype).digest
+
+
+def test_int8_kv_takes_half_the_memory_and_a_cpu() -> None:
+    cpu, config = torch.device("cpu"), EngineConfig(kv_cache_bytes=1 << 24, host_cache_bytes=1 << 24)
+    kinds = [choose_kv_dtype(name, cpu, torch.bfloat16) for name in ("auto", "model", "int8")]
+    assert kinds == [torch.bfloat16, torch.bfloat16, torch.int8]
+    for sized in (
+        lambda kind: choose_num_pages(config, TINY, cpu, kind),
+        lambda kind: choose_num_host_pages(config, TINY, cpu, kind, 1),
+    ):
+        wanted = 2 * TINY.head_dim / (TINY.head_dim + 4)  # a scale for each row
+        assert sized(torch.int8) == pytest.approx(sized(torch.bfloat16) * wanted, abs=2)
+    with pytest.raises(ConfigError, match=r"^engine.kv_dtype: int8 KV: CPUs only, the device is cuda:0"):
+        choose_kv_dtype("int8", torch.device("cuda:0"), torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"kv_dtype"):
+        parse(EngineConfig, {"kv_dtype": "fp8"})
 
 
 def test_what_changes_kv_changes_the_fingerprint() -> None:

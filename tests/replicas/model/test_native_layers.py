@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import quantized
 from mneme.kernels.attention import PageTable, QueryRows, build_plan, mark_written, new_slot_position
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
@@ -20,12 +21,14 @@ TABLES = ([1, 2, 3], [1, 2, 4, 5])  # two pages in common
 STARTS, ENDS = (32, 32), (41, 60)
 
 
-def pool_of(decoder: Decoder) -> KvPool:
+def pool_of(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> KvPool:
     """Keys and values of 32 tokens in the pages that both sequences have, nothing in the others."""
     config = decoder.config
     shape = (config.num_layers, config.num_kv_heads, NUM_PAGES, PAGE_SIZE, config.head_dim)
     draw = torch.Generator().manual_seed(1)
     k_pages, v_pages = (torch.randn(shape, generator=draw).to(decoder.dtype) for _ in range(2))
+    if kv_dtype == torch.int8:
+        k_pages, v_pages = quantized(k_pages), quantized(v_pages)
     pool = KvPool(k_pages=k_pages, v_pages=v_pages, slot_position=new_slot_position(NUM_PAGES * PAGE_SIZE))
     mark_written(pool.slot_position, torch.arange(16, 48), torch.arange(32))
     return pool
@@ -51,15 +54,21 @@ def step(decoder: Decoder, pool: KvPool, sampled_rows: list[int], done: list[int
 
 
 @pytest.mark.parametrize("sampled_rows", [[], [36, 8]], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama-3", "llama-biased", "ministral", "qwen3"])
 def test_whole_layers_give_the_bits_of_their_operations(
-    name: str, dtype: torch.dtype, sampled_rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    sampled_rows: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_checkpoint(name, tmp_path)
     by_operation, whole = decoder_of(tmp_path, dtype), decoder_of(tmp_path, dtype)
     by_operation.record(Timeline())  # parts of layers are looked at
-    expected_pool, pool, by_layer_pool = (pool_of(whole) for _ in range(3))
+    expected_pool, pool, by_layer_pool = (pool_of(whole, kv_dtype) for _ in range(3))
     expected = step(by_operation, expected_pool, sampled_rows, None)
     monkeypatch.setattr(model, "attend", None)  # not called
     logits, done = step(whole, pool, sampled_rows, None), list[int]()

@@ -120,6 +120,15 @@ def test_a_form_is_part_of_the_fingerprint(llama: Path) -> None:
     assert form_of("auto", {"int4": 1, "int8": 1}) == "auto"
 
 
+def test_what_kv_is_stored_as_is_part_of_the_fingerprint(llama: Path) -> None:
+    """And with 8 bits what it was computed in."""
+    config, dtypes = load_model_config(llama), (torch.float32, torch.bfloat16)
+    found = [model_fingerprint(llama, config, dtype, kv_dtype=kv) for dtype in dtypes for kv in (None, torch.int8)]
+    assert len({each.digest for each in found}) == len({str(measured_on(each)) for each in found}) == 4
+    assert model_fingerprint(llama, config, torch.float32, kv_dtype=torch.float32).digest == found[0].digest
+    assert found[1].layout.chunk_bytes == found[0].layout.chunk_bytes * (config.head_dim + 4) // (4 * config.head_dim)
+
+
 def test_a_form_that_nothing_multiplies_is_refused() -> None:
     with use_library(None), pytest.raises(ConfigError, match=r"engine.weights: int8 needs a CPU, a C\+\+ compiler"):
         build_engine("mneme-tiny", parse(EngineConfig, {"device": "cpu", "dtype": "float32", "weights": "int8"}))
