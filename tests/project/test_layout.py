@@ -107,7 +107,7 @@ CEILINGS = {
     "lab/bench": 1250,
     "lab/cache": 1500,
     "lab/cluster": 1650,
-    "lab/quality": 800,
+    "lab/quality": 1100,
     "replicas": 3450,
     "replicas/blend": 1150,
     "replicas/connector": 1400,
