@@ -429,8 +429,9 @@ class SessionLogs:
                 raise sqlite3.DatabaseError(f"quick_check: {found.decode()}")
             if version not in (0, 4, _FORMAT):
                 raise sqlite3.DatabaseError(f"format {version} is not {_FORMAT}, which this version writes")
-            added = _FROM_4 if version == 4 else ""
-            self._db.executescript(f"BEGIN; {added} {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
+            if version == 4:
+                self._db.executescript(f"BEGIN; {_FROM_4} PRAGMA user_version = {_FORMAT}; COMMIT;")
+            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
             self._count()
             self._reads = self._connected(path)
         except BaseException:
