@@ -2,8 +2,8 @@
 
 8 bits: round(w / scale), scale = the largest of the group / 127. 4 bits: round((w - minimum) / scale), in as many steps
 as the group was rounded to before, else in 15, with the scale and the minimum of least squared error that a search
-finds. Scales and minima are float16, so what a GGUF file keeps as Q8_0, Q4_0 or Q4_1 is found again as it is there. Inputs are rounded to 8 bits, too, by row
-and group, when they are multiplied.
+finds. Scales and minima are float16, so what a GGUF file keeps as Q8_0, Q4_0 or Q4_1 is found again as it is there.
+Inputs are rounded to 8 bits, too, by row and group, when they are multiplied.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ class QuantizedLinear:
         return values.flatten(1)[:, : self._num_inputs].to(self._dtype).contiguous()
 
 
+def packed_bytes(num_features: int, num_inputs: int, bits: int) -> int:
+    """Return what a weight of this shape takes in 8 or 4 bits."""
+    num_groups = -(-num_features // _PANEL) * -(-num_inputs // GROUP)
+    num_halves = 1 if bits == 8 else 2  # a scale, and a minimum
+    return num_groups * _PANEL * (GROUP * bits // 8 + 2 * num_halves)
+
+
 def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """weight [N, K] -> codes uint8 [N, G, 32], scales and, in 4 bits, minima float16 [N, G]; G = ceil(K / 32).
 
@@ -102,7 +109,7 @@ def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
         num_steps, is_off_grid = _grids(groups, least, most)
         scales = ((most.float() - minima.float()) / num_steps).half()
         codes = _rounded(groups.float() - minima.float()[..., None], scales).clamp_(0, 15)
-        for some in is_off_grid.nonzero().split(_NUM_AT_ONCE):
+        for some in torch.split(is_off_grid.nonzero(), _NUM_AT_ONCE):
             at = tuple(some.unbind(1))
             codes[at], scales[at], minima[at] = _refined(groups[at].float(), (codes[at], scales[at], minima[at]))
     return codes.to(torch.uint8), scales, minima

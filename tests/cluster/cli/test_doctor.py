@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def test_a_model_fits_or_not(room: int, monkeypatch: pytest.MonkeyPatch, capsys:
     tokens = 2**30 // kv_bytes if room > 10 else 0
     assert findings["kv"]["value"].startswith(f"{tokens:,} tokens in a replica's pool")
     assert findings["weights"]["is_ok"] == (room > 10)
+    assert re.search(r"as they are served \((bfloat16|float32) \d+ MiB\)", findings["weights"]["value"])
     assert findings["cache tier"]["value"].startswith(f"{2**30 // kv_bytes:,} tokens")
 
 
