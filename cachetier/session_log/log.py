@@ -5,10 +5,10 @@ returns: they survive the process. The database is in WAL mode: a power failure 
 database. The two appends of a turn take about 120 us together, a commit 20 of them (medians); to wait for the disk
 would take 3.7 ms each on a virtual machine with 2 EPYC cores.
 
-Each row carries a checksum: what a disk has changed is dropped and never read. A database that is damaged, or of
-another format, is set aside under another name, and an empty one takes its place; peers' copies and what clients send
-again remain. Rows that do not go on from what is here are answered with `Appended.NEEDS_WHOLE`. Faults are counters;
-only a folder that cannot be used at all is refused, at the start.
+Each row carries a checksum: what a disk has changed is dropped and never read. A database of format 4 is read, and gets
+what it lacks. One that is damaged, or of another format, is set aside under another name, and an empty one takes its
+place; peers' copies and what clients send again remain. Rows that do not go on from what is here are answered with
+`Appended.NEEDS_WHOLE`. Faults are counters; only a folder that cannot be used at all is refused, at the start.
 
 A session that was deleted leaves a *tombstone*: its row without turns, newer than all that was written of it anywhere.
 It is kept until every copy of the session has expired, unless tombstones fill half of the bound. So that none comes
@@ -49,6 +49,7 @@ _FOLDER = "mneme-sessions-2"
 _LOCK, _DATABASE, _SET_ASIDE = "lock", "sessions.db", "sessions.damaged.db"
 _SUFFIXES = ("", "-wal", "-shm")  # of a database's files
 _FORMAT = 5  # of the tables, as `PRAGMA user_version`
+_FROM_4 = "ALTER TABLE sessions ADD COLUMN forked_from BLOB;"  # rows keep checksums without it until they are written
 _TOMBSTONE_BYTES = 256  # of a row and its place in the indexes, at most
 _WAL_BYTES = 4 << 20  # beside the bound; a checkpoint leaves no more
 _SWEEP_S, _MAX_SWEPT = 10.0, 1000  # how often expired sessions are removed, and how many at once
@@ -401,7 +402,7 @@ class SessionLogs:
         return lock
 
     def _open(self) -> None:
-        """Open both connections. A damaged database, or one of another format, is set aside. Raises `ConfigError`."""
+        """Open both connections. A damaged one, or one of an unknown format, is set aside. Raises `ConfigError`."""
         try:
             try:
                 self._connect_both()
@@ -424,8 +425,12 @@ class SessionLogs:
             self._db.execute("PRAGMA synchronous = NORMAL")
             (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if found != b"ok" or version not in (0, _FORMAT):
-                raise sqlite3.DatabaseError(f"quick_check: {found.decode()}, format: {version}, not {_FORMAT}")
+            if found != b"ok":
+                raise sqlite3.DatabaseError(f"quick_check: {found.decode()}")
+            if version not in (0, 4, _FORMAT):
+                raise sqlite3.DatabaseError(f"format {version} is not {_FORMAT}, which this version writes")
+            if version == 4:
+                self._db.executescript(f"BEGIN; {_FROM_4} PRAGMA user_version = {_FORMAT}; COMMIT;")
             self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
             self._count()
             self._reads = self._connected(path)
@@ -464,7 +469,8 @@ def _found(key: LogKey, database: sqlite3.Connection) -> _Stored | None:
     if found is None:
         return None
     session_id, checksum, *checked = found
-    if checksum != _checksum(key, checked):
+    is_of_format_4 = checked[-1] is None and checksum == _checksum(key, checked[:-1])
+    if checksum != _checksum(key, checked) and not is_of_format_4:
         return _Stored(session_id, 0.0, False, SessionRow(0))
     written_s, version, *rest = checked
     return _Stored(session_id, written_s, True, SessionRow(int.from_bytes(version, "big"), *rest))

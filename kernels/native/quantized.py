@@ -1,9 +1,9 @@
 """`y = x W^T + bias` with weights of 8 or 4 bits, in groups of 32 inputs that have a scale and, in 4 bits, a minimum.
 
-8 bits: round(w / scale), scale = the largest of the group / 127. 4 bits: round((w - minimum) / scale), 15 steps between
-the smallest and the largest of the group, or as many as it was rounded to before. Scales and minima are float16, so
-what a GGUF file keeps as Q8_0, Q4_0 or Q4_1 is found again as it is there. Inputs are rounded to 8 bits, too, by row
-and group, when they are multiplied.
+8 bits: round(w / scale), scale = the largest of the group / 127. 4 bits: round((w - minimum) / scale), in as many steps
+as the group was rounded to before, else in 15, with the scale and the minimum of least squared error that a search
+finds. Scales and minima are float16, so what a GGUF file keeps as Q8_0, Q4_0 or Q4_1 is found again as it is there.
+Inputs are rounded to 8 bits, too, by row and group, when they are multiplied.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _STEP = 4  # inputs of a feature that are kept side by side
 _MOST_STEPS, _FEWEST_STEPS = 15, 7  # between a group's smallest and largest number in 4 bits
 _OFF_GRID = 0.1  # of a step, of numbers that were rounded to bfloat16 behind their grid
 _NUM_SAMPLED = 256
+_SHRINKS = (1.0, 0.92, 0.84)  # of a group's range, from which its grid is refined: large numbers may be cut
+_NUM_REFINED = 2  # times each: on SmolLM2, 32% of perplexity lost became 17; one range refined 3 times: 22
+_NUM_AT_ONCE = 8192  # groups that are refined together, near the caches: 70 ns a weight, on a core that others use too
 
 
 class QuantizedLinear:
@@ -82,6 +85,13 @@ class QuantizedLinear:
         return values.flatten(1)[:, : self._num_inputs].to(self._dtype).contiguous()
 
 
+def packed_bytes(num_features: int, num_inputs: int, bits: int) -> int:
+    """Return what a weight of this shape takes in 8 or 4 bits."""
+    num_groups = -(-num_features // _PANEL) * -(-num_inputs // GROUP)
+    num_halves = 1 if bits == 8 else 2  # a scale, and a minimum
+    return num_groups * _PANEL * (GROUP * bits // 8 + 2 * num_halves)
+
+
 def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """weight [N, K] -> codes uint8 [N, G, 32], scales and, in 4 bits, minima float16 [N, G]; G = ceil(K / 32).
 
@@ -96,14 +106,18 @@ def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
     else:
         least, most = groups.amin(2), groups.amax(2)
         minima = least.half()
-        scales = ((most.float() - minima.float()) / _num_steps(groups, least, most)).half()
+        num_steps, is_off_grid = _grids(groups, least, most)
+        scales = ((most.float() - minima.float()) / num_steps).half()
         codes = _rounded(groups.float() - minima.float()[..., None], scales).clamp_(0, 15)
+        for some in torch.split(is_off_grid.nonzero(), _NUM_AT_ONCE):
+            at = tuple(some.unbind(1))
+            codes[at], scales[at], minima[at] = _refined(groups[at].float(), (codes[at], scales[at], minima[at]))
     return codes.to(torch.uint8), scales, minima
 
 
-def _num_steps(groups: Tensor, least: Tensor, most: Tensor) -> Tensor:
-    """Return [N, G] in how many steps the smallest and the largest of each group lie apart: 15, or fewer if its numbers
-    lie on such a grid, as they were rounded to 4 bits before and did not use all of them."""
+def _grids(groups: Tensor, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [N, G] in how many steps the smallest and the largest of each group lie apart, and whether its numbers lie
+    elsewhere: 15, or fewer if they were rounded to 4 bits before and did not use all of them."""
     found = torch.full(least.shape, float(_MOST_STEPS))
     span = (most.float() - least.float())[..., None]
     is_open = span[..., 0] > 0
@@ -119,7 +133,41 @@ def _num_steps(groups: Tensor, least: Tensor, most: Tensor) -> Tensor:
             is_open[rows[fits], columns[fits]] = False
         if (found == _MOST_STEPS).all():  # of those sampled none was rounded before
             break
-    return found
+    return found, is_open
+
+
+def _refined(groups: Tensor, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and minima of least squared error, of those given and of some that are refined.
+
+    Refining is rounding to a grid, and then moving the grid to where it is nearest to the numbers of its codes.
+
+    groups  float32 [G, 32]
+    given   codes float32 [G, 32], scales and minima float16 [G]
+    """
+    least, most, total = groups.amin(1), groups.amax(1), groups.sum(1)
+    best, best_error = given, _squared_error(groups, given)
+    for shrink in _SHRINKS:
+        scales = (most - least) * (shrink / _MOST_STEPS)
+        minima = (least + most - _MOST_STEPS * scales) / 2
+        for _ in range(_NUM_REFINED):
+            codes = _rounded(groups - minima[:, None], scales).clamp_(0, _MOST_STEPS)
+            sums, squares = codes.sum(1), (codes * codes).sum(1)
+            spread = GROUP * squares - sums * sums  # 0: one code alone
+            slopes = (GROUP * (codes * groups).sum(1) - total * sums) / spread
+            scales = torch.where(spread > 0, slopes, scales).half().float()
+            minima = ((total - scales * sums) / GROUP).half().float()
+        found = (codes, scales.half(), minima.half())
+        error = _squared_error(groups, found)
+        is_better = error < best_error  # not if it is undefined
+        masks = (is_better[:, None], is_better, is_better)
+        codes, scales, minima = (torch.where(*each) for each in zip(masks, found, best, strict=True))
+        best, best_error = (codes, scales, minima), torch.where(is_better, error, best_error)
+    return best
+
+
+def _squared_error(groups: Tensor, coded: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    codes, scales, minima = coded
+    return (codes * scales.float()[:, None] + minima.float()[:, None] - groups).square_().sum(1)
 
 
 def _rounded(values: Tensor, scales: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Measures what reusing documents in place does to answers.
+"""Measures what reusing documents in place does to answers, and what weights and KV of fewer bits do to predictions.
 
-Public: `coreference.px_cases`, `tasks.read_task`, `measure.measure`, `command`. Training and benchmarks import it.
+Public: `coreference.px_cases`, `tasks.read_task`, `measure.measure`, `comparison.compare`, `command`. Training and
+benchmarks import it.
 """

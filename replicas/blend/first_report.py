@@ -129,9 +129,9 @@ class FirstReport:
         return self._folder / "quality.log"
 
 
-def measuring(model: str, dtype: str, weights: str, folder: Path) -> list[str]:
+def measuring(model: str, dtype: str, weights: str, kv_dtype: str, folder: Path) -> list[str]:
     """Return the command that measures a model in the form that its replica has it in, on this machine's CPU."""
-    options = ["--dtype", dtype, "--weights", weights, "--device", "cpu", "--out", str(folder)]
+    options = ["--dtype", dtype, "--weights", weights, "--kv-dtype", kv_dtype, "--device", "cpu", "--out", str(folder)]
     return [
         *(sys.executable, "-m", "mneme", "quality", model, "--task", "auto"),
         *(*options, "--background", f"{BUDGET_S:g}"),

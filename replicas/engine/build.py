@@ -51,9 +51,10 @@ from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.directory import Progress, load_model_config, model_directory, silent
 from mneme.replicas.model.graphs import step_graphs_for
+from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.model.weights import load_weights
+from mneme.replicas.model.weights import count_bytes, load_weights
 from mneme.replicas.sessions.durable import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.prompts import conversation_prefix
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -123,7 +124,10 @@ def build_engine(
     kernels = choose_kernels(config.cpu_kernels, device, dtype)
     report("kernel timings", 1.0)
     with _fitting("model: its weights do not", device):
-        weights = load_weights(model_dir, model_config, device, dtype, report, kernels.product_rows, config.weights)
+        # Memory in use counts what was read and dropped, and pages of files.
+        counted = partial(report, num_bytes=0)
+        weights = load_weights(model_dir, model_config, device, dtype, counted, kernels.product_rows, config.weights)
+    report("loading weights", 1.0, weights.num_all_bytes)
     form = form_of(config.weights, weights.num_bytes)
 
     def decoder_of(num_pages: int) -> Decoder:
@@ -181,8 +185,9 @@ def build_engine(
     if is_asked and not gate.has_report and kept.is_dir():  # an engine of batches is not there when the report is
         name = str(dtype).removeprefix("torch.")
         first_report = FirstReport(
-            measuring(model, name, form, kept), folder=kept, read=reports, weights_bytes=sum(weights.num_bytes.values())
-        )
+            measuring(model, name, form, config.kv_dtype, kept),
+            folder=kept, read=reports, weights_bytes=sum(weights.num_bytes.values()),
+        )  # fmt: skip
     engine = Engine(
         runner, tokenizer, config,
         eos_token_ids=eos_token_ids, max_new_tokens=defaults.get("max_tokens"), connector=connector, costs=costs,
@@ -192,8 +197,9 @@ def build_engine(
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
-    told = "loaded %s in %s; dtype %s, KV in %s, kernels: %s; documents: %s"
-    logger.info(told, model_dir, start, runner.dtype, runner.kv_dtype, runner.kernels, gate.described())
+    matrices = described_bytes(weights.num_bytes)
+    told = "loaded %s in %s; dtype %s, matrices: %s, KV in %s, kernels: %s; documents: %s"
+    logger.info(told, model_dir, start, runner.dtype, matrices, runner.kv_dtype, runner.kernels, gate.described())
     return engine
 
 
@@ -208,6 +214,18 @@ def check_default_truncation(config: EngineConfig, window: int, *, immovable: Im
         truncation.check_model(immovable)
     except InvalidRequest as error:
         raise ConfigError(f"engine.{error}") from None
+
+
+def expected_weights(model_dir: Path, config: DecoderConfig, device: str, form: WeightsForm) -> DecoderWeights:
+    """Return what weights would take on "cuda" or "cpu" as they are served, by the files' headers."""
+    dtype = choose_dtype("auto", torch.device(device), config.dtype)
+    is_rounded = device == "cpu" and native_library.library() is not None
+    return count_bytes(model_dir, config, dtype, form if is_rounded else "dense")
+
+
+def described_bytes(num_bytes: Mapping[str, int]) -> str:
+    """Say what weights take by their format."""
+    return ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sorted(num_bytes.items()))
 
 
 def compiled_kernels() -> str | None:

@@ -224,6 +224,7 @@ class GroupedExperts:
         self._gate_up_bias = None if gate_up_bias[0] is None else torch.stack(gate_up_bias)
         self._down_bias = None if down_bias[0] is None else torch.stack(down_bias)
         self._activation = activation
+        self.num_bytes = self._gate_up.nbytes + self._down.nbytes
 
     def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
         """See `SeparateExperts`."""
@@ -289,6 +290,11 @@ class DecoderWeights:
     device: torch.device
     positions: Tensor | None = None  # [max_context, H], added to embeddings
     num_bytes: Mapping[str, int] = field(default_factory=dict)  # of matrices, by format: float32, bfloat16, int8, int4
+
+    @property
+    def num_all_bytes(self) -> int:
+        """Count what matrices take, an embedding that is no output among them."""
+        return sum(self.num_bytes.values()) + (0 if self.embedding is None else self.embedding.nbytes)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, H]"""

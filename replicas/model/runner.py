@@ -134,6 +134,8 @@ class Runner:
         self._narrowed: list[tuple[StepRows, DocumentRows]] = []
         self._layer_filter: LayerFilter | None = None
         self._kept: _KeptPlans | None = None
+        # For measurements: gets the logits of a prompt's tokens that are scored, float32 [rows, vocab], in order.
+        self.on_prompt_logits: Callable[[torch.Tensor], None] | None = None
 
     @property
     def can_copy(self) -> bool:
@@ -283,6 +285,8 @@ class Runner:
         for some in np.split(rows, range(size, len(rows), size)) if len(rows) else []:
             token_ids = [part.sequence.ids[position + 1] for position in part.positions[some]]
             logits = self._decoder.logits(states[self._tensor(some)])
+            if self.on_prompt_logits is not None:
+                self.on_prompt_logits(logits)
             scoring.add(prompt_logprobs(logits, token_ids, scoring.num_top or 0), len(some))
 
     def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:

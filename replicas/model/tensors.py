@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.linear import Linear, make_linear
+from mneme.kernels.native.quantized import packed_bytes
 from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder_config import DecoderConfig, ExpertsConfig
 from mneme.replicas.model.parts import (
@@ -81,8 +82,12 @@ class Linears:
         bits = {"dense": None, "int8": 8, "int4": 4}.get(self._form)
         if self._form == "auto" and None not in stored:
             bits = max(each for each in stored if each is not None)
-        linear = make_linear(weight, bias, self._torch_rows, None if bits is None else max(bits, least))
-        self.num_bytes[linear.format] += linear.num_bytes
+        bits = None if bits is None else max(bits, least)
+        linear = make_linear(weight, bias, self._torch_rows, bits)
+        if weight.is_meta and bits is not None:  # on trial, see `weights.count_bytes`
+            self.num_bytes[f"int{bits}"] += packed_bytes(len(weight), weight.shape[1], bits)
+        else:
+            self.num_bytes[linear.format] += linear.num_bytes
         return linear
 
 
@@ -210,6 +215,7 @@ class Tensors:
         experts: GroupedExperts | SeparateExperts
         if can_group(first.device, first.dtype):
             experts = GroupedExperts(found, activation)
+            self._linears.num_bytes[str(first.dtype).removeprefix("torch.")] += experts.num_bytes
         else:
             make = partial(self._linears.make, stored=stored)
             matrices = ((make(e.gate_up, e.gate_up_bias), make(e.down, e.down_bias)) for e in found)

@@ -61,6 +61,16 @@ def load_weights(
         return build(family, files, config, on_progress, Linears(form, torch_rows))
 
 
+def count_bytes(model_dir: Path, config: DecoderConfig, dtype: torch.dtype, form: WeightsForm) -> DecoderWeights:
+    """Return weights without memory that say what `load_weights` would take, by the files' headers.
+
+    form  what matrices are multiplied as, where a kernel multiplies it; raises `CheckpointError`
+    """
+    with ExitStack() as stack:
+        files = Checked(open_files(model_dir, torch.device("cpu"), dtype, stack), dtype)
+        return build(FAMILIES[config.family], files, config, linears=Linears(form))
+
+
 def build(
     family: Family,
     source: Source,
@@ -80,8 +90,8 @@ def build(
     stored = tensors.bits(family.embedding.removesuffix(".weight"))
     if not config.tied_embeddings:
         of_head = tensors if tensors.has(family.head) else Tensors(source, config, linears)
-        stored = of_head.bits(family.head.removesuffix(".weight"))
         head = of_head.tensor(family.head, config.vocab_size, hidden)
+        stored = of_head.bits(family.head.removesuffix(".weight"))
     positions = None
     if family.positions is not None:
         positions = tensors.tensor(family.positions, config.max_context + _NUM_SPARE_POSITIONS, hidden)
@@ -285,8 +295,8 @@ class Checked:
     def stored(self, name: str, *shape: int) -> torch.Tensor:
         return self.tensor(name, *shape).to(torch.uint8)
 
-    def bits(self, _name: str) -> None:
-        """See `Source`: on trial nothing is multiplied."""
+    def bits(self, name: str) -> int | None:
+        return self._files.bits(name)
 
     def refuse_unread(self, family: Family) -> None:
         """Raise `CheckpointError` for tensors that have no place in the model."""

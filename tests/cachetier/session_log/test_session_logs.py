@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
 import sqlite3
@@ -415,6 +416,45 @@ def test_a_file_that_is_no_database_or_of_another_format_is_set_aside(tmp_path: 
         assert path.with_name("sessions.damaged.db").read_bytes() == content
         assert write(logs, some_state(1)) is Appended.WRITTEN
         logs.close()
+
+
+def test_a_database_of_format_4_is_read_and_written_on(tmp_path: Path) -> None:
+    """format-4.db.gz: what the last version of that format kept of these conversations, and of one it deleted."""
+    filled(tmp_path, 0)
+    database(tmp_path).write_bytes(gzip.decompress(Path(__file__).with_name("format-4.db.gz").read_bytes()))
+    clocks = Clocks()
+    clocks.wall_s = 1_700_000_010.0  # ten seconds later
+    for attempt in range(2):
+        logs = make_logs(tmp_path, clocks)
+        assert logs.stats()["sessions"] == 2
+        assert logs.stats()["tombstones"] == 1
+        assert not logs.stats()["counters"]
+        for number in (0, 1):
+            *_, (_, state) = conversation(4 + attempt, number)
+            assert state_in(logs, key_number(number)) == state._replace(
+                forked_from=state.forked_from if attempt else None
+            )
+        assert is_gone(logs, key_number(2))
+        if not attempt:
+            for number in (0, 1):
+                for rows, _ in conversation(5, number)[-2:]:
+                    assert logs.append(key_number(number), rows) is Appended.WRITTEN
+        logs.close()
+
+
+def test_a_row_of_format_4_that_is_damaged_is_dropped(tmp_path: Path) -> None:
+    filled(tmp_path, 0)
+    path = database(tmp_path)
+    path.write_bytes(gzip.decompress(Path(__file__).with_name("format-4.db.gz").read_bytes()))
+    with closing(sqlite3.connect(path)) as other, other:
+        other.execute("UPDATE sessions SET num_turns = num_turns + 1 WHERE name = ?", (key_number(0).name,))
+    clocks = Clocks()
+    clocks.wall_s = 1_700_000_010.0
+    logs = make_logs(tmp_path, clocks)
+    assert logs.read(key_number(0)) is None
+    assert logs.read(key_number(1)) is not None
+    assert logs.stats()["counters"]["damaged"] == 1
+    logs.close()
 
 
 def play(logs: SessionLogs) -> dict[int, SessionState]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from mneme.cluster.cli.main import main
+from mneme.lab.quality.comparison import read_setting, read_text
 from mneme.replicas.blend.gate import QualityReport
+from mneme.replicas.model.directory import model_directory
+from mneme.replicas.text.tokenizer import Tokenizer
 
 QUICK = ["quality", "mneme-tiny", "--task", "coreference:4x3", "--cases", "2", "--dtype", "float32", "--device", "cpu"]
 
@@ -50,3 +57,70 @@ def test_a_report_is_not_replaced_by_one_that_says_less(tmp_path: Path, capsys: 
 def test_what_cannot_be_measured_is_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, *options]) == 2
     assert said in capsys.readouterr().err
+
+
+TEXT = ["quality", "mneme-tiny", "--task", "text:2x60", "--dtype", "float32", "--device", "cpu", "--json"]
+
+
+def test_settings_are_compared_on_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reference's perplexity is that of `transformers`."""
+    options = [*TEXT, "--settings", "weights=dense,weights=dense+page_size=16,weights=int8", "--out", str(tmp_path)]
+    assert main(options) == 0
+    said = json.loads(capsys.readouterr().out)
+    (path,) = tmp_path.iterdir()
+    assert str(path) == said["report"]
+    assert json.loads(path.read_text())["rows"] == said["rows"]
+    dense, other_pages, int8 = said["rows"]
+    assert all(row["num_tokens"] == _num_scored(60) for row in said["rows"])
+    assert dense["perplexity"] == pytest.approx(_perplexity(60), rel=1e-4)
+    assert (dense["kl"], dense["top1"]) == (0, 1)
+    assert other_pages["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-4)
+    assert other_pages["kl"] < 1e-5 < int8["kl"] < 0.1
+    assert 0.8 < int8["top1"] <= 1
+    assert "int8" in int8["weight_bytes"]
+    assert "int8" not in dense["weight_bytes"]
+
+
+def _num_scored(size: int) -> int:
+    return read_text(f"2x{size}", Tokenizer.load(model_directory("mneme-tiny"))).num_scored
+
+
+def _perplexity(size: int) -> float:
+    folder = model_directory("mneme-tiny")
+    text = read_text(f"2x{size}", Tokenizer.load(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        losses = [model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item() for ids in text.windows]
+    return math.exp(sum(losses) / len(losses))
+
+
+def test_a_comparison_is_not_replaced_by_one_that_says_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*TEXT, "--settings", "weights=dense,weights=dense+page_size=16", "--out", str(tmp_path)]
+    assert main(options) == 0
+    for narrower in (["--task", "text:1x60"], ["--settings", "weights=dense"]):
+        assert main([*options, *narrower]) == 2
+        assert "--force replaces it" in capsys.readouterr().err
+    assert main([*options, "--settings", "weights=dense", "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--settings", "int8"], "settings: must be engine options"),
+        (["--settings", "weights=int3"], "engine.weights"),
+        (["--settings", "wieghts=int8"], "engine.wieghts: unknown key"),
+        (["--task", "text:1x1"], "windows x tokens"),
+        (["--task", "text:9999x999999"], "the text has"),
+        (["--ratios", "0.2"], "ratios: says nothing of --task"),
+        (["--task", "coreference", "--settings", "weights=dense"], "settings: says nothing of --task"),
+        (["--task", "text:1x5000"], "must fit 2048 tokens"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TEXT, "--quick", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_setting_alone_is_changed() -> None:
+    found = read_setting("weights=int8+page_size=16", {"dtype": "float32"})
+    assert (found.weights, found.page_size, found.dtype, found.prefix_sharing) == ("int8", 16, "float32", False)

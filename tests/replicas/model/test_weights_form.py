@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,15 +11,16 @@ import torch
 
 from mneme.config import parse
 from mneme.errors import ConfigError
+from mneme.kernels.linear import PlainLinear
 from mneme.kernels.native.quantized import QuantizedLinear
 from mneme.replicas.blend.gate import measured_on
 from mneme.replicas.config import EngineConfig, WeightsForm
 from mneme.replicas.engine.build import build_engine, form_of, model_fingerprint
 from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.formats.quantized import QuantizedTensors
-from mneme.replicas.model.parts import DecoderWeights, GatedMlp
+from mneme.replicas.model.parts import DecoderWeights, Experts, GatedMlp, Mlp, SeparateExperts
 from mneme.replicas.model.tensors import Linears
-from mneme.replicas.model.weights import load_weights
+from mneme.replicas.model.weights import count_bytes, load_weights
 from tests.kernels.native.native_variants import use_library
 from tests.replicas.checkpoints import write_checkpoint
 from tests.replicas.model.formats.test_gguf import converted, make_directory, write
@@ -52,6 +54,8 @@ def test_auto_is_what_the_file_has(tmp_path: Path, kind: str, formats: set[str])
     write(tmp_path / "m.gguf", "llama", tensors, fields, kind)
     make_directory(tmp_path)
     dense, found = load(tmp_path, "dense"), load(tmp_path, "auto")
+    expected = count_bytes(tmp_path, load_model_config(tmp_path), torch.float32, "auto")
+    assert (expected.num_bytes, expected.num_all_bytes) == (found.num_bytes, found.num_all_bytes)
     assert found.num_bytes.keys() == formats
     assert dense.num_bytes.keys() == {"float32"}
     x = torch.randn(40, _inputs(dense), generator=torch.Generator().manual_seed(1))
@@ -85,6 +89,32 @@ def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
     for one, other in zip(dense.layers, found.layers, strict=True):
         assert torch.equal(one.mlp.router(x), other.mlp.router(x))  # type: ignore[union-attr]
     assert found.num_bytes.keys() == {"int4", "int8"}
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_rounded_experts_are_those_that_their_codes_stand_for(tmp_path: Path, form: WeightsForm) -> None:
+    """Of inputs that are rounded to 8 bits, too."""
+    write_checkpoint("mixtral", tmp_path)
+    found = load(tmp_path, form)
+    x = torch.randn(40, _inputs(found), generator=torch.Generator().manual_seed(1))
+    for layer in found.layers:
+        mlp = layer.mlp
+        assert isinstance(mlp, Experts)
+        assert isinstance(mlp.experts, SeparateExperts)
+        plain = [_dequantized(each, form) for each in mlp.experts._experts]  # the only way to what they are made of
+        wanted = replace(mlp, experts=SeparateExperts(plain))(x, torch.float32)
+        error = (mlp(x, torch.float32) - wanted).norm() / wanted.norm()
+        assert error < 0.02
+
+
+def _dequantized(mlp: Mlp, form: WeightsForm) -> GatedMlp:
+    assert isinstance(mlp, GatedMlp)
+    matrices = []
+    for each in (mlp.gate_up, mlp.down):
+        assert isinstance(each, QuantizedLinear)
+        assert each.format == form
+        matrices.append(PlainLinear(each.weight_rows(torch.arange(each._num_features))))
+    return GatedMlp(*matrices, mlp.activation)
 
 
 def test_experts_have_the_bits_of_the_widest_of_their_parts() -> None:
