@@ -308,7 +308,7 @@ def choose_kv_dtype(name: KvDtype, device: torch.device, dtype: torch.dtype) -> 
         return dtype
     if device.type != "cpu":
         raise ConfigError(
-            f"engine.kv_dtype: int8 KV: CPUs only, the device is {device}; model stores it as engine.dtype"
+            f"engine.kv_dtype: int8 KV: CPUs only, the device is {device}; auto stores it as engine.dtype"
         )
     return torch.int8
 

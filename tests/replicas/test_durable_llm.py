@@ -38,7 +38,7 @@ def session_ids(llm: LLM) -> list[int]:
     return log.ids.tolist()
 
 
-@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_session_goes_on_in_another_process_token_for_token(tmp_path: Path, kv_dtype: str) -> None:
     whole = load(None, kv_dtype=kv_dtype)
     history, expected = converse(whole, "", TURNS)

@@ -152,6 +152,6 @@ def test_what_cannot_begin_is_said(weights_bytes: int, folder: str, said: str, t
 
 
 def test_the_command_is_one_of_this_package() -> None:
-    command = measuring("smollm2", "bfloat16", "auto", "model", Path("kept"))
+    command = measuring("smollm2", "bfloat16", "auto", "auto", Path("kept"))
     assert command[:5] == [sys.executable, "-m", "mneme", "quality", "smollm2"]
     assert command[command.index("--dtype") + 1] == "bfloat16"

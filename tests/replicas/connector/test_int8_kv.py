@@ -134,9 +134,9 @@ def test_a_folder_keeps_both_forms_over_restarts(tmp_path: Path) -> None:
     """Each engine finds what engines of its form have left there, whoever came between; answers are those of before."""
     prompt, greedy = "The capital of France is a city on a river. " * 12, SamplingParams(temperature=0, max_tokens=12)
     disk = {"folder": str(tmp_path), "capacity_bytes": 1 << 26}
-    said: dict[str, list[tuple[int, ...]]] = {"int8": [], "model": []}
-    cached: dict[str, list[int]] = {"int8": [], "model": []}
-    for kv_dtype in ("model", "int8", "int8", "model"):
+    said: dict[str, list[tuple[int, ...]]] = {"int8": [], "auto": []}
+    cached: dict[str, list[int]] = {"int8": [], "auto": []}
+    for kv_dtype in ("auto", "int8", "int8", "auto"):
         config = {"num_pages": 64, "page_size": 16, "kv_dtype": kv_dtype}
         cache = {"disk": disk, "host_bytes": 1 << 24, "chunk_tokens": 64, "load": "always"}
         with LLM(dtype="float32", config=config, cache=cache) as llm:
@@ -144,7 +144,7 @@ def test_a_folder_keeps_both_forms_over_restarts(tmp_path: Path) -> None:
             assert list(llm.stats["kv_bytes"]) == ["int8" if kv_dtype == "int8" else "float32"]
         said[kv_dtype].append(output.outputs[0].token_ids)
         cached[kv_dtype].append(output.num_cached_tokens)
-    for kv_dtype in ("int8", "model"):
+    for kv_dtype in ("int8", "auto"):
         first, second = cached[kv_dtype]
         assert (first, second >= 64) == (0, True)
         assert said[kv_dtype][0] == said[kv_dtype][1]

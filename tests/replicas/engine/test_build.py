@@ -191,8 +191,8 @@ def digest(model_dir: Path = TINY_DIR, config: DecoderConfig = TINY, dtype: torc
 
 def test_int8_kv_takes_half_the_memory_and_a_cpu() -> None:
     cpu, config = torch.device("cpu"), EngineConfig(kv_cache_bytes=1 << 24, host_cache_bytes=1 << 24)
-    kinds = [choose_kv_dtype(name, cpu, torch.bfloat16) for name in ("auto", "model", "int8")]
-    assert kinds == [torch.bfloat16, torch.bfloat16, torch.int8]
+    kinds = [choose_kv_dtype(name, cpu, torch.bfloat16) for name in ("auto", "int8")]
+    assert kinds == [torch.bfloat16, torch.int8]
     for sized in (
         lambda kind: choose_num_pages(config, TINY, cpu, kind),
         lambda kind: choose_num_host_pages(config, TINY, cpu, kind, 1),
