@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from mneme.cachetier.names import MAX_CHUNK_TOKENS, EvictionPolicyName
+from mneme.cachetier.names import MAX_CHUNK_TOKENS, NodePolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
 
@@ -53,7 +53,7 @@ class CacheConfig:
     # None: nothing is written to a disk, and a restart starts cold. `mneme serve` on one machine, if told nothing of
     # disks, not even null, has a folder of its user's (~/.local/state/mneme): a tenth of what is free, at most 64 GiB.
     disk: DiskTierConfig | None = None
-    eviction: EvictionPolicyName = "returning"  # of both tiers
+    eviction: NodePolicyName = "returning"  # of both tiers
     ttl_s: float | None = None  # since the last use, in every tier; None: until room is needed
     tenant_bytes: int | None = None  # of one tenant in each tier; None: no quota
     # What is done with chunks that a tier has of a prompt. auto: what brings its first token soonest; always: they are

@@ -19,7 +19,8 @@ Edge = Literal["host", "disk", "peer_host", "peer_disk"]  # where bytes come fro
 EDGES: tuple[Edge, ...] = ("host", "disk", "peer_host", "peer_disk")
 CostEdge = Edge | Literal["save", "lookup"]
 COST_EDGES: tuple[CostEdge, ...] = (*EDGES, "save", "lookup")
-EvictionPolicyName = Literal["lru", "pensieve", "lookahead", "returning", "density"]
+NodePolicyName = Literal["lru", "pensieve", "lookahead", "returning"]
+EvictionPolicyName = Literal[NodePolicyName, "density"]  # of an engine's own pages; of two tiers each would learn alone
 
 
 class Miss(Enum):

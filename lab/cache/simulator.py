@@ -21,6 +21,7 @@ from functools import partial
 from typing import NamedTuple, cast, get_args
 
 from mneme.cachetier.chunk.keys import LineageKind
+from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.names import Edge, EvictionPolicyName, TierName
 from mneme.cachetier.node.index import BLOCK_BYTES, ChunkTier, Entry, NodeIndex
 from mneme.cachetier.policy.cost_model import CostModel
@@ -165,13 +166,13 @@ class BlockTiers:
     def __init__(
         self,
         capacities: Sequence[int | None],
-        make_policy: Callable[[int | None], EvictionPolicy],
+        make_policy: Callable[[int, int | None], EvictionPolicy],
         clock: Callable[[], float],
     ) -> None:
         self.engine, self.node = NodeIndex(clock), NodeIndex(clock)
         names: tuple[TierName, ...] = ("host", "host", "disk")  # nobody asks for the device's
         self.tiers: list[BlockTier] = [
-            BlockTier(self.node if place else self.engine, names[place], capacity, make_policy(capacity))
+            BlockTier(self.node if place else self.engine, names[place], capacity, make_policy(place, capacity))
             for place, capacity in reversed([*enumerate(capacities)])
         ][::-1]
 
@@ -254,7 +255,7 @@ class CacheSimulator:
         self._now_s = 0.0
         self._leaves: dict[int, list[bytes | None]] = {}  # that the queue will use, by tier, once asked for
         uses = _places_by_block(trace) if policy == "min" else {}
-        self.tiers = BlockTiers(capacities, lambda capacity: self._policy(policy, capacity, uses), lambda: self._now_s)
+        self.tiers = BlockTiers(capacities, partial(self._policy, policy, uses), lambda: self._now_s)
         num_blocks = sum(_UNBOUNDED if capacity is None else capacity for capacity in capacities[_HOST:])
         for index, tier in enumerate(self.tiers.tiers):
             tier.policy.set_queue(partial(self._waiting, index), num_blocks if index else None)
@@ -311,7 +312,9 @@ class CacheSimulator:
             num_read[_DISK] += self.tiers.tiers[_HOST].num_prefetched
         return num_read
 
-    def _policy(self, name: str, capacity: int | None, uses: dict[int, list[int]]) -> EvictionPolicy:
+    def _policy(self, name: str, uses: dict[int, list[int]], place: int, capacity: int | None) -> EvictionPolicy:
+        if place and name == "density":  # of engines alone
+            name = CacheConfig().eviction
         if name == "min":
             return MinPolicy(self._next_use(uses))
         num_blocks = _UNBOUNDED if capacity is None else capacity

@@ -143,7 +143,7 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead", "density"])
+@pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead", "returning"])
 def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: EvictionPolicyName) -> None:
     clock, chance = Clock(), random.Random(3)
     config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=9 * BLOCK + 100)
