@@ -50,7 +50,7 @@ class Kernel(Experiment):
 class Relay(Kernel):
     """RelayAttention Fig. 1 and 5: ms per call and the speed-up over sequence-first, beside Eq. 10."""
 
-    name, title, minutes = "relay-kernel", "RelayAttention Fig. 1 and 5: attention by shared tokens, beside Eq. 10", 20
+    name, title, minutes = "relay-kernel", "RelayAttention Fig. 1 and 5: attention by shared tokens, beside Eq. 10", 2
     rows = ("R9", "R10", "R11")
 
     def points(self) -> Iterable[Point]:
@@ -94,7 +94,7 @@ class Relay(Kernel):
 class Chunk(Kernel):
     """ChunkAttention Fig. 3: tokens per second of decoding by shared tokens, when 64, 512 and 1,024 are generated."""
 
-    name, title, minutes = "chunk-kernel", "ChunkAttention Fig. 3: token rate by shared tokens", 20
+    name, title, minutes = "chunk-kernel", "ChunkAttention Fig. 3: token rate by shared tokens", 2
     rows = ("C13",)
     paper: dict[int, float] = {512: 1.0, 8192: 3.0}  # noqa: RUF012  # read only
 
