@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Start = Callable[[Progress, Callable[[], object]], int]
 
 _THROUGHPUT_S = 10.0
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 60.0  # of a machine that is busy with the first requests, too
 
 
 def serve(config: ClusterConfig, *, build_engine: BuildEngine | None = None, build_api: BuildApi | None = None) -> int:

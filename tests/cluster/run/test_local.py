@@ -116,7 +116,7 @@ def test_sigterm_ends_streams_with_an_error_and_what_was_said_is_there_after_a_r
         assert usage["kv_details"]["disk"] > 64, usage
         assert usage["prompt_tokens_details"]["cached_tokens"] >= said["usage"]["total_tokens"] - 1, usage
         assert httpx.get(f"{url}/v1/sessions/s").json()["turns"] == 2
-        assert f"  KV       on {tmp_path}/mneme/kv-0, up to " in "\n".join(process.lines)
+        assert f"{tmp_path}/mneme/kv-0, up to " in process.await_line("  KV       on ")
 
 
 def test_ctrl_c_while_starting_and_twice_while_stopping() -> None:
