@@ -21,6 +21,7 @@ _STATUS_OF_SIGPIPE = 128 + 13  # as of any program that a closed pipe ends
 _MAX_PORT = 65_535
 _COMMANDS = ("/exit", "/help", "/reset")
 _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer or clears the line"
+_PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk", "peer": "on another node"}
 # Fewer tokens or less time say nothing: they came in one or two reads, however fast the server is.
 _MIN_RATE_TOKENS, _MIN_RATE_S = 8, 0.05
 
@@ -38,12 +39,14 @@ class AnswerFigures:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    places: dict[str, int] = field(default_factory=dict)  # tokens by where their KV was; none: the server does not say
 
     def __str__(self) -> str:
         rate = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:.1f}"
+        found = ", ".join(f"{count:,} {_PLACES[name]}" for name, count in self.places.items() if count)
         return (
             f"[TTFT {self.ttft_s * 1e3:.0f} ms, {rate} tokens/s, "
-            f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens cached]"
+            f"{self.cached_tokens:,} of {self.prompt_tokens:,} prompt tokens cached{found and f': {found}'}]"
         )
 
 
@@ -87,6 +90,7 @@ class Conversation:
             prompt_tokens=usage.get("prompt_tokens", 0),
             cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
             completion_tokens=num_tokens,
+            places={name: usage.get("kv_details", {}).get(name, 0) for name in _PLACES},
         )
 
     def _events(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:

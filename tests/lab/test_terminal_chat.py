@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -52,10 +53,19 @@ def test_a_pipe_is_one_message(
     assert shown[0] == SENTENCE
     assert "tokens/s" in shown[1]
     (figures,) = json.loads(last)["answers"]
-    assert set(figures) == {"ttft_s", "tokens_per_s", "prompt_tokens", "cached_tokens", "completion_tokens"}
+    assert set(figures) == {"ttft_s", "tokens_per_s", "prompt_tokens", "cached_tokens", "completion_tokens", "places"}
     (request,) = server.engine.requests
     assert "system\nBe brief." in (request.prompt_text or "")
     assert "user\nthe\nfox<" in (request.prompt_text or "")
+
+
+def test_figures_say_where_a_prompt_was_found() -> None:
+    figures = terminal_chat.AnswerFigures(
+        ttft_s=0.0412, tokens_per_s=20.0, prompt_tokens=3646, cached_tokens=3645, completion_tokens=32
+    )
+    assert str(figures) == "[TTFT 41 ms, 20.0 tokens/s, 3,645 of 3,646 prompt tokens cached]"  # of another server
+    figures = replace(figures, places={"device": 0, "host": 1200, "disk": 2445, "peer": 0})
+    assert str(figures).endswith("prompt tokens cached: 1,200 in host memory, 2,445 on disk]")
 
 
 def test_turns_share_a_session_until_reset(
@@ -68,7 +78,7 @@ def test_turns_share_a_session_until_reset(
     assert f"assistant\n{SENTENCE}<|im_end|>\n<|im_start|>user\nb" in (second.prompt_text or "")
     assert "user\nb" not in (third.prompt_text or "")
     shown = capsys.readouterr().out
-    assert shown.count("prompt tokens cached]") == 3
+    assert shown.count("prompt tokens cached") == 3
     assert shown.count("[a new conversation]") == 1
     assert shown.count("unknown command /what: /reset begins anew") == 1
 
