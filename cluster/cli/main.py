@@ -62,7 +62,7 @@ _FOREIGN = "vllm."  # before the names of options of vLLM's that are none here
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 1 for a failed check, 2 for what the user must change."""
-    parser = _parser(sys.argv[1:] if argv is None else argv)
+    parser = make_parser(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
@@ -91,7 +91,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The commands. The laboratory's have their options if `argv` names them, or asks for all to complete them."""
     import shtab
 
     from mneme.cluster.cli.cache import add_cache_arguments

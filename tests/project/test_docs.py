@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def test_an_example_in_python_answers(page: str) -> None:
     (example,) = re.findall(r"```python\n(.+?)```", (ROOT / page).read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.strip()  # it is drawn, so not always the same
+
+
+def test_the_lines_for_codex_name_a_provider_that_they_define() -> None:
+    (text,) = re.findall(r"```toml\n(.+?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
+    config = tomllib.loads(text)
+    provider = config["model_providers"][config["model_provider"]]
+    assert (provider["base_url"], provider["wire_api"]) == ("http://127.0.0.1:8000/v1", "responses")
 
 
 def test_the_sizes_of_models_are_those_of_their_shapes() -> None:

@@ -32,10 +32,11 @@ PICTURES = {"text", "mermaid"}
 ELSEWHERE = {  # languages whose blocks are run by tests of their own
     ("README.md", "python"): "tests/project/test_docs.py",
     ("from-vllm.md", "python"): "tests/project/test_docs.py",
+    ("agents.md", "toml"): "tests/project/test_docs.py",
     ("tools.md", "python"): "tests/replicas/text/test_dialects.py",
 }
 # Programs that are not ours and not here; of `helm` what it would render is looked at, of `docker` tests/docker.
-OTHERS = {"vllm", "guidellm", "aiperf", "kubectl", "docker", "pip"}
+OTHERS = {"claude", "codex", "vllm", "guidellm", "aiperf", "kubectl", "docker", "pip"}
 STANDS_FOR = {
     "MODEL": "mneme-tiny", "HOST": "http://127.0.0.1:8000", "FOLDER": ".", "NAME": "hash", "R": "1", "N": "2"
 }  # fmt: skip
@@ -116,7 +117,7 @@ def test_a_command_of_mneme_is_taken(
         if argv[:1] == ["serve"]:
             status = command_line.main([*argv, "--print-config"])
         else:
-            command_line._parser(argv).parse_args(argv)
+            command_line.make_parser(argv).parse_args(argv)
     except SystemExit as ended:
         status = ended.code
     said = capsys.readouterr().err
