@@ -153,15 +153,15 @@ class LLM:
         cache: CacheConfig | Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        foreign = _foreign_keys(others)
         base = config if isinstance(config, EngineConfig) else parse(EngineConfig, config or {}, "config")
         if cache is not None and not isinstance(cache, CacheConfig):
             cache = parse(CacheConfig, cache, "cache")
-        chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
+        given = {"device": device, "dtype": dtype or base.dtype, **_foreign_keys(others)}
+        chosen = parse(EngineConfig, given)
         directory = model_directory(model)
         self.tokenizer = Tokenizer.load(directory)
         self._sampling_defaults = sampling_defaults(directory, base.generation_config)
-        self._config = replace(base, device=chosen.device, dtype=chosen.dtype, **foreign)
+        self._config = replace(base, **{name: getattr(chosen, name) for name in given})
         self.engine = build_engine(model, self._config, tokenizer=self.tokenizer, cache=cache)
         self._tier_answered = threading.Event()
         if self.engine.connector is not None:

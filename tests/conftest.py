@@ -81,7 +81,7 @@ def layers_asked_for(config: pytest.Config) -> set[str]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files and folders of layers that are not asked for."""
     named = layers_asked_for(config)
-    if not named:
+    if not named or (collection_path.is_file() and collection_path.suffix != ".py"):
         return None
     files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
     return None if any(layer_of_file(file) in named for file in files) else True

@@ -424,7 +424,8 @@ def test_bad_words_are_not_said(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_model_len": 512}, "max_context"),
+        ({"max_model_len": 0}, "max_context"),
+        ({"gpu_memory_utilization": 0.9}, "kv_cache_bytes"),
         ({"num_pages": 64}, 'config={"num_pages"'),
         ({"trust_remote_code": True}, "no code of a model is run"),
         ({"modle": "x"}, "no argument modle$"),
@@ -436,9 +437,10 @@ def test_an_argument_of_vllms_is_refused_with_what_takes_its_place(given: dict[s
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
-def test_a_flag_of_vllms_is_honoured(is_cached: bool) -> None:
+def test_arguments_of_vllms_are_honoured(is_cached: bool) -> None:
     given: dict[str, Any] = {"enable_prefix_caching": is_cached, "tensor_parallel_size": 1, "trust_remote_code": False}
-    with LLM(config={"prefix_sharing": not is_cached}, **given) as llm:
+    with LLM(config={"prefix_sharing": not is_cached}, max_model_len=512, max_num_seqs=2, **given) as llm:
+        assert llm.engine.max_context == 512
         for _ in range(2):
             [answer] = llm.generate("The server " * 40, GREEDY)
     assert (answer.num_cached_tokens > 0) == is_cached

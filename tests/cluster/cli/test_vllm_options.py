@@ -66,6 +66,7 @@ def test_no_option_is_taken_and_not_honoured(name: str) -> None:
     assert not foreign.is_opposite or foreign.is_flag
     for value in foreign.anyway:
         assert engine_keys(name, value, name, "{}") == {}
-    if not (foreign.is_flag and foreign.instead in keys):
+    assert not foreign.is_same or foreign.instead in keys
+    if not ((foreign.is_flag or foreign.is_same) and foreign.instead in keys):
         with pytest.raises(ConfigError, match=name):
             engine_keys(name, "something else", name, "{}")
