@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import NamedTuple, get_args
@@ -34,6 +35,7 @@ LONG_S = 600.0
 _AGES = 14  # of which each is twice as long: the last begins at 4,096 s
 _LEARN_AFTER, _KEPT = 500, 0.9  # ends of runs, and how much what was learned before counts then
 _NEWER = 1.5  # times
+_OLDEST_SHARE = 0.5  # of choices where nobody came back: what is never used goes, and a cycle is seen nevertheless
 
 
 class Candidate(NamedTuple):
@@ -237,9 +239,9 @@ class DensityPolicy(LookaheadPolicy):
     and class (used once, returned) is learned from runs that came back and runs that went: of a page that is t seconds
     idle it is those of t and more that came back, over the time that they stayed. Where all come back, and room is for
     fewer, the newest is worth least (LRU finds nothing there), else the oldest, so a choice compares these two. The
-    newest goes only where it is worth less by half: the chances are counts. Where nobody came back it goes, too, so
-    that the others are seen to. Half a run goes at a time, its end, as in `pensieve`. What the queue will use stays, as
-    in `lookahead`.
+    newest goes only where it is worth less by half: the chances are counts. Where nobody came back to either, they go
+    in turns: some stay long enough to be seen to come back, and what fills the tier and is never used goes. Half a run
+    goes at a time, its end, as in `pensieve`. What the queue will use stays, as in `lookahead`.
     """
 
     def __init__(self, clock: Callable[[], float], capacity: int) -> None:
@@ -248,6 +250,7 @@ class DensityPolicy(LookaheadPolicy):
         self._returned, self._gone = ([[0.0] * _AGES for _ in range(2)] for _ in range(2))  # pages by class and age
         self._density = [[0.5**age for age in range(_AGES)] for _ in range(2)]  # LRU until it has learned
         self._num_ends = 0  # of runs, since it has
+        self._random = random.Random(0)
 
     def withdraw(self, key: Hashable) -> None:
         """Learn that a run came back."""
@@ -283,7 +286,9 @@ class DensityPolicy(LookaheadPolicy):
         if oldest is None or newest is None:
             key = max(exempt, key=exempt.__getitem__)
         else:
-            key = newest if _NEWER * self._density_of(newest) <= self._density_of(oldest) else oldest
+            new, old = self._density_of(newest), self._density_of(oldest)
+            is_new = _NEWER * new < old if new or old else self._random.random() >= _OLDEST_SHARE
+            key = newest if is_new else oldest
         return key, -(-self.candidates[key].num_pages // 2)
 
     def _age(self, candidate: Candidate) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
@@ -183,7 +184,7 @@ def test_density_is_lru_by_trailing_halves_until_it_has_learned_and_keeps_what_w
 
 
 def test_a_run_that_changed_its_size_did_not_come_back() -> None:
-    """Density counts as returns only what was withdrawn: here nobody came back, so the newest is worth no more."""
+    """Density counts as returns only what was withdrawn. Here nobody came back: the newest goes in half of all turns."""
     now_s, gone = [0.0], list[object]()
     policy = DensityPolicy(lambda: now_s[0], 10**6)
     for turn in range(1000):
@@ -196,4 +197,41 @@ def test_a_run_that_changed_its_size_did_not_come_back() -> None:
             assert victim.num_pages == 2
             gone.append(victim.candidate.key)
     assert gone[:400] == [*range(400)]
-    assert gone[-400:] == [*range(600, 1000)]
+    newest = {key for turn, key in enumerate(gone, 40) if key == turn}
+    assert 150 < len(newest) < 350
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_after_a_flood_of_prompts_that_nobody_repeats_those_who_return_are_found(others: int) -> None:
+    """`others` one-off prompts go on beside each turn. The pool has room for all who return between two turns."""
+    now_s, stored, draw, counter = [0.0], dict[object, int](), random.Random(0), itertools.count()
+    policy = DensityPolicy(lambda: now_s[0], 1000)
+
+    def turn(session: object, size: int) -> int:
+        found = stored.get(session, 0)
+        if found:
+            policy.withdraw(session)
+        while sum(stored.values()) + size - found > 1000:
+            victim = policy.choose()
+            assert victim is not None
+            key = victim.candidate.key
+            stored[key] -= victim.num_pages
+            if not stored[key]:
+                del stored[key]
+            else:
+                policy.offer(victim.candidate._replace(num_pages=stored[key]))
+        stored[session] = size
+        policy.offer(Candidate(session, size, now_s[0], found > size // 2))
+        return found
+
+    for _ in range(2000):
+        now_s[0] += 1.2
+        turn(next(counter), 10)
+    for _ in range(20):
+        found = 0
+        for chat in range(40):
+            now_s[0] += 1.2 * draw.uniform(0.5, 1.5)
+            found += turn(("chat", chat), 10)
+            for _ in range(others):
+                turn(next(counter), 10)
+    assert found > 0.95 * 400
