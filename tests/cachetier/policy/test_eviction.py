@@ -184,7 +184,7 @@ def test_density_is_lru_by_trailing_halves_until_it_has_learned_and_keeps_what_w
 
 
 def test_a_run_that_changed_its_size_did_not_come_back() -> None:
-    """Density counts as returns only what was withdrawn. Here nobody came back: the newest goes in half of all turns."""
+    """Density counts as returns only what was withdrawn. Nobody came back: the newest goes in half of all turns."""
     now_s, gone = [0.0], list[object]()
     policy = DensityPolicy(lambda: now_s[0], 10**6)
     for turn in range(1000):
