@@ -7,26 +7,20 @@ index needs, so that it is rebuilt without opening a file.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
-from mneme.cache_folder import state_folder
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import KEY_BYTES, LineageKind
-from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock, LockWaitingFiles, is_ours, is_private_folder
-from mneme.cachetier.config import DiskTierConfig
+from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock, is_ours
 from mneme.cachetier.node.index import MODEL_BYTES
 from mneme.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
 LOCK = "lock"
@@ -123,41 +117,6 @@ def check_usable(path: str) -> None:
     """Make the folder as a tier would. Raises `ConfigError` if a tier could not use it now."""
     make_root(path)
     DiskFolder(path, FileOperations()).close()
-
-
-_MAX_SERVERS = 16  # of one user on one machine, each with a folder
-_FREE_SHARE = 0.1  # of what is free on the disk, for chunks, so that a full tier leaves nine tenths of the rest
-_MOST_BYTES, _FEWEST_BYTES = 64 << 30, 512 << 20  # of chunks; on a disk with room for fewer there are none
-
-
-def take_own_disk(held: ExitStack) -> DiskTierConfig | None:
-    """Return the disk tier of a server that was told of none; no other server has it until `held` is closed.
-
-    It is the first of this user's numbered folders that no other server has: the next server after this one, of this or
-    another model, finds what this one wrote. None if there can be none.
-    """
-    try:
-        base = str(state_folder())
-        os.makedirs(base, 0o700, exist_ok=True)
-        if not is_private_folder(os.lstat(base)):
-            raise PermissionError(0, f"others may write to {base}")
-        capacity = min(int(_FREE_SHARE * shutil.disk_usage(base).free), _MOST_BYTES)
-        if capacity < _FEWEST_BYTES:
-            raise OSError(0, "it is nearly full")
-        for number in range(_MAX_SERVERS):
-            path = os.path.join(base, f"kv-{number}")
-            os.makedirs(path, 0o700, exist_ok=True)
-            try:
-                held.callback(HeldLock(FileOperations(), os.path.join(path, LOCK)).close)
-            except BlockingIOError:
-                continue
-            DiskFolder(path, LockWaitingFiles()).close()  # a server that was killed may have it for a moment
-            return DiskTierConfig(folder=path, capacity_bytes=capacity)
-        raise OSError(0, f"{_MAX_SERVERS} servers of this user have one each")
-    except (OSError, ConfigError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        logger.info("nothing is written to a disk, and a restart starts cold: %s", why)
-        return None
 
 
 def kind_of(folder: str, text: str, status: os.stat_result) -> tuple[Kind, ChunkName | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from functools import partial
@@ -42,12 +42,18 @@ LABORATORY = {  # what measures and plays, and what `mneme --help` says of it
     "simulate": "what a trace would do to a cache or a cluster, without a model",
     "quality": "what reusing documents in place does to a model's answers",
 }
+
+
+def _dtype(text: str) -> str:
+    return {"half": "float16", "float": "float32"}.get(text, text)  # as vLLM calls them, too
+
+
 # Options of `vllm serve` that have an equivalent here.
-VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our key, type, metavar, help
+VLLM_OPTIONS: tuple[tuple[str, str, Callable[[str], object], str, str], ...] = (  # option, our key, type, metavar, help
     ("--served-model-name", "served_name", str, "NAME", "what clients call the model, by one name or several"),
     ("--generation-config", "engine.generation_config", str, "USE", "auto: as generation_config.json samples; none"),
     ("--api-key", "http.api_keys", str, "KEY", "the key that clients must send"),
-    ("--dtype", "engine.dtype", str, "DTYPE", "auto, float32, bfloat16 or float16"),
+    ("--dtype", "engine.dtype", _dtype, "DTYPE", "auto, float32, bfloat16 or float16"),
     ("--tool-call-parser", "http.tool_call_parser", str, "NAME", "auto, none, hermes, qwen3_coder ...: docs/tools.md"),
     ("--reasoning-parser", "http.reasoning_parser", str, "NAME", "auto, none, qwen3, openai_gptoss ...: docs/tools.md"),
     ("--tool-parser-plugin", "http.tool_parser_plugin", str, "FILE", "a Python file with formats of one's own"),
@@ -211,11 +217,12 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         option = f"--{name.replace('_', '-')}"
         if option not in {known for known, *_ in VLLM_OPTIONS}:
             action = argparse.BooleanOptionalAction if foreign.is_flag else "store"
-            same.add_argument(option, dest=_FOREIGN + name, action=action, help=argparse.SUPPRESS)
+            short = [f"-{name[0]}p"] if name.endswith("_parallel_size") else []
+            same.add_argument(option, *short, dest=_FOREIGN + name, action=action, help=argparse.SUPPRESS)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from mneme.cachetier.node.folder import take_own_disk
+    from mneme.cachetier.node.own_disk import take_own_disk
     from mneme.cluster.config import load_config
 
     keys = ("model", "ray.address", "host", "port", "log_format", *(key for _, key, *_ in VLLM_OPTIONS))
@@ -228,7 +235,8 @@ def _serve(args: argparse.Namespace) -> int:
     if "http.api_keys" in given:
         given["http.api_keys"] = [given["http.api_keys"]]
     with ExitStack() as held:  # until this process ends
-        config = load_config(args.config, args.set, given | _foreign_keys(args), partial(take_own_disk, held))
+        own_disk = partial(take_own_disk, held, lambda why: print(f"mneme serve: {why}", file=sys.stderr))
+        config = load_config(args.config, args.set, given | _foreign_keys(args), own_disk)
         return _serve_as(args, config)
 
 

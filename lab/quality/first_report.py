@@ -11,6 +11,8 @@ import os
 import select
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from mneme.errors import ConfigError
 from mneme.lab.quality.measure import Arm, measure
@@ -67,6 +69,8 @@ class Background:
         """`budget_s`: of this process's time on processors."""
         self._budget_s, self._goes = budget_s, False
         os.nice(19)
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this goes and no replica
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # threads that begin later are so too
 
     def wait(self) -> None:

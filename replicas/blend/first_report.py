@@ -2,8 +2,8 @@
 
 `mneme quality` measures it in a process of its own with weights of its own, at the machine's lowest priority: what
 fails there, or takes too much, fails there. It begins once the engine has had nothing to do for a minute, steps only
-while that stays so, and ends with this process, whose pipe says when. Until the report is there, all documents are
-computed in full.
+while that stays so, and ends with this process, whose pipe says when. One that has to pause for long ends, too, and
+begins anew in the next idle minute. Until the report is there, all documents are computed in full.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from mneme.replicas.blend.gate import Gate
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0  # until it begins: a client's think time, or the pause between two tests, is not the time for it
-BUDGET_S = 1800.0  # of processor time, for all of it; a model that needs more is measured by hand
+BUDGET_S = 1800.0  # of processor time, for all of it
+LIMIT_S = 8 * BUDGET_S  # by the clock: of one that hangs
+PAUSE_S = 300.0  # without an idle engine, after which its memory is given back
+MOST_BYTES = 1 << 30  # of weights: the budget is too small for larger models, which are measured by hand
 _CORES = 4  # of so many it uses one
 _SPARE_BYTES = 2 << 30  # beside the weights twice: its KV, and torch
 _MEASURING = Gate(why="the quality report of this model is being measured")
@@ -49,8 +52,8 @@ class FirstReport:
         read     reads it
         """
         self._command, self._folder, self._read, self._clock = command, folder, read, clock
-        self._needed_bytes = 2 * weights_bytes + _SPARE_BYTES
-        self._idle_since_s = math.inf
+        self._weights_bytes = weights_bytes
+        self._idle_since_s, self._busy_since_s, self._began_s = math.inf, math.inf, math.inf
         self._is_over = self._goes = False
         self._process: subprocess.Popen[bytes] | None = None
         self._held = ExitStack()  # the lock, the pipe
@@ -61,14 +64,20 @@ class FirstReport:
             return None
         if not is_idle:
             self._idle_since_s = math.inf
+            self._busy_since_s = min(self._busy_since_s, self._clock())
             self._say(False)
+            if self._clock() - self._busy_since_s >= PAUSE_S:
+                self._stop()
             return None
-        self._idle_since_s = min(self._idle_since_s, self._clock())
+        self._idle_since_s, self._busy_since_s = min(self._idle_since_s, self._clock()), math.inf
         if self._process is None:
             return self._begin() if self._clock() - self._idle_since_s >= IDLE_S else None
         if (status := self._process.poll()) is None:
             self._say(True)
-            return None
+            if self._clock() - self._began_s < LIMIT_S:
+                return None
+            self._stop()
+            return self._ended(Gate(why=f"quality was not measured within {LIMIT_S / 3600:g} hours"))
         gate = self._read()
         if not gate.has_report:
             gate = Gate(why=f"quality could not be measured: {self._log} says why")
@@ -78,15 +87,21 @@ class FirstReport:
     def close(self) -> None:
         """End the measurement, which leaves nothing; the next start begins it anew."""
         self._is_over = True
+        self._stop()
+
+    def _stop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._process = None
         self._held.close()
 
     def _begin(self) -> Gate | None:
         """Begin, unless another process of this machine measures: one at a time, whatever its model is."""
         self._idle_since_s = self._clock()  # if not now, then in a minute
-        if available_bytes() < self._needed_bytes:
+        if self._weights_bytes > MOST_BYTES:
+            return self._ended(Gate(why="a model of this size is measured by hand: mneme quality"))
+        if available_bytes() < 2 * self._weights_bytes + _SPARE_BYTES:
             return self._ended(Gate(why="quality was not measured: there is no memory for it beside the engine"))
         try:
             lock = self._held.enter_context((self._folder / "quality.lock").open("w"))
@@ -107,6 +122,8 @@ class FirstReport:
         assert self._process.stdin is not None
         self._held.enter_context(suppress(OSError))  # of closing a pipe that nobody reads
         self._held.enter_context(self._process.stdin)
+        os.set_blocking(self._process.stdin.fileno(), False)  # one that hangs reads nothing, and no step waits for it
+        self._goes, self._began_s = False, self._clock()
         logger.info("measuring what reusing documents does to answers, behind traffic: %s", " ".join(self._command))
         self._say(True)
         return _MEASURING
@@ -120,9 +137,12 @@ class FirstReport:
         """Let it step, or not; it does what the last byte says."""
         if self._process is not None and self._process.stdin is not None and goes != self._goes:
             self._goes = goes
-            with suppress(OSError):  # it has ended
-                self._process.stdin.write(b"1" if goes else b"0")
-                self._process.stdin.flush()
+            try:
+                os.write(self._process.stdin.fileno(), b"1" if goes else b"0")
+            except BlockingIOError:
+                self._process.kill()  # it has read nothing for as long as a pipe is: it hangs
+            except OSError:
+                pass  # it has ended
 
     @property
     def _log(self) -> Path:

@@ -26,8 +26,9 @@ def cache_folder() -> Path:
 
 def state_folder() -> Path:
     """Return the folder of what a server goes on with after a restart, likewise."""
-    if chosen := os.environ.get("XDG_STATE_HOME"):
-        return Path(chosen) / "mneme"
+    chosen = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if chosen.is_absolute():  # the specification: others are to be ignored
+        return chosen / "mneme"
     try:
         return Path.home() / ".local" / "state" / "mneme"
     except RuntimeError as error:

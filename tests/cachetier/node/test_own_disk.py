@@ -13,8 +13,9 @@ import pytest
 
 from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock
 from mneme.cachetier.config import DiskTierConfig
-from mneme.cachetier.node import folder as folder_module
-from mneme.cachetier.node.folder import DiskFolder, take_own_disk
+from mneme.cachetier.node import own_disk as folder_module
+from mneme.cachetier.node.folder import DiskFolder
+from mneme.cachetier.node.own_disk import take_own_disk
 
 GIB = 2**30
 
@@ -43,7 +44,7 @@ def disk_of(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 def taken(held: ExitStack) -> DiskTierConfig:
-    found = take_own_disk(held)
+    found = take_own_disk(held, pytest.fail)
     assert found is not None
     return found
 
@@ -82,19 +83,56 @@ def test_it_takes_a_tenth_of_what_is_free_within_bounds(
 ) -> None:
     disk_of(monkeypatch, int(free_gib * GIB))
     if capacity_gib is None:
-        assert take_own_disk(held) is None
+        assert "is nearly full" in refused(held)
     else:
         assert taken(held).capacity_bytes == pytest.approx(capacity_gib * GIB)
 
 
+def test_what_it_wrote_itself_counts_as_free(state: Path, monkeypatch: pytest.MonkeyPatch, held: ExitStack) -> None:
+    """Else a tier that was full is off at the next start, and what it kept lies there unseen."""
+    taken(held)
+    held.close()
+    with (state / "kv-0" / "mneme-kv-1" / "chunk").open("wb") as file:
+        file.truncate(GIB)  # of holes
+    disk_of(monkeypatch, int(4.9 * GIB))
+    assert taken(held).capacity_bytes == pytest.approx(0.59 * GIB, rel=1e-6)
+
+
+def test_a_folder_that_cannot_be_used_is_passed_over(state: Path, held: ExitStack) -> None:
+    (state / "kv-0" / "mneme-kv-1").mkdir(parents=True)
+    (state / "kv-0" / "mneme-kv-1").chmod(0o777)
+    state.chmod(0o700)
+    assert taken(held).folder == str(state / "kv-1")
+
+
+def test_a_folder_that_no_server_had_for_a_week_is_removed(state: Path, held: ExitStack) -> None:
+    with ExitStack() as all_three:
+        for _ in range(3):
+            taken(all_three)
+    for number in (1, 2):
+        for path in (*(state / f"kv-{number}").rglob("*"), state / f"kv-{number}"):
+            os.utime(path, (0, 0))
+    (state / "kv-2" / "mneme-kv-1" / "chunk").touch()
+    taken(held)
+    assert sorted(path.name for path in state.iterdir()) == ["kv-0", "kv-2"]
+
+
+def refused(held: ExitStack) -> str:
+    said = list[str]()
+    assert take_own_disk(held, said.append) is None
+    return " ".join(said)
+
+
 def test_who_has_no_folder_of_his_own_has_no_disk(
-    state: Path, monkeypatch: pytest.MonkeyPatch, held: ExitStack
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: ExitStack
 ) -> None:
     state.mkdir(parents=True)
     state.chmod(0o777)
-    assert take_own_disk(held) is None
+    assert "others may write to it" in refused(held)
     monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
-    assert take_own_disk(held) is None
-    monkeypatch.delenv("XDG_STATE_HOME")
+    assert refused(held) == ""  # which is how to ask for none
+    monkeypatch.setenv("XDG_STATE_HOME", "state")  # not absolute: ignored
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert taken(held).folder == str(tmp_path / ".local" / "state" / "mneme" / "kv-0")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert take_own_disk(held) is None
+    assert "no home" in refused(held)

@@ -26,6 +26,7 @@ def test_what_is_done_anyway_changes_nothing_and_is_said(capsys: pytest.CaptureF
     assert with_them == plain
     for option in ("--tensor-parallel-size", "--kv-cache-dtype"):
         assert f"mneme serve: {option} changes nothing" in said
+    assert engine_of(capsys, "mneme-tiny", "-tp", "1", "--dtype", "half")[0] == {**plain, "dtype": "float16"}
 
 
 @pytest.mark.parametrize(

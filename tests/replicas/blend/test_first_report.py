@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.replicas.blend.first_report import IDLE_S, FirstReport, measuring
+from mneme.replicas.blend.first_report import IDLE_S, LIMIT_S, PAUSE_S, FirstReport, measuring
 from mneme.replicas.blend.gate import NO_REPORT, Gate
 
 pytestmark = pytest.mark.policy
@@ -140,14 +140,59 @@ def test_one_that_is_closed_ends_and_leaves_the_lock_to_others(begin: Begin, tmp
 
 
 @pytest.mark.parametrize(
-    ("weights_bytes", "folder", "said"), [(2**60, ".", "no memory for it"), (0, "nowhere", "No such file")]
+    ("weights_bytes", "folder", "said"),
+    [(2**29, ".", "no memory for it"), (2**31, ".", "by hand"), (0, "nowhere", "No such file")],
 )
-def test_what_cannot_begin_is_said(weights_bytes: int, folder: str, said: str, tmp_path: Path) -> None:
+def test_what_cannot_begin_is_said(
+    weights_bytes: int, folder: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if weights_bytes == 2**29:
+        monkeypatch.setattr("mneme.replicas.blend.first_report.available_bytes", lambda: 2**30)
     play = Play(tmp_path / folder, "reports", weights_bytes)
     play.idle()
     told = play.idle(IDLE_S)
     assert told is not None
     assert (told.allowed, said in told.why) == ({}, True)
+    assert play.idle(IDLE_S) is None
+
+
+def test_a_child_that_reads_nothing_holds_nobody_up(tmp_path: Path) -> None:
+    """Thousands of requests, each a byte for it: its pipe is full at 65,536."""
+    hangs = [sys.executable, "-c", "import time; time.sleep(600)"]
+    report = FirstReport(hangs, folder=tmp_path, read=lambda: NO_REPORT, weights_bytes=0, clock=lambda: 0.0)
+    report._idle_since_s = -IDLE_S
+    assert report.poll(is_idle=True) is not None
+    found: Gate | None = None
+    for _ in range(40_000):
+        report.poll(is_idle=False)
+        found = found or report.poll(is_idle=True)
+    until(lambda: (found or report.poll(is_idle=True)) is not None)
+
+
+def test_one_that_pauses_for_long_gives_its_memory_back_and_begins_anew(begin: Begin) -> None:
+    play = begin()
+    play.idle()
+    play.idle(IDLE_S)
+    until(lambda: play.heard() == "1")
+    play.report.poll(is_idle=False)
+    until(lambda: play.heard() == "10")
+    play.now_s += PAUSE_S
+    play.report.poll(is_idle=False)
+    assert play.report._process is None
+    (play.folder / "heard").unlink()
+    assert play.idle() is None
+    assert play.idle(IDLE_S) is not None
+    until(lambda: play.heard() == "1")
+    assert end(play) == ALLOWED
+
+
+def test_one_that_takes_for_ever_is_ended(begin: Begin) -> None:
+    play = begin()
+    play.idle()
+    play.idle(IDLE_S)
+    told = play.idle(LIMIT_S)
+    assert told is not None
+    assert "within 4 hours" in told.why
     assert play.idle(IDLE_S) is None
 
 
