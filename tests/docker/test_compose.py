@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -110,7 +111,11 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def asked(query: str) -> tuple[set[str], dict[str, set[str]]]:
-    """Return the metrics that a query names, and its labels with the values that they are compared with."""
+    """Return the metrics that a query names, and its labels with the values that they are compared with.
+
+    Raises ValueError for one that Prometheus would not take.
+    """
+    promql_parser.parse(query.replace("$__rate_interval", "5m"))
     values_by_label = {label: set(values.split("|")) for label, _, values in _MATCHER.findall(query)}
     for labels in re.findall(r"\bby \(([^)]*)\)", query):
         values_by_label = {label.strip(): set() for label in labels.split(",")} | values_by_label
@@ -178,6 +183,11 @@ def test_what_an_alert_asks_for_is_on_the_page(alert: dict[str, Any], page: Page
     assert missing(alert["expr"], page) == set()
     assert {*re.findall(r"\{\{ \$labels\.(\w+) \}\}", alert["annotations"]["summary"])} <= values_by_label.keys()
     assert {*alert} == {"alert", "expr", "for", "labels", "annotations"}
+
+
+def test_a_query_that_prometheus_would_not_take_is_seen() -> None:
+    with pytest.raises(ValueError, match="unclosed"):
+        asked("absent(mneme_ready")
 
 
 def questions() -> list[str]:

@@ -61,6 +61,9 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- range $i, $each := prepend ($c.models | default list) $c -}}
   {{- $path := ternary "config" (printf "config.models[%d]" (sub $i 1)) (eq $i 0) -}}
   {{- if and $each.replicas $each.autoscale }}{{ fail (printf "%s.replicas: set %s.autoscale to null beside it" $path $path) }}{{ end -}}
+  {{- with $each.autoscale -}}
+    {{- if lt (int .max) (int .min) }}{{ fail (printf "%s.autoscale.max: must be at least min, %d (got %d)" $path (int .min) (int .max)) }}{{ end -}}
+  {{- end -}}
   {{- if not (or $each.replicas $each.autoscale) }}{{ fail (printf "%s: replicas or autoscale must say how many engines, as pods follow" $path) }}{{ end -}}
   {{- if not (or $each.cpus_per_replica $each.gpus_per_replica) -}}
     {{- fail (printf "%s.cpus_per_replica: must be over 0, or Ray places engines on the head, which has no folder for KV" $path) -}}
