@@ -106,7 +106,7 @@ def values_of(*assignments: str, file: str = "cpu") -> list[str]:
         (values_of('config.engine.device="cuda"', 'config.gpus_per_replica=1'), "limits must have nvidia.com/gpu"),
         (values_of('config.replicas=2'), "config.replicas: set config.autoscale to null beside it"),
         (values_of('config.autoscale=null'), "config: replicas or autoscale must say how many"),
-        (values_of('config.autoscale.min=5', 'config.autoscale.max=2'), "config.autoscale.max: must be at least min, 5"),
+        (values_of('config.autoscale.min=5', 'config.autoscale.max=2'), "autoscale.max: must be at least min, 5"),
         (values_of('config.cpus_per_replica=0'), "config.cpus_per_replica: must be over 0"),
         (values_of('config.ingress.cpus=0'), "config.ingress.cpus: must be over 0"),
         (values_of('config.models=[{"model": "b", "replicas": 1}]'), "config.models[0].cpus_per_replica: must be"),
