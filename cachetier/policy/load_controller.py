@@ -4,8 +4,8 @@ Behind a resident prefix there is a run of chunks that a tier has. Two rules, an
 
 0. *Ask if an answer is expected to save what it takes*: of what computing takes the share of tokens that was found of
    late, and at least a hundredth. Else one prompt in 16 asks. (New prompts of 320 tokens took 1.17 times as long as
-   without a tier when each asked, 0.97 since, and 1.36 and 1.00 times the processor time: `bench_cache_turn.py`,
-   asking, `llama-wide-kv`, 300 rounds of three arms in one run beside others, 2026-11-28.)
+   without a tier when each asked, 0.97 since, and 1.36 and 1.00 times the processor time: 24 layers with wide KV,
+   300 rounds of three arms in one run beside other work, 2026-11-28.)
 
 1. *Load the head that is predicted to bring the first token soonest*, and compute the rest. The rest of the prompt is
    computed layer by layer behind what is loaded: of the whole load L and the first step's rows F, spread over n layers,
