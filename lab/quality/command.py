@@ -84,7 +84,7 @@ def quality(args: argparse.Namespace) -> int:
     """Measure, write the report, and say what it allows. Raises `MnemeError`."""
     kind, _, layout = args.task.partition(":")
     is_comparison = kind == _TEXT and not Path(args.task).exists()
-    needless = ("selectors", "ratios", "cases", "max_tokens") if is_comparison else ("settings",)
+    needless = ("selectors", "ratios", "cases", "max_tokens", "background") if is_comparison else ("settings",)
     for name in needless:
         if getattr(args, name) is not None:
             rule = f"says nothing of --task {shown(args.task)}"
@@ -192,7 +192,7 @@ def _compare_settings(args: argparse.Namespace, layout: str) -> int:
     check_options(args, _OPTIONS)
     folder = model_directory(args.model)
     model_config = load_model_config(folder)
-    base = {"device": args.device, "dtype": args.dtype}
+    base = {"device": args.device, "dtype": args.dtype, "weights": args.weights, "kv_dtype": args.kv_dtype}
     given = args.settings or _SETTINGS
     config_by_setting = {each: read_setting(each, base) for each in given.split(",")}
     reference, *_ = config_by_setting.values()
