@@ -1,11 +1,16 @@
-"""`mneme top`: what a running server does, in a terminal, again and again. The same figures as the page at /ui."""
+"""`mneme top`: what a running server does, in a terminal. The same figures as the page at /ui.
+
+It looks again when the stream of events says that something happened, and else at intervals.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +23,7 @@ from rich.text import Text
 from mneme.lab.chat import ChatFailed, add_server_arguments, auth_headers, base_url, first_model
 
 _SOURCES = ("device", "host", "disk", "peer", "recomputed", "dropped")
+_LEAST_S = 0.5  # between two looks, and two tries to listen
 _COLOURS = ("blue", "yellow", "magenta", "cyan", "red", "bright_black")
 
 
@@ -51,6 +57,9 @@ def run_top(args: argparse.Namespace, clock: Callable[[], float] = time.monotoni
 def _watch(http: httpx.Client, args: argparse.Namespace, clock: Callable[[], float]) -> None:
     console, before = Console(), None
     is_live = not (args.json or args.once)
+    events = _Events(http)
+    if is_live:
+        threading.Thread(target=events.listen, daemon=True).start()
     with Live(console=console, auto_refresh=False, screen=False) if is_live else _Printed(console) as shown:
         while True:
             try:
@@ -61,14 +70,45 @@ def _watch(http: httpx.Client, args: argparse.Namespace, clock: Callable[[], flo
                 shown.update(Text(f"{error}; asking again"), refresh=True)
                 time.sleep(args.every)
                 continue
+            events.has_come.clear()
             if args.json:
                 print(json.dumps(look), flush=True)
             else:
-                shown.update(_drawn(look, before), refresh=True)
+                shown.update(Group(_drawn(look, before), *map(Text, events.lines)), refresh=True)
             if args.once:
                 return
             before = look
-            time.sleep(args.every)
+            time.sleep(min(args.every, _LEAST_S))
+            events.has_come.wait(max(args.every - _LEAST_S, 0.0))
+
+
+class _Events:
+    """The last of a server's events but for requests, which have a table of their own."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+        self.lines = deque[str](maxlen=8)
+        self.has_come = threading.Event()
+
+    def listen(self) -> None:
+        """Read until the client is closed: a stream ends after five minutes, and with its server."""
+        while not self._http.is_closed:
+            try:
+                with self._http.stream("GET", "/v1/events", timeout=httpx.Timeout(10, read=None)) as response:
+                    for line in response.iter_lines() if response.is_success else ():
+                        if line.startswith("data: "):
+                            self._take(json.loads(line.removeprefix("data: ")))
+            except (httpx.HTTPError, httpx.StreamError, ValueError, KeyError):
+                pass  # the next look says what is wrong
+            except RuntimeError:
+                return  # closed by now
+            time.sleep(_LEAST_S)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["type"] != "request.ended":
+            about = ", ".join(f"{name} {value}" for name, value in event["data"].items() if value not in (None, "", 0))
+            self.lines.append(f"{time.strftime('%H:%M:%S', time.localtime(event['at']))}  {event['type']}  {about}")
+        self.has_come.set()
 
 
 class _Printed:

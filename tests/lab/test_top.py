@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
+from typing import Any
 
 import httpx
 import pytest
+from rich.text import Text
 
 from mneme.cluster.cli.main import main
 from mneme.cluster.config import HttpConfig
+from mneme.lab.top import _Events
 from tests.cluster.api_fixtures import CHAT, serving
 
 pytestmark = pytest.mark.policy
@@ -25,6 +29,41 @@ def test_it_shows_replicas_tiers_and_requests(capsys: pytest.CaptureFixture[str]
         assert text in shown
     assert [each["id"] for each in look["requests"]["data"]] == [ended]
     assert look["cluster"]["replicas"][0]["cached_tokens"] == 4
+
+
+def test_it_looks_again_when_something_happened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour is between two looks; an answer's event comes sooner."""
+    looks = list[int]()
+
+    def drawn(look: dict[str, Any], before: dict[str, Any] | None) -> Text:
+        looks.append(len(look["requests"]["data"]))
+        if looks[-1]:
+            raise KeyboardInterrupt
+        threading.Thread(target=ask).start()
+        return Text("")
+
+    def ask() -> None:
+        for _ in range(50):
+            httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+            if looks[-1]:
+                return
+
+    monkeypatch.setattr("mneme.lab.top._drawn", drawn)
+    with serving() as server:
+        assert main(["top", "--every", "3600", "--url", server.url]) == 0
+    assert looks == [0, looks[-1]]
+
+
+def test_events_of_replicas_and_faults_are_lines() -> None:
+    events = _Events(httpx.Client())
+    for kind in ("request.ended", "replica.left", "fault"):
+        events._take({"type": kind, "at": 0.0, "data": {"model": "tiny", "replica": "a", "reason": None}})
+    assert [line[10:] for line in events.lines] == [
+        f"{kind}  model tiny, replica a" for kind in ("replica.left", "fault")
+    ]
+    assert events.has_come.is_set()
 
 
 @pytest.mark.parametrize(
