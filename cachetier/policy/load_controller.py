@@ -159,8 +159,9 @@ class LoadController:
     def lookup_wait_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
         """Return how long a prompt waits for what the tier says, if so, before it is computed a chunk at a time.
 
-        A hundredth of what computing takes, or what one more step costs, as that would be the price of not waiting; not
-        at all where answers are learned to take longer than that.
+        A twentieth of what computing takes, times the share that was found of late (a hundredth at least), or what one
+        more step costs: the price of not waiting is a chunk that is computed though the tier has it. Not at all where
+        answers are learned to take longer than that.
 
         num_stored  tokens behind the resident ones that a session had, so that they were stored: they are worth as much
                     time as computing them would take, which would also hold up others
@@ -170,7 +171,8 @@ class LoadController:
         if num_stored:
             return self._costs.prefill_s(num_stored, num_resident)
         computing_s = self._costs.prefill_s(num_tokens - num_resident, num_resident)
-        wait_s = max(self._costs.prefill_s(1, num_resident), _LOOKUP_SHARE * computing_s)
+        share = max(TOLERANCE * self._found_share, _LOOKUP_SHARE)
+        wait_s = max(self._costs.prefill_s(1, num_resident), share * computing_s)
         return wait_s if self._costs.lookup_s <= wait_s else 0.0
 
     def lookup_timeout_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:

@@ -236,7 +236,8 @@ def _serve(args: argparse.Namespace) -> int:
         given["http.api_keys"] = [given["http.api_keys"]]
     with ExitStack() as held:  # until this process ends
         own_disk = partial(take_own_disk, held, lambda why: print(f"mneme serve: {why}", file=sys.stderr))
-        config = load_config(args.config, args.set, given | _foreign_keys(args), own_disk)
+        disk = {} if args.print_config else {"own_disk": own_disk}  # printing takes nothing
+        config = load_config(args.config, args.set, given | _foreign_keys(args), **disk)
         return _serve_as(args, config)
 
 

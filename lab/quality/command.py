@@ -195,6 +195,8 @@ def _compare_settings(args: argparse.Namespace, layout: str) -> int:
     base = {"device": args.device, "dtype": args.dtype, "weights": args.weights, "kv_dtype": args.kv_dtype}
     given = args.settings or _SETTINGS
     config_by_setting = {each: read_setting(each, base) for each in given.split(",")}
+    if len(config_by_setting) < len(given.split(",")):
+        raise ConfigError(f"settings: each once (got {shown(given)})")
     reference, *_ = config_by_setting.values()
     device = choose_device(reference.device)
     dtype = choose_dtype(reference.dtype, device, model_config.dtype)
@@ -208,7 +210,8 @@ def _compare_settings(args: argparse.Namespace, layout: str) -> int:
     try:
         text = read_text(layout, tokenizer)
         if out is not None and not args.force:
-            check_broader(report_of(out, measured), config_by_setting, text.num_scored)
+            known = report_of(out, measured)
+            check_broader(known, config_by_setting, text.num_scored)
         with Progress(console=Console(stderr=True)) as bars:
             bar = bars.add_task("windows", total=len(text.windows) * len(config_by_setting))
             rows, refused = compare(
@@ -223,6 +226,12 @@ def _compare_settings(args: argparse.Namespace, layout: str) -> int:
         tokenizer.close()
     for setting, why in refused.items():
         print(f"mneme quality: {setting} is left out: {why}", file=sys.stderr)
+    if out is not None and not args.force:
+        try:
+            check_broader(known, [row.setting for row in rows], text.num_scored)  # without those that were left out
+        except ConfigError as error:
+            print(f"mneme quality: {error}", file=sys.stderr)
+            out = None
     report = Comparison(model=measured, task=text.name, rows=tuple(rows))
     path = None if out is None else report.write(out)
     if args.json:

@@ -33,6 +33,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.text.tokenizer import Tokenizer
 
 FORMAT = 1
+_MOST_NATS = 700.0  # of a token: more is no number any more
 _PIECE = 256  # tokens of which distributions are compared at once
 
 
@@ -156,13 +157,16 @@ def _compared(setting: str, engine: Engine, reference: Engine, text: Text, on_pr
         for one, other in zip(wanted, got, strict=True):
             ids = torch.tensor([next(next_ids) for _ in one])
             loss -= float(other.gather(1, ids[:, None]).double().sum())
-            kl += float((one.exp() * (one - other)).sum(1).double().sum())
+            kl += float((one.exp() * (one - other)).where(one > -math.inf, 0.0).sum(1).double().sum())
             num_same += int((one.argmax(1) == other.argmax(1)).sum())
         on_progress()
     num_tokens = text.num_scored
+    if not math.isfinite(loss) or not math.isfinite(kl):
+        raise MnemeError(f"{setting}: a token of the text has no finite probability, so there is nothing to compare")
     return Compared(
         setting=setting, weight_bytes=dict(engine.runner.weight_bytes), num_tokens=num_tokens,
-        perplexity=math.exp(loss / num_tokens), kl=max(kl / num_tokens, 0.0), top1=num_same / num_tokens,
+        perplexity=math.exp(min(loss / num_tokens, _MOST_NATS)), kl=max(kl / num_tokens, 0.0),
+        top1=num_same / num_tokens,
     )  # fmt: skip
 
 

@@ -520,7 +520,7 @@ class Scheduler:
             assert sequence.path is not None
             self.running.remove(sequence)
             self._forest.release(sequence.path)
-            sequence.path = None
+            sequence.path = sequence.row = None
             sequence.num_put_back += 1
             sequence.drop_load()
             if sequence.chain is not None:
@@ -556,7 +556,7 @@ class Scheduler:
         self._refused = None
         self.running.remove(sequence)
         self._forest.release(sequence.path, sequence.owner if sequence.request.choice_index == 0 else None)
-        sequence.path = None
+        sequence.path = sequence.row = None  # else each is in a circle of references, which waits for the collector
 
 
 def _insert_by_arrival(running: list[Sequence], sequence: Sequence) -> None:

@@ -136,6 +136,9 @@ def test_a_lookup_is_waited_for_a_hundredth_and_used_as_long_as_rows_are_left() 
     controller = LoadController(make_costs())
     computing_s = make_costs().prefill_s(8192, 100)
     assert controller.lookup_wait_s(0, 10) == pytest.approx(make_costs().prefill_s(1, 0))  # one more step
+    assert controller.lookup_wait_s(100, 8292) == pytest.approx(0.05 * computing_s)  # all was found as far as is known
+    for _ in range(100):
+        controller.learn_answer(0, 4096)
     assert controller.lookup_wait_s(100, 8292) == pytest.approx(0.01 * computing_s)
     assert controller.lookup_timeout_s(100, 8292) == pytest.approx(1.01 * computing_s)
 

@@ -110,6 +110,7 @@ def test_a_comparison_is_not_replaced_by_one_that_says_less(tmp_path: Path, caps
         (["--settings", "int8"], "settings: must be engine options"),
         (["--settings", "weights=int3"], "engine.weights"),
         (["--settings", "wieghts=int8"], "engine.wieghts: unknown key"),
+        (["--settings", "weights=int8,weights=int8"], "settings: each once"),
         (["--task", "text:1x1"], "windows x tokens"),
         (["--task", "text:9999x999999"], "the text has"),
         (["--ratios", "0.2"], "ratios: says nothing of --task"),

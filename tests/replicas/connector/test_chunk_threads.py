@@ -204,7 +204,7 @@ def test_threads_end_with_an_engine_that_nobody_closes(decoder: Decoder) -> None
     started = [thread for thread in threading.enumerate() if thread not in before]
     assert len(started) >= 7  # two that look, two that read, one that loads, two that save
     del engine
-    for _ in range(2):  # after decodes on one row object the first one leaves the scheduler; why is not known
+    for _ in range(2):  # the last batch's rows, which the runner keeps, hold the sequences back from the first one
         gc.collect()
     for thread in started:
         thread.join(WAIT_S)

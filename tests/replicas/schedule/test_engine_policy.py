@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.durable import DurableSessions
 from tests.replicas.fake_runner import FakeRunner, continuation
 
@@ -239,6 +242,22 @@ def test_nothing_grows_with_the_number_of_requests(eviction: str) -> None:
     assert any(map(len, heaps))
     assert len(engine.forest.roots) <= 8
     assert len(engine.forest.owners) == len(engine.sessions) <= 21  # the next turn forgets one
+
+
+def test_what_ended_is_freed_without_the_collector_of_garbage() -> None:
+    """It would come late: while serving it is asked for seldom, and a prompt may be long."""
+    engine = make_engine()
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(20):
+            draw = random.Random(index)
+            engine.submit(make_request(f"r{index}", [draw.randrange(5) for _ in range(20)]))
+            while engine.has_work:
+                engine.step()
+        assert sum(isinstance(each, Sequence) for each in gc.get_objects()) <= 1  # the last batch's
+    finally:
+        gc.enable()
 
 
 def test_admission_leaves_a_tenth_of_the_pages_and_decodes_use_it() -> None:
