@@ -78,6 +78,7 @@ def build_api(
     apis = [ApiState(**each._asdict(), **shared, latencies=metrics.latencies.of(each.model.id)) for each in backends]
     app = Starlette(exception_handlers={HTTPException: _refused_by_framework})
     app.router.redirect_slashes = False
+    app.state.end_events = requests.close  # for who stops the server
     service = Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open, requests=requests, traces=traces)
     _add_routes(app, service)
     app.add_middleware(Guard, config=config, on_answer=metrics.count_answer, clock=clock, keyring=keyring)

@@ -38,7 +38,7 @@ def shown_request(
         "model": response.api.model.id,
         "ended_at": ended_at,
         "outcome": outcome_of(choices, error),
-        "replica": routes[-1]["replica"] if routes else None,
+        "replica": routes[-1]["replica"] if routes else _only_replica(response) if has_run else None,
         "trace_id": trace_id_of(request.headers),
         "session": choices[0].request.session_id is not None,
         "choices": len(choices),
@@ -49,6 +49,12 @@ def shown_request(
         "first_token_ms": None if first_s is None else (first_s - state.received_s) * 1e3,
         "total_ms": (response.api.clock() - state.received_s) * 1e3,
     }
+
+
+def _only_replica(response: RunResponse[Any, Any]) -> str | None:
+    """Name the one that there is: `--local` chooses none."""
+    replica_ids = response.api.client.replica_ids()
+    return replica_ids[0] if len(replica_ids) == 1 else None
 
 
 def times_of(response: RunResponse[Any, Any], request: Request, wall_s: float) -> Times:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mneme.cluster.wire.overview import Event, ShownRequest
-from mneme.errors import Overloaded
+from mneme.errors import Overloaded, ReplicaUnavailable
 
 MAX_REQUESTS = 1_000
 MAX_LISTENERS, MAX_LISTENERS_PER_TENANT = 64, 16
@@ -49,6 +49,7 @@ class RequestLog:
     clock: Callable[[], float]  # seconds since 1970
     _requests: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     _listeners: set[Listener] = field(default_factory=set)
+    _is_closed: bool = False
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -67,9 +68,20 @@ class RequestLog:
             if listener.tenant == tenant:
                 listener.put({"type": "request.ended", "at": shown["ended_at"], "data": dict(shown)})
 
+    def close(self) -> None:
+        """End every listener's events at once: a server that stops waits for what it has open."""
+        self._is_closed = True
+        for listener in self._listeners:
+            listener.news.set()
+
     @contextmanager
     def listening(self, tenant: str) -> Iterator[Listener]:
-        """Collect a tenant's events within the block; raises `Overloaded` where as many listen as may."""
+        """Collect a tenant's events within the block; raises `Overloaded` where as many listen as may.
+
+        Raises `ReplicaUnavailable` behind `close`.
+        """
+        if self._is_closed:
+            raise ReplicaUnavailable("the server is stopping")
         if len(self._listeners) >= MAX_LISTENERS:
             raise Overloaded(f"{MAX_LISTENERS} listen to events already")
         if sum(each.tenant == tenant for each in self._listeners) >= MAX_LISTENERS_PER_TENANT:
@@ -84,14 +96,17 @@ class RequestLog:
     async def events(
         self, listener: Listener, poll: Callable[[], Awaitable[list[Event]]], pause_s: float
     ) -> AsyncIterator[Event | None]:
-        """Yield a tenant's requests as they end, what `poll` finds every `pause_s`, and None behind that."""
+        """Yield a tenant's requests as they end, what `poll` finds every `pause_s`, and None behind that.
+
+        Ends with `close`.
+        """
         clock = asyncio.get_running_loop().time
         due_s = clock() + pause_s
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(due_s):
                     await listener.news.wait()
-            if clock() >= due_s:  # though requests end all the time
+            if clock() >= due_s and not self._is_closed:  # though requests end all the time
                 for event in await poll():
                     yield event
                 yield None
@@ -102,3 +117,5 @@ class RequestLog:
                 yield {"type": "lost", "at": self.clock(), "data": {"events": num_lost}}
             for _ in range(len(listener.events)):  # those that come meanwhile wait for the next look at the clock
                 yield listener.events.popleft()
+            if self._is_closed:
+                return
