@@ -12,7 +12,7 @@ from mneme.cluster.http.body import ClientGone
 from mneme.cluster.http.completion_answers import usage_object
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.metrics.spans import Times, trace_id_of
-from mneme.cluster.wire.answers import ExplainedRoute
+from mneme.cluster.wire.answers import ExplainedRoute, RequestTimes
 from mneme.cluster.wire.overview import ShownRequest
 from mneme.errors import MnemeError
 from mneme.replicas.choices import Choice
@@ -70,6 +70,18 @@ def times_of(response: RunResponse[Any, Any], request: Request, wall_s: float) -
         last_token=max(choice.last_s for choice in response.choices) + past if firsts else None,
         ended=wall_s,
     )
+
+
+def relative_times(response: RunResponse[Any, Any], request: Request) -> RequestTimes:
+    """Return when a request that ended now came how far."""
+    choice, start_s = response.choices[0], request.state.received_s
+    begun_s = None if choice.first_s is None else max(choice.first_s - choice.usage.prefill_s, start_s)
+    return {
+        "queued": None if begun_s is None else max(begun_s - choice.usage.queue_s - start_s, 0.0) * 1e3,
+        "begun": None if begun_s is None else (begun_s - start_s) * 1e3,
+        "tokens": [(num_tokens, round((at_s - start_s) * 1e3, 1)) for num_tokens, at_s in choice.times],
+        "ended": (response.api.clock() - start_s) * 1e3,
+    }
 
 
 def outcome_of(choices: Sequence[Choice], error: BaseException | None) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mneme.cluster.wire.overview import Event, ShownRequest
+from mneme.cluster.wire.answers import RequestTimes
+from mneme.cluster.wire.overview import Event, SavedPrefill, ShownRequest
 from mneme.errors import Overloaded, ReplicaUnavailable
 
 MAX_REQUESTS = 1_000
 MAX_LISTENERS, MAX_LISTENERS_PER_TENANT = 64, 16
+_QUARTER_S, _MAX_QUARTERS = 900, 25 * 4  # a day's, also one in which clocks are set; time zones differ by quarters
 MAX_WAITING_EVENTS = 256  # of one listener; older ones are dropped, and counted in its next event
 
 
@@ -40,6 +42,7 @@ class EndedRequest(NamedTuple):
     tenant: str
     salt: str
     shown: ShownRequest
+    times: RequestTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +52,12 @@ class RequestLog:
     clock: Callable[[], float]  # seconds since 1970
     _requests: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     _listeners: set[Listener] = field(default_factory=set)
+    _began_s: float = field(init=False)
+    _saved: Counter[int] = field(default_factory=Counter)  # prompt tokens, by the quarter of an hour
     _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -62,11 +70,21 @@ class RequestLog:
         of_id = (each for each in reversed(self._requests) if each.shown["id"] == request_id)
         return next((each for each in of_id if each.tenant == tenant), None)
 
-    def add(self, tenant: str, salt: str, shown: ShownRequest) -> None:
-        self._requests.append(EndedRequest(tenant, salt, shown))
+    def add(self, ended: EndedRequest) -> None:
+        tenant, _, shown, _ = ended
+        self._requests.append(ended)
         for listener in self._listeners:
             if listener.tenant == tenant:
                 listener.put({"type": "request.ended", "at": shown["ended_at"], "data": dict(shown)})
+        kv, quarter = shown["kv_details"], int(shown["ended_at"] // _QUARTER_S)
+        if quarter not in self._saved:
+            self._saved = Counter({at: tokens for at, tokens in self._saved.items() if at > quarter - _MAX_QUARTERS})
+        self._saved[quarter] += kv["device"] + kv["host"] + kv["disk"] + kv["peer"]
+
+    def saved(self, since_s: float) -> SavedPrefill:
+        """Count what requests of all tenants need not compute of their prompts, since then or for the last day."""
+        tokens = sum(tokens for at, tokens in self._saved.items() if at >= since_s // _QUARTER_S)
+        return {"since": max(since_s, self._began_s), "tokens": tokens}
 
     def close(self) -> None:
         """End every listener's events at once: a server that stops waits for what it has open."""
