@@ -295,6 +295,42 @@ def test_it_fits_any_window(browser: Any, server: Server, scheme: str, width: in
     page.close()
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_axe_finds_nothing(browser: Any, server: Server, scheme: str, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+
+    def violations() -> list[str]:
+        found = axe.Axe().run(page).response["violations"]
+        return [f"{each['id']}: {node['html']}" for each in found for node in each["nodes"]]
+
+    page = opened(browser, server.url, [], color_scheme=scheme, viewport={"width": width, "height": 800})
+    page.wait_for_selector("#flow svg")
+    assert violations() == []
+    page.locator("details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
+    page.fill("#chat-documents", "the fox\n---\nthe dog")
+    page.check("#chat-beside")
+    page.fill("#chat-text", "who?")
+    page.click("#chat-form button:text('Send')")
+    page.locator("#chat .columns small button").nth(1).click()
+    page.wait_for_selector("#explained .ticks")
+    page.wait_for_selector("#events li")
+    assert violations() == []
+    for path in ("/", "/docs"):
+        page.goto(server.url + path)
+        page.locator("details").evaluate_all("all => all.slice(0, 3).forEach((each) => { each.open = true; })")
+        assert violations() == []
+    page.close()
+    with watched(HttpConfig(api_keys=(KEY,))) as locked:
+        page = opened(browser, locked.url, [], color_scheme=scheme, viewport={"width": width, "height": 800})
+        page.wait_for_selector("#key-form:visible")
+        assert violations() == []
+        page.goto(f"{locked.url}/docs")
+        page.wait_for_selector("#key-form:visible")
+        assert violations() == []
+        page.close()
+
+
 def test_it_needs_no_tls_to_be_opened_from_another_machine(browser: Any, server: Server) -> None:
     """Browsers take only TLS and this machine's own names for secure, and keep some of their calls from others."""
     said: list[str] = []
