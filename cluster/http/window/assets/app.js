@@ -585,7 +585,8 @@ async function repeat(work, pauseMs) {
   for (;;) {
     const began = performance.now();
     if (!document.hidden) await work().catch((error) => { $("about").textContent = error.message; });
-    await new Promise((resolve) => setTimeout(resolve, Math.max(pauseMs, 10 * (performance.now() - began)))); // a slow server is asked less
+    const took = performance.now() - began; // a large answer may cost the server as long: 3% of its time at most
+    await new Promise((resolve) => setTimeout(resolve, Math.max(pauseMs, Math.min(35 * took, 30_000))));
   }
 }
 
