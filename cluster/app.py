@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from mneme.cluster.backends import load_backend
 from mneme.cluster.config import ClusterConfig, from_mapping
@@ -112,7 +112,7 @@ def _build_engine(*args: Any, **kwargs: Any) -> Any:
     return build_engine_loop(*args, **kwargs)
 
 
-def _build_api(clients: Sequence[EngineClient], config: ClusterConfig) -> ASGIApp:
+def _build_api(clients: Sequence[EngineClient], config: ClusterConfig) -> Starlette:
     from mneme.cluster.http.api import build_api
 
     backends = list(map(load_backend, clients, config.each_model()))

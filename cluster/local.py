@@ -154,6 +154,7 @@ class LocalServer(Foreground):
         self._ready.set_result(None)
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        api.state.end_events()
         await client.stop(self.config.http.shutdown_grace_s)
         await asyncio.sleep(_LAST_EVENTS_S)
         server.should_exit = True

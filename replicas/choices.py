@@ -13,6 +13,7 @@ from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
 
 MAX_DELTAS = 64  # steps that a client may be behind before they are told as one
+_MAX_TIMES = 128  # of a choice: of a long answer every second, fourth ... token has one
 
 
 class Delta(NamedTuple):
@@ -55,6 +56,8 @@ class Choice:
     finish_reason: str | None = None  # what clients are told: "tool_calls" where all that was called is whole
     first_s: float | None = None  # when its first token came, by the clock of who adds its events
     last_s: float = 0.0
+    times: list[tuple[int, float]] = field(default_factory=list)  # tokens so far, and when; `add_time`
+    _time_every: int = 1  # tokens
     _deltas: list[Delta] = field(default_factory=list)
 
     def __post_init__(self, tokenizer: Tokenizer) -> None:
@@ -65,6 +68,14 @@ class Choice:
     def decode_s(self) -> float:
         """Seconds from its first token to its last."""
         return 0.0 if self.first_s is None else self.last_s - self.first_s
+
+    def add_time(self, now_s: float) -> None:
+        """Note when its tokens so far were there, by the clock of who adds its events; bounded."""
+        if not self.times or self.num_tokens >= self.times[-1][0] + self._time_every:
+            self.times.append((self.num_tokens, now_s))
+            if len(self.times) > _MAX_TIMES:
+                del self.times[1:-1:2]  # the first and the last stay
+                self._time_every *= 2
 
     def add(self, event: TokenEvent) -> None:
         if len(self._deltas) == MAX_DELTAS:

@@ -169,7 +169,11 @@ class ExplainedSampling(TypedDict):
 
 
 class ExplainedPrompt(TypedDict):
-    """One choice of a request."""
+    """One choice of a request.
+
+    resumed_at    tokens of its answer that another replica had said before it came here
+    suspended_at  tokens of its answer that there were when it gave way to earlier requests, the first 64 times
+    """
 
     request_id: str
     choice: int
@@ -178,6 +182,8 @@ class ExplainedPrompt(TypedDict):
     kv_details: KvDetails
     ranges: list[ExplainedRange]
     sampling: ExplainedSampling
+    resumed_at: int
+    suspended_at: list[int]
     blend: NotRequired[ShownBlend]
 
 

@@ -118,6 +118,7 @@ class Sequence:
     scoring: Scoring | None = None  # what is asked of its own prompt
     is_only_found: bool = False  # a child, of which nothing is computed that no tier has
     has_ended: bool = False
+    suspended_at: list[int] = field(default_factory=list)  # tokens of its answer that there were each time
     num_put_back: int = 0  # times that it went back to the queue because its KV is not what it should be
 
     def __post_init__(self) -> None:

@@ -31,8 +31,8 @@ from mneme.cluster.http.guard import Guard
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.http.window import overview, page
 from mneme.cluster.http.window.docs import docs_page
-from mneme.cluster.http.window.ended import shown_request, times_of
-from mneme.cluster.http.window.requests import RequestLog
+from mneme.cluster.http.window.ended import relative_times, shown_request, times_of
+from mneme.cluster.http.window.requests import EndedRequest, RequestLog
 from mneme.cluster.metrics.exposition import MetricsPage
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
@@ -78,6 +78,7 @@ def build_api(
     apis = [ApiState(**each._asdict(), **shared, latencies=metrics.latencies.of(each.model.id)) for each in backends]
     app = Starlette(exception_handlers={HTTPException: _refused_by_framework})
     app.router.redirect_slashes = False
+    app.state.end_events = requests.close  # for who stops the server
     service = Service(apis=apis, metrics=metrics, needs_key=not keyring.is_open, requests=requests, traces=traces)
     _add_routes(app, service)
     app.add_middleware(Guard, config=config, on_answer=metrics.count_answer, clock=clock, keyring=keyring)
@@ -118,7 +119,7 @@ def _add_routes(app: Starlette, service: Service) -> None:
         Route("DELETE", "/v1/kv", kv.drop),
         Route("GET", "/v1/kv/stats", kv.stats, is_admins=True),
         Route("GET", "/v1/kv/tree", overview.kv_tree, query=("depth", "min_tokens", "max_runs", "all")),
-        Route("GET", "/v1/kv/tiers", overview.kv_tiers),
+        Route("GET", "/v1/kv/tiers", overview.kv_tiers, query=("since",)),
         Route("GET", "/v1/sessions", overview.list_sessions, query=("limit",)),
         Route("GET", "/v1/requests", overview.list_requests, query=("last",)),
         Route("GET", "/v1/cluster", overview.cluster),
@@ -186,7 +187,8 @@ def _log_request(
     if service.traces is not None:
         times = times_of(response, request, shown["ended_at"])
         shown["trace_id"] = service.traces.add(shown, times, routes, request.headers)
-    service.requests.add(request.state.tenant, salt, shown)
+    ended = EndedRequest(request.state.tenant, salt, shown, relative_times(response, request))
+    service.requests.add(ended)
     request.state.shown = shown
 
 

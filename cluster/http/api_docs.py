@@ -76,6 +76,7 @@ _PARAMETERS = {
     "max_runs": "runs of each replica at most, from 1 to 10000; the 500 largest unless given",
     "all": "1: everybody's, without text; for admins",
     "last": "requests at most, from 1 to 1000; 50 unless given",
+    "since": "from when on saved prefill is counted, in seconds since 1970; the last day unless given",
     "order": "asc: oldest first; desc, unless given: newest first",
 }
 _NAMES = re.compile(r"{(\w+)}")  # in a path
@@ -244,5 +245,5 @@ def _page(content: str) -> str:
         "h2{margin:2rem 0 .3rem;font-size:1.1rem}h3{margin:1.5rem 0 .3rem;font-size:1rem}p{margin:.3rem 0}"
         "th{text-align:left;font-weight:normal;color:#666;padding-right:2rem}td{padding-right:2rem}"
         "pre{background:#f4f4f4;padding:.8rem;white-space:pre-wrap}a{color:#0645ad}</style>"
-        f"<body>{content}</html>"
+        f"<body><main>{content}</main></html>"
     )

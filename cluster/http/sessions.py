@@ -80,8 +80,14 @@ async def explain(api: ApiState, request: Request) -> Explanation:
         raise ExplanationNotFound("request_id", given, "no request of this id is remembered")
     choices.sort(key=lambda choice: choice["request_id"])
     routes = api.client.routes(salt, http_id)
-    trace_id = None if ended is None else ended.shown["trace_id"]
-    return {"id": given, "object": "kv.explanation", "trace_id": trace_id, "choices": choices, "routes": routes}
+    return {
+        "id": given,
+        "object": "kv.explanation",
+        "trace_id": None if ended is None else ended.shown["trace_id"],
+        "times": None if ended is None else ended.times,
+        "choices": choices,
+        "routes": routes,
+    }
 
 
 async def fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple[str, KnownSession | None]:

@@ -121,6 +121,7 @@ class RequestLatency:
             else:
                 self._latencies.itl.observe((now - choice.last_s) / num_tokens)
             choice.last_s = now
+            choice.add_time(now)
         if choice.finish_reason is not None:
             self._observe(choice)
 

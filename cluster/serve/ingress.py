@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
@@ -18,6 +18,7 @@ from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.serve.ray_client import RayEngineClient
 from mneme.cluster.serve.ray_private import (
     HandleCalls,
+    at_stop,
     keep_to_loopback,
     own_application,
     own_replica_id,
@@ -38,7 +39,7 @@ _WARM_UP = GenerationRequest(
     salt=WARM_UP_SALT,
 )
 
-BuildApi = Callable[[Sequence[EngineClient], ClusterConfig], ASGIApp]  # a client for each model
+BuildApi = Callable[[Sequence[EngineClient], ClusterConfig], Starlette]  # a client for each model
 
 
 class Ingress:
@@ -57,18 +58,26 @@ class Ingress:
         http_protocol.use_everywhere()  # of the server that Serve starts next
         self._config = parse(ClusterConfig, config)
         self._build_api = build_api
+        self._api: Starlette | None = None
+        at_stop(self._end_events)
         self._clients = [_client(*model) for model in zip(self._config.each_model(), engines, wanted, strict=True)]
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        api = self._build_api(self._clients, self._config)
+    def __serve_build_asgi_app__(self) -> Starlette:
+        self._api = self._build_api(self._clients, self._config)
         gc.collect()
         gc.freeze()  # what was imported and built stays: no request waits while a full collection looks at it
-        return api
+        return self._api
 
     async def end_answers(self) -> None:
         """Take no more requests, and let clients hear how their answers end."""
+        await self._end_events()
         await asyncio.gather(*(client.stop(self._config.http.shutdown_grace_s) for client in self._clients))
         await asyncio.sleep(_LAST_EVENTS_S)
+
+    async def _end_events(self) -> None:
+        """End streams of events, which Serve would wait for as for any answer."""
+        if self._api is not None:
+            self._api.state.end_events()
 
 
 def _client(config: ClusterConfig, engines: DeploymentHandle[Any], wanted: int | None) -> RayEngineClient:

@@ -543,10 +543,26 @@ class ExplainedRoute(ShownRoute):
     request_id: str
 
 
+class RequestTimes(TypedDict):
+    """When a request's first choice came how far, in milliseconds since its body was there.
+
+    queued       an engine took it
+    begun        its first rows were computed
+    tokens       tokens so far, and when: at most 128 pairs, of a long answer every second, fourth ... token
+    ended        its last token, or its error
+    """
+
+    queued: float | None  # as the others: None if no token came
+    begun: float | None
+    tokens: list[tuple[int, float]]
+    ended: float
+
+
 class Explanation(TypedDict):
     id: str
     object: Literal["kv.explanation"]
     trace_id: str | None  # None: it has none, or another ingress answered it
+    times: RequestTimes | None  # None: another ingress answered it
     choices: list[ExplainedChoice]
     routes: list[ExplainedRoute]
 

@@ -66,7 +66,8 @@ class KvTree(TypedDict):
 class TierOccupancy(TypedDict):
     """Tokens of KV; of a node's tiers, bytes.
 
-    cached  that nobody uses now, and that eviction may take
+    cached       that nobody uses now, and that eviction may take
+    token_bytes  of a token's KV, where tokens are counted
     """
 
     replica: NotRequired[str]
@@ -76,6 +77,27 @@ class TierOccupancy(TypedDict):
     in_use: int
     cached: int
     total: int | None
+    token_bytes: NotRequired[float]
+
+
+class KvMoves(TypedDict):
+    """Bytes of KV that went from tier to tier since replicas and nodes started; what is loaded passes host memory."""
+
+    device_to_host: int
+    host_to_device: int
+    host_to_disk: int
+    disk_to_host: int
+    peers_to_host: int
+
+
+class SavedPrefill(TypedDict):
+    """Prompt tokens that were found, of all requests that ended at this ingress.
+
+    since  seconds since 1970, as asked for or when the ingress started; tokens are counted by the quarter of an hour
+    """
+
+    since: float
+    tokens: int
 
 
 class KvTiers(TypedDict):
@@ -83,7 +105,9 @@ class KvTiers(TypedDict):
 
     object: Literal["kv.tiers"]
     tiers: list[TierOccupancy]
+    moved_bytes: KvMoves
     prompt_tokens: dict[str, int]
+    saved: SavedPrefill
 
 
 class ShownReplica(TypedDict):

@@ -33,7 +33,7 @@ from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.connector.connector import KvConnector
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.overview import shown_tree
+from mneme.replicas.engine.overview import TreeWalk
 from mneme.replicas.engine.reporter import Reporter
 from mneme.replicas.queries import (
     ComputePrompt,
@@ -274,7 +274,10 @@ def delete_pin(asked: AskedEngine, query: DeletePin) -> bool:
 
 @_answers(GetTree)
 def get_tree(asked: AskedEngine, query: GetTree) -> Tree:
-    return asked.between_steps(lambda engine: shown_tree(engine.forest, engine.clock(), query))
+    walk = TreeWalk(query)
+    while asked.between_steps(walk.go_on):
+        pass
+    return walk.tree()
 
 
 @_answers(LookUpPages)

@@ -217,6 +217,8 @@ class Explanations:
             "kv_details": usage.kv_details(),
             "ranges": ranges,
             "sampling": sampling,
+            "resumed_at": request.output_offset,
+            "suspended_at": sequence.suspended_at,  # grows on
         }
         if usage.blend is not None:
             explanation["blend"] = usage.blend.as_json()

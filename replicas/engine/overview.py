@@ -2,54 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 from mneme.cachetier.names import PUBLIC_SALT, tenant_of
-from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.tree import DEVICE, HOST, Page, Root
 from mneme.replicas.queries import GetTree, Run, Tree
 
-_MAX_PAGES, _RUN_COST = 20_000, 12  # that are walked for one question, between two steps of the engine: 22 ms
+if TYPE_CHECKING:
+    from mneme.replicas.engine.engine import Engine
+
+_MAX_PAGES, _RUN_COST = 20_000, 12  # that are walked between two steps of the engine: 22 ms
 _MAX_FIRST_IDS = 24
 
 
-def shown_tree(forest: PrefixForest, now_s: float, query: GetTree) -> Tree:
-    """Return the runs of a tenant's lineages, parents first; changes nothing."""
-    tenant = None if query.salt is None else tenant_of(query.salt)
-    runs: list[Run] = []
-    depths: list[int] = []
-    roots = iter((*forest.roots.values(), *forest.kept_roots))
-    stack: list[tuple[Page, int, int, Root]] = []
-    cost = 0  # in pages of a run
-    while cost < _MAX_PAGES:
-        if not stack:
-            if (root := next(roots, None)) is None:
-                break
-            cost += 1
-            if _is_shown(root, tenant):
-                cost += len(root.children) // 16
-                stack += [(child, -1, 0, root) for child in root.children.values() if _is_shown(child, tenant)]
-            continue
-        page, parent, depth, root = stack.pop()
-        pages = [page]
-        while len(page.children) == 1:
-            only = next(iter(page.children.values()))
-            if only.start != page.end or only.salt != page.salt:  # behind a public page it is one tenant's
-                break
-            pages.append(page := only)
-        index = len(runs)
-        cost += len(pages) + len(page.children) // 16 + _RUN_COST
-        runs.append(_run_of(pages, parent, root, now_s, with_ids=tenant is not None))
-        depths.append(depth)
-        stack += [(child, index, depth + 1, root) for child in page.children.values() if _is_shown(child, tenant)]
-    for run in reversed(runs):
-        if run["parent"] >= 0:
-            runs[run["parent"]]["below"] += run["below"]
-    return {
-        "runs": _largest(runs, depths, query),
-        "num_runs": len(runs),
-        "num_tokens": sum(run["tokens"] for run in runs),
-    }
+@dataclass(slots=True)
+class TreeWalk:
+    """Walks a tenant's lineages, in as many parts as the runs that are asked for may take; changes nothing.
+
+    The engine steps between two parts. Each page is shown as it was when the walk came to it: one that was dropped
+    since its parent was seen may be among them.
+    """
+
+    query: GetTree
+    _runs: list[Run] = field(default_factory=list)  # parents first
+    _depths: list[int] = field(default_factory=list)
+    _roots: Iterator[Root] | None = None
+    _stack: list[tuple[Page, int, int, Root]] = field(default_factory=list)
+    _num_parts: int = field(init=False)  # that are left
+
+    def __post_init__(self) -> None:
+        self._num_parts = 1 + self.query.max_runs * (_RUN_COST + 1) // _MAX_PAGES
+
+    def go_on(self, engine: Engine) -> bool:
+        """Walk the next part; returns whether there is another one."""
+        if self._roots is None:
+            self._roots = iter((*engine.forest.roots.values(), *engine.forest.kept_roots))
+        tenant, now_s = None if self.query.salt is None else tenant_of(self.query.salt), engine.clock()
+        cost, stack = 0, self._stack  # in pages of a run
+        while cost < _MAX_PAGES:
+            if not stack:
+                if (root := next(self._roots, None)) is None:
+                    return False
+                cost += 1
+                if _is_shown(root, tenant):
+                    cost += len(root.children) // 16
+                    stack += [(child, -1, 0, root) for child in root.children.values() if _is_shown(child, tenant)]
+                continue
+            page, parent, depth, root = stack.pop()
+            pages = [page]
+            while len(page.children) == 1:
+                only = next(iter(page.children.values()))
+                if only.start != page.end or only.salt != page.salt:  # behind a public page it is one tenant's
+                    break
+                pages.append(page := only)
+            index = len(self._runs)
+            cost += len(pages) + len(page.children) // 16 + _RUN_COST
+            self._runs.append(_run_of(pages, parent, root, now_s, with_ids=tenant is not None))
+            self._depths.append(depth)
+            stack += [(child, index, depth + 1, root) for child in page.children.values() if _is_shown(child, tenant)]
+        self._num_parts -= 1
+        return self._num_parts > 0
+
+    def tree(self) -> Tree:
+        """Return what was walked; once."""
+        runs = self._runs
+        for run in reversed(runs):
+            if run["parent"] >= 0:
+                runs[run["parent"]]["below"] += run["below"]
+        num_tokens = sum(run["tokens"] for run in runs)
+        return {"runs": _largest(runs, self._depths, self.query), "num_runs": len(runs), "num_tokens": num_tokens}
 
 
 def _is_shown(page: Page, tenant: str | None) -> bool:

@@ -44,6 +44,7 @@ _REMATCH_STEPS = 64
 _NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
 _MOST_SHRUNK = 8  # times fewer rows
 _SHRUNK_STEPS = 1000  # that are smaller after one for which the device had no memory
+_MAX_SHOWN = 64  # of a request, by `GET /v1/kv/explain`
 _MAX_RETRIES = 2  # of steps that failed, by request and between two of its tokens: one that always fails ends it
 
 
@@ -548,6 +549,8 @@ class Scheduler:
         self._release(sequence)
         sequence.drop_load()
         self.num_suspensions += 1
+        if len(sequence.suspended_at) < _MAX_SHOWN:
+            sequence.suspended_at.append(sequence.request.output_offset + sequence.num_output)
         self.waiting.put_back(sequence)
 
     def _release(self, sequence: Sequence) -> None:

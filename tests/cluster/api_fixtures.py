@@ -102,8 +102,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*, config: HttpConfig | None = None, **engine_options: Any) -> Iterator[Server]:
-    """A uvicorn server in a thread."""
+def serving(
+    *, config: HttpConfig | None = None, engine: FakeEngineClient | None = None, **engine_options: Any
+) -> Iterator[Server]:
+    """A uvicorn server in a thread, over this engine or one of these options."""
     # asyncio turns Nagle's algorithm off only where the protocol is named: else each answer waits 40 ms.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
@@ -114,10 +116,10 @@ def serving(*, config: HttpConfig | None = None, **engine_options: Any) -> Itera
     stop: list[uvicorn.Server] = []
 
     async def main() -> None:
-        engine = FakeEngineClient(TOKENIZER, **engine_options)
-        app = build_api([Backend(engine, MODEL, TOKENIZER)], config)
+        client = engine or FakeEngineClient(TOKENIZER, **engine_options)
+        app = build_api([Backend(client, MODEL, TOKENIZER)], config)
         server = uvicorn.Server(uvicorn.Config(app, http=HttpProtocol, log_level="critical", lifespan="off", ws="none"))
-        servers.append(Server(f"http://127.0.0.1:{port}", port, engine, asyncio.get_running_loop()))
+        servers.append(Server(f"http://127.0.0.1:{port}", port, client, asyncio.get_running_loop()))
         stop.append(server)
         started.set()
         await server.serve(sockets=[listener])

@@ -81,19 +81,23 @@ def test_a_replica_that_dies_while_it_starts_says_what_it_can(fault: str, words:
 
 
 def test_ctrl_c_ends_streams_with_an_error_and_leaves_nothing_behind(small_process: ServerProcess) -> None:
-    """The last test that has this server."""
-    url = f"{small_process.await_ready()}/v1/chat/completions"
+    """Streams of events end at once. The last test that has this server."""
+    url, key = f"{small_process.await_ready()}/v1", {"Authorization": f"Bearer {KEY}"}
     body = {
         "model": "mneme-tiny",
         "messages": [{"role": "user", "content": "Hello"}],
         **dict.fromkeys(("max_tokens", "min_tokens"), (SMALL_PAGES - 4) * PAGE_SIZE),
         "stream": True,
     }
-    with httpx.stream("POST", url, json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=240) as response:
+    with (
+        httpx.stream("GET", f"{url}/events", headers=key, timeout=240) as listened,
+        httpx.stream("POST", f"{url}/chat/completions", json=body, headers=key, timeout=240) as response,
+    ):
         events = (line for line in response.iter_lines() if line)
         first = next(events)
         small_process.stop(signal.SIGINT, whole_group=True)  # as a terminal does
         *_, last = events
+        assert "replica.state" in "".join(listened.iter_text())  # whole: what is cut off raises
     assert "choices" in first
     assert check_error_object(last.removeprefix("data: ").encode()) is None
     assert "the server is stopping" in last

@@ -17,6 +17,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 
 def build_fake_api(clients: Sequence[EngineClient], config: object) -> FastAPI:
     (client,), api = clients, FastAPI()
+    api.state.end_events = lambda: None  # it has none
 
     @api.get("/ready")
     async def ready() -> Response:

@@ -93,7 +93,7 @@ CEILINGS = {
     "cachetier/session_log": 700,
     "cluster": 970,
     "cluster/cli": 1150,
-    "cluster/http": 4700,
+    "cluster/http": 4800,
     "cluster/metrics": 950,
     "cluster/run": 750,
     "cluster/serve": 2500,

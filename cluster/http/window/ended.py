@@ -12,7 +12,7 @@ from mneme.cluster.http.body import ClientGone
 from mneme.cluster.http.completion_answers import usage_object
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.metrics.spans import Times, trace_id_of
-from mneme.cluster.wire.answers import ExplainedRoute
+from mneme.cluster.wire.answers import ExplainedRoute, RequestTimes
 from mneme.cluster.wire.overview import ShownRequest
 from mneme.errors import MnemeError
 from mneme.replicas.choices import Choice
@@ -38,7 +38,7 @@ def shown_request(
         "model": response.api.model.id,
         "ended_at": ended_at,
         "outcome": outcome_of(choices, error),
-        "replica": routes[-1]["replica"] if routes else None,
+        "replica": routes[-1]["replica"] if routes else _only_replica(response) if has_run else None,
         "trace_id": trace_id_of(request.headers),
         "session": choices[0].request.session_id is not None,
         "choices": len(choices),
@@ -49,6 +49,12 @@ def shown_request(
         "first_token_ms": None if first_s is None else (first_s - state.received_s) * 1e3,
         "total_ms": (response.api.clock() - state.received_s) * 1e3,
     }
+
+
+def _only_replica(response: RunResponse[Any, Any]) -> str | None:
+    """Name the one that there is: `--local` chooses none."""
+    replica_ids = response.api.client.replica_ids()
+    return replica_ids[0] if len(replica_ids) == 1 else None
 
 
 def times_of(response: RunResponse[Any, Any], request: Request, wall_s: float) -> Times:
@@ -64,6 +70,18 @@ def times_of(response: RunResponse[Any, Any], request: Request, wall_s: float) -
         last_token=max(choice.last_s for choice in response.choices) + past if firsts else None,
         ended=wall_s,
     )
+
+
+def relative_times(response: RunResponse[Any, Any], request: Request) -> RequestTimes:
+    """Return when a request that ended now came how far."""
+    choice, start_s = response.choices[0], request.state.received_s
+    begun_s = None if choice.first_s is None else max(choice.first_s - choice.usage.prefill_s, start_s)
+    return {
+        "queued": None if begun_s is None else max(begun_s - choice.usage.queue_s - start_s, 0.0) * 1e3,
+        "begun": None if begun_s is None else (begun_s - start_s) * 1e3,
+        "tokens": [(num_tokens, round((at_s - start_s) * 1e3, 1)) for num_tokens, at_s in choice.times],
+        "ended": (response.api.clock() - start_s) * 1e3,
+    }
 
 
 def outcome_of(choices: Sequence[Choice], error: BaseException | None) -> str:

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -26,6 +26,7 @@ from mneme.cluster.tenancy import kv_salt
 from mneme.cluster.wire.overview import (
     Cluster,
     Event,
+    KvMoves,
     KvTiers,
     KvTree,
     ModelState,
@@ -106,27 +107,49 @@ async def _with_texts(api: ApiState, replica_id: str, tree: queries.Tree) -> Rep
 
 
 async def kv_tiers(service: Service, request: Request) -> KvTiers:
-    """Return what is in each tier, and where the KV of prompts came from."""
+    """Return what is in each tier, what went from one to another, and where the KV of prompts came from.
+
+    `since`, in seconds since 1970: from when on saved prefill is counted; a day at most.
+    """
+    since_s = number_of(request, "since", 0, 0, 10**11)
     tiers: list[TierOccupancy] = []
-    sources = Counter[str]()
+    sources, moved = Counter[str](), Counter[str]()
     for replica_id, figures in sorted((await service.stats()).items()):
         pages = figures.get("pages", {})
         page_tokens = figures.get("kv_tokens", 0) // max(pages.get("total", 0), 1)
+        token_bytes = sum(figures.get("kv_bytes", {}).values()) / max(figures.get("kv_tokens", 0), 1)
         for tier, key in (("device", "pages"), ("host", "host_pages")):
             held = figures.get(key, {})
             if held.get("total"):
-                tiers.append(_of_replica(replica_id, tier, held, page_tokens))
-        sources.update({name: figures.get("tokens", {}).get(name, 0) for name in SOURCES})
+                tiers.append(_of_replica(replica_id, tier, held, page_tokens, token_bytes))
+        tokens = {name: figures.get("tokens", {}).get(name, 0) for name in SOURCES}
+        sources.update(tokens)
+        saved_tokens = figures.get("moved_pages", {}).get("saved", 0) * page_tokens
+        saved_bytes = (figures.get("cache") or {}).get("chunks", {}).get("bytes", 0)
+        moved["device_to_host"] += round(saved_tokens * token_bytes) + saved_bytes
+        moved["host_to_device"] += round((tokens["host"] + tokens["disk"] + tokens["peer"]) * token_bytes)
+        moved["disk_to_host"] += round(tokens["disk"] * token_bytes)
+        moved["peers_to_host"] += round(tokens["peer"] * token_bytes)
     for node in await _nodes(service):
         for tier, key in (("node memory", "host"), ("node disk", "disk")):
             if (held := node.get(key)) is not None:
                 tiers.append(_of_node(node["node"], tier, held))
-    return {"object": "kv.tiers", "tiers": tiers, "prompt_tokens": dict(sources)}
+        moved["host_to_disk"] += (node.get("disk") or {}).get("written_bytes", 0)
+    return {
+        "object": "kv.tiers",
+        "tiers": tiers,
+        "moved_bytes": cast(KvMoves, {name: moved[name] for name in KvMoves.__annotations__}),
+        "prompt_tokens": dict(sources),
+        "saved": service.requests.saved(since_s),
+    }
 
 
-def _of_replica(replica_id: str, tier: Any, held: Mapping[str, int], page_tokens: int) -> TierOccupancy:
+def _of_replica(
+    replica_id: str, tier: Any, held: Mapping[str, int], page_tokens: int, token_bytes: float
+) -> TierOccupancy:
     in_use, cached, total = (held.get(name, 0) * page_tokens for name in ("in_use", "cached", "total"))
-    return {"replica": replica_id, "tier": tier, "unit": "tokens", "in_use": in_use, "cached": cached, "total": total}
+    held_tokens = {"in_use": in_use, "cached": cached, "total": total, "token_bytes": token_bytes}
+    return cast(TierOccupancy, {"replica": replica_id, "tier": tier, "unit": "tokens", **held_tokens})
 
 
 def _of_node(node: str, tier: Any, held: Mapping[str, Any]) -> TierOccupancy:

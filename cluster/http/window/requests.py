@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mneme.cluster.wire.overview import Event, ShownRequest
-from mneme.errors import Overloaded
+from mneme.cluster.wire.answers import RequestTimes
+from mneme.cluster.wire.overview import Event, SavedPrefill, ShownRequest
+from mneme.errors import Overloaded, ReplicaUnavailable
 
 MAX_REQUESTS = 1_000
 MAX_LISTENERS, MAX_LISTENERS_PER_TENANT = 64, 16
+_QUARTER_S, _MAX_QUARTERS = 900, 25 * 4  # a day's, also one in which clocks are set; time zones differ by quarters
 MAX_WAITING_EVENTS = 256  # of one listener; older ones are dropped, and counted in its next event
 
 
@@ -40,6 +42,7 @@ class EndedRequest(NamedTuple):
     tenant: str
     salt: str
     shown: ShownRequest
+    times: RequestTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +52,12 @@ class RequestLog:
     clock: Callable[[], float]  # seconds since 1970
     _requests: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MAX_REQUESTS))
     _listeners: set[Listener] = field(default_factory=set)
+    _began_s: float = field(init=False)
+    _saved: Counter[int] = field(default_factory=Counter)  # prompt tokens, by the quarter of an hour
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -61,15 +70,36 @@ class RequestLog:
         of_id = (each for each in reversed(self._requests) if each.shown["id"] == request_id)
         return next((each for each in of_id if each.tenant == tenant), None)
 
-    def add(self, tenant: str, salt: str, shown: ShownRequest) -> None:
-        self._requests.append(EndedRequest(tenant, salt, shown))
+    def add(self, ended: EndedRequest) -> None:
+        tenant, _, shown, _ = ended
+        self._requests.append(ended)
         for listener in self._listeners:
             if listener.tenant == tenant:
                 listener.put({"type": "request.ended", "at": shown["ended_at"], "data": dict(shown)})
+        kv, quarter = shown["kv_details"], int(shown["ended_at"] // _QUARTER_S)
+        if quarter not in self._saved:
+            self._saved = Counter({at: tokens for at, tokens in self._saved.items() if at > quarter - _MAX_QUARTERS})
+        self._saved[quarter] += kv["device"] + kv["host"] + kv["disk"] + kv["peer"]
+
+    def saved(self, since_s: float) -> SavedPrefill:
+        """Count what requests of all tenants need not compute of their prompts, since then or for the last day."""
+        tokens = sum(tokens for at, tokens in self._saved.items() if at >= since_s // _QUARTER_S)
+        return {"since": max(since_s, self._began_s), "tokens": tokens}
+
+    def close(self) -> None:
+        """End every listener's events at once: a server that stops waits for what it has open."""
+        self._is_closed = True
+        for listener in self._listeners:
+            listener.news.set()
 
     @contextmanager
     def listening(self, tenant: str) -> Iterator[Listener]:
-        """Collect a tenant's events within the block; raises `Overloaded` where as many listen as may."""
+        """Collect a tenant's events within the block; raises `Overloaded` where as many listen as may.
+
+        Raises `ReplicaUnavailable` behind `close`.
+        """
+        if self._is_closed:
+            raise ReplicaUnavailable("the server is stopping")
         if len(self._listeners) >= MAX_LISTENERS:
             raise Overloaded(f"{MAX_LISTENERS} listen to events already")
         if sum(each.tenant == tenant for each in self._listeners) >= MAX_LISTENERS_PER_TENANT:
@@ -84,14 +114,17 @@ class RequestLog:
     async def events(
         self, listener: Listener, poll: Callable[[], Awaitable[list[Event]]], pause_s: float
     ) -> AsyncIterator[Event | None]:
-        """Yield a tenant's requests as they end, what `poll` finds every `pause_s`, and None behind that."""
+        """Yield a tenant's requests as they end, what `poll` finds every `pause_s`, and None behind that.
+
+        Ends with `close`.
+        """
         clock = asyncio.get_running_loop().time
         due_s = clock() + pause_s
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(due_s):
                     await listener.news.wait()
-            if clock() >= due_s:  # though requests end all the time
+            if clock() >= due_s and not self._is_closed:  # though requests end all the time
                 for event in await poll():
                     yield event
                 yield None
@@ -102,3 +135,5 @@ class RequestLog:
                 yield {"type": "lost", "at": self.clock(), "data": {"events": num_lost}}
             for _ in range(len(listener.events)):  # those that come meanwhile wait for the next look at the clock
                 yield listener.events.popleft()
+            if self._is_closed:
+                return

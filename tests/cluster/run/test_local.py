@@ -5,6 +5,7 @@ Ray cannot be imported in any of them.
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -135,6 +136,24 @@ def test_ctrl_c_while_starting_and_twice_while_stopping() -> None:
             process.stop(signal.SIGTERM)
         assert process.process.returncode == 130
         process.await_nothing_left()
+
+
+def test_an_open_stream_of_events_ends_with_the_server_which_waits_for_nothing() -> None:
+    with running(*local()) as process:
+        url = process.await_ready()
+        with httpx.stream("GET", f"{url}/v1/events", timeout=240) as response:
+            events = (line for line in response.iter_lines() if line.startswith("data: "))
+            next(events)
+            asked = httpx.post(f"{url}/v1/chat/completions", json=chat(2), timeout=240).raise_for_status()
+            assert json.loads(next(events).removeprefix("data: "))["data"]["replica"] == "local"
+            explained = httpx.get(f"{url}/v1/kv/explain/{asked.json()['id']}").json()
+            assert explained["choices"][0]["replica"] == "local"
+            process.stop(signal.SIGINT)
+            list(events)  # whole: what is cut off raises
+        assert process.process.returncode == 0, process.lines
+        asked_to, has_stopped = process.lines[-2:]  # and nothing between
+        assert asked_to.startswith("mneme serve: stopping")
+        assert has_stopped == "mneme serve: stopped"
 
 
 def test_an_llm_serves_its_own_engine_until_it_is_interrupted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,23 @@ def test_ranges_say_where_a_prompt_came_from_and_sum_up() -> None:
     }  # fmt: skip
     assert explained(engine, "bb", salt="another key") == []
     assert explained(engine, "b") == explained(engine, "aa-0.0") == []
+
+
+def test_an_explanation_says_where_an_answer_gave_way_and_where_it_was_resumed() -> None:
+    engine = make_engine(num_pages=12, page_size=4, max_batch_tokens=32)
+    for index in range(6):
+        params = SamplingParams(temperature=0, max_tokens=20)
+        engine.submit(make_request(f"r{index}.0", [index % 5, index // 5, *[3] * 4], params))
+    run(engine)
+    found = [entry for index in range(6) for entry in explained(engine, f"r{index}")]
+    suspended = [num_tokens for entry in found for num_tokens in entry["suspended_at"]]
+    assert len(suspended) == engine.scheduler.num_suspensions > 0
+    assert all(0 <= num_tokens < 20 for num_tokens in suspended)
+    assert found[0]["suspended_at"] == []  # the oldest
+    assert {entry["resumed_at"] for entry in found} == {0}
+    engine.submit(replace(make_request("moved.0", [1, 2, 3]), output_offset=2))
+    run(engine)
+    assert [entry["resumed_at"] for entry in explained(engine, "moved")] == [2]
 
 
 def test_explanations_are_bounded() -> None:

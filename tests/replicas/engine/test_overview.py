@@ -7,10 +7,12 @@ import random
 import pytest
 
 from mneme.cachetier.names import PUBLIC_SALT
+from mneme.replicas.engine import overview
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.overview import shown_tree
+from mneme.replicas.engine.overview import TreeWalk
 from mneme.replicas.queries import GetTree, Tree
 from mneme.replicas.request import SamplingParams
+from tests.replicas.asked import answer
 from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
 
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.policy
 
 def tree_of(engine: Engine, salt: str | None = "", **asked: int) -> Tree:
     query = GetTree(salt, **{"depth": 1000, "min_tokens": 0, "max_runs": 10_000, **asked})
-    return shown_tree(engine.forest, engine.clock(), query)
+    found: Tree = answer(engine, query)
+    return found
 
 
 def engine_of(num_pages: int) -> Engine:
@@ -100,3 +103,27 @@ def test_of_runs_of_one_size_as_many_are_listed_as_were_asked_for() -> None:
     run(engine)
     assert [tree_of(engine, max_runs=count)["num_runs"] for count in (1, 5)] == [8, 8]
     assert [len(tree_of(engine, max_runs=count)["runs"]) for count in (1, 5)] == [1, 5]
+
+
+def test_a_large_forest_is_walked_in_parts_between_which_the_engine_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is dropped meanwhile, and what comes, leaves every run whole. Parts are small: a large forest takes long."""
+    monkeypatch.setattr(overview, "_MAX_PAGES", 1_000)
+    engine = make_engine(runner=FakeRunner(320, 4, vocab_size=64), max_batch_tokens=256)
+    one_token = SamplingParams(temperature=0, max_tokens=1, seed=0)
+    for number in range(300):
+        ids = [number % 60, number // 60, 1, 2]
+        engine.submit(make_request(str(number), ids, one_token, salt="b" if number % 60 == 0 else ""))
+    run(engine)
+    assert tree_of(engine, max_runs=50)["num_runs"] < tree_of(engine)["num_runs"] == 295
+    walk, num_parts = TreeWalk(GetTree("", 1000, 0, 10_000)), 1
+    while walk.go_on(engine):
+        num_parts += 1
+        for number in range(40):  # takes the pages of others
+            engine.submit(make_request(f"{num_parts}.{number}", [61, num_parts, number, 3], one_token))
+        run(engine)
+    tree = walk.tree()
+    assert num_parts > 2
+    assert all(each["parent"] < index for index, each in enumerate(tree["runs"]))
+    assert tree["num_tokens"] == sum(each["tokens"] for each in tree["runs"])
+    assert all(len(each["first_ids"]) == each["tokens"] for each in tree["runs"])
+    assert all(each["first_ids"][0] % 60 for each in tree["runs"])  # none of "b"

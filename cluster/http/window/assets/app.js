@@ -44,6 +44,13 @@ async function ask(path, options = {}) {
 
 const json = async (path) => (await ask(path)).json();
 
+function svg(tag, attributes, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
 // `columns`: [title, cell of a row (text or element), class]
 function table(target, columns, rows) {
   const head = element("tr", {}, ...columns.map(([title, , kind]) => element("th", { class: kind ?? "" }, title)));
@@ -85,7 +92,7 @@ function drawFigures(cluster, tiers) {
     ["generated now", `${count(rate)} tokens/s`],
     ["running / waiting", `${sum("running")} / ${sum("waiting")}`],
     ["prompt tokens found", percent(cached, prompt) || "none yet"],
-    ["prefill saved since the start", `${count(cached)} tokens`],
+    [tiers.saved.since > midnight() ? `prefill saved since ${new Date(tiers.saved.since * 1000).toLocaleTimeString()}` : "prefill saved today", `${count(tiers.saved.tokens)} tokens`],
     ["generated since the start", `${count(sum("generated_tokens"))} tokens`],
   ];
   $("figures").replaceChildren(...shown.map(([name, value]) => element("div", {}, element("b", {}, value), element("span", {}, name))));
@@ -102,15 +109,86 @@ function drawFigures(cluster, tiers) {
   const amount = (each, value) => each.unit === "bytes" ? bytes(value) : `${count(value)} tokens`;
   $("tiers").replaceChildren(
     ...tiers.tiers.flatMap((each) => {
-      const colour = css(each.tier.includes("disk") ? "disk" : each.tier === "device" ? "device" : "host");
+      const colour = css(kindOf(each));
       const whole = each.total || each.in_use + each.cached || 1;
       const label = `${each.replica ?? each.node}, ${each.tier}: ${amount(each, each.in_use + each.cached)} of ${each.total == null ? "no bound" : amount(each, each.total)}`;
       const used = bar([["in use", each.in_use, css("ink")], ["cached", each.cached, colour]], whole);
       return [element("div", {}, label), used];
     }),
-    element("p", { class: "hint" }, "Where the KV of all prompts came from:"),
-    sourceBar(tiers.prompt_tokens),
   );
+  $("sources").replaceChildren(sourceBar(tiers.prompt_tokens));
+  flow.tiers = tiers.tiers;
+  flow.samples.push({ at: performance.now(), moved: tiers.moved_bytes });
+  while (flow.samples.length > 2 && now.at - flow.samples[1].at > 60_000) flow.samples.shift();
+  drawFlow();
+}
+
+const midnight = () => Math.floor(new Date().setHours(0, 0, 0, 0) / 1000);
+const kindOf = ({ tier }) => tier.includes("disk") ? "disk" : tier === "device" ? "device" : "host";
+
+// ---- the tiers as a flow: what each holds, and the bytes that went from one to another in the last minute
+
+const flow = { tiers: [], samples: [] };
+const TIERS = { device: "device", host: "host memory", disk: "disk", peers: "other nodes" };
+
+// Places of the tiers, [x, y, width, height], and of the arrows, [x, y, x, y]: beside each other, or below.
+function flowPlaces(width) {
+  if (width >= 560) {
+    const gap = 110, box = (width - 2 * gap) / 3, left = box + 5, right = 2 * box + gap + 5, long = gap - 10;
+    return {
+      height: 200,
+      boxes: { device: [0, 30, box, 140], host: [box + gap, 0, box, 200], disk: [2 * (box + gap), 0, box, 92], peers: [2 * (box + gap), 108, box, 92] },
+      arrows: {
+        device_to_host: [left, 80, left + long, 80], host_to_device: [left + long, 140, left, 140], host_to_disk: [right, 34, right + long, 34],
+        disk_to_host: [right + long, 78, right, 78], peers_to_host: [right + long, 162, right, 162],
+      },
+    };
+  }
+  const half = width / 2 - 6, at = (part) => part * width;
+  return {
+    height: 330,
+    boxes: { device: [0, 0, width, 70], host: [0, 130, width, 70], disk: [0, 260, half, 70], peers: [width - half, 260, half, 70] },
+    arrows: {
+      device_to_host: [at(0.08), 74, at(0.08), 126], host_to_device: [at(0.56), 126, at(0.56), 74], host_to_disk: [at(0.03), 204, at(0.03), 256],
+      disk_to_host: [at(0.33), 256, at(0.33), 204], peers_to_host: [at(0.66), 256, at(0.66), 204],
+    },
+  };
+}
+
+function drawFlow() {
+  const first = flow.samples[0], last = flow.samples.at(-1), width = $("flow").clientWidth;
+  if (!first || !width) return;
+  const minutes = (last.at - first.at) / 60_000, { height, boxes, arrows } = flowPlaces(width);
+  const rate = (name) => minutes ? Math.max(last.moved[name] - first.moved[name], 0) / minutes : 0; // what counted may be gone
+  const largest = Math.max(...Object.keys(arrows).map(rate), 1), isUpright = width < 560, said = [];
+  const text = (x, y, words, more = {}) => svg("text", { x, y, fill: css("ink"), "font-size": 13, ...more }, words);
+  const drawn = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+  for (const [kind, [x, y, wide, high]] of Object.entries(boxes)) {
+    const own = flow.tiers.filter((each) => kindOf(each) === kind), sum = (value) => own.reduce((total, each) => total + value(each) * (each.token_bytes ?? 1), 0);
+    const used = sum((each) => each.in_use + each.cached), whole = own.some((each) => each.total == null) ? null : sum((each) => each.total);
+    const others = new Set(flow.tiers.map((each) => each.node).filter(Boolean)).size - 1;
+    const words = kind === "peers" ? (others > 0 ? `${others}` : "none") : !own.length ? "none" : whole == null ? `${bytes(used)}, no bound` : `${bytes(used)} of ${bytes(whole)} (${percent(used, whole) || "0%"})`;
+    const share = whole ? Math.min(used / whole, 1) : 0;
+    drawn.append(
+      svg("rect", { x: x + 0.5, y: y + 0.5, width: wide - 1, height: high - 1, rx: 6, fill: css("paper"), stroke: css("line") }),
+      svg("rect", { class: "fill", x: x + 1, y: y + 1 + (high - 2) * (1 - share), width: wide - 2, height: (high - 2) * share, rx: 5, fill: css(kind === "peers" ? "peer" : kind), opacity: 0.4 }),
+      text(x + 10, y + 24, TIERS[kind], { "font-weight": 600 }), text(x + 10, y + 44, words),
+    );
+    said.push(`${TIERS[kind]}: ${words}`);
+  }
+  for (const [name, [x, y, toX, toY]] of Object.entries(arrows)) {
+    const now = rate(name), thick = now ? 2 + 10 * now / largest : 1, colour = css(now ? "link" : "line"), head = 4 + thick / 2;
+    const [alongX, alongY] = [Math.sign(toX - x), Math.sign(toY - y)], backX = toX - alongX * head, backY = toY - alongY * head;
+    drawn.append(
+      svg("line", { x1: x, y1: y, x2: backX, y2: backY, stroke: colour, "stroke-width": thick }),
+      svg("polygon", { points: `${toX},${toY} ${backX + alongY * head},${backY + alongX * head} ${backX - alongY * head},${backY - alongX * head}`, fill: colour }),
+      isUpright ? text(x + 12, (y + toY) / 2 + 4, `${bytes(now)}/min`, { "font-size": 12 }) : text((x + toX) / 2, y - 12, `${bytes(now)}/min`, { "font-size": 12, "text-anchor": "middle" }),
+    );
+    const [from, to] = name.split("_to_");
+    said.push(`from ${TIERS[from]} to ${TIERS[to]} ${bytes(now)} a minute`);
+  }
+  drawn.setAttribute("aria-label", said.join("; "));
+  $("flow").replaceChildren(drawn);
 }
 
 function sourceBar(tokens) {
@@ -123,44 +201,53 @@ function sourceBar(tokens) {
 // ---- the prefix forest as an icicle
 
 const forest = { trees: [], shown: null, boxes: [], root: -1 };
-const ROW = 22;
+const ROW = 22, ROWS = 24, LEAST = 1; // pixels, rows, pixels: siblings that are narrower are drawn as one box
 
 function drawForest() {
-  const canvas = $("tree"), tree = forest.shown;
+  const canvas = $("tree"), tree = forest.shown, began = performance.now();
   if (!tree) return;
-  const runs = tree.runs, children = runs.map(() => []), tops = [];
+  const runs = tree.runs, children = runs.map(() => []), tops = [], sizes = runs.map(() => 1);
   runs.forEach((run, index) => (run.parent < 0 ? tops : children[run.parent]).push(index));
+  for (let index = runs.length - 1; index >= 0; index--) if (runs[index].parent >= 0) sizes[runs[index].parent] += sizes[index];
+  const total = (indices, value) => indices.reduce((sum, index) => sum + value(index), 0);
   const first = forest.root >= 0 && forest.root < runs.length ? [forest.root] : tops;
   for (const each of children) each.sort((a, b) => runs[b].below - runs[a].below);
   first.sort((a, b) => runs[b].below - runs[a].below);
   const width = canvas.clientWidth, boxes = [];
-  let depth = 1;
+  let depth = 1, together = 0, deeper = 0;
   const place = (indices, x, each, row) => {
-    for (const index of indices) {
+    if (row === ROWS) deeper += total(indices, (index) => sizes[index]);
+    else for (const [at, index] of indices.entries()) {
       const wide = runs[index].below * each;
-      if (wide >= 0.5) {
-        boxes.push({ index, x, row, wide });
-        depth = Math.max(depth, row + 1);
-        place(children[index], x, each, row + 1);
+      depth = Math.max(depth, row + 1);
+      if (wide < LEAST) { // and all behind it, the largest stands first
+        const merged = indices.slice(at), sum = (name) => total(merged, (one) => runs[one][name]);
+        const run = { tokens: sum("tokens"), device: sum("device"), host: sum("host"), running: sum("running"), uses: Math.max(...merged.map((one) => runs[one].uses)) };
+        const num = total(merged, (one) => sizes[one]);
+        boxes.push({ index, run, num, x, row, wide: Math.max(sum("below") * each, LEAST) });
+        together += num;
+        return;
       }
+      boxes.push({ index, run: runs[index], num: 1, x, row, wide });
+      place(children[index], x, each, row + 1);
       x += wide;
     }
   };
-  const whole = first.reduce((total, index) => total + runs[index].below, 0) || 1;
-  place(first, 0, width / whole, 0);
-  const ratio = devicePixelRatio || 1, high = Math.min(depth, 24) * ROW;
-  canvas.height = Math.max(high, ROW) * ratio;
+  place(first, 0, width / (total(first, (index) => runs[index].below) || 1), 0);
+  const ratio = devicePixelRatio || 1, high = depth * ROW;
+  canvas.height = high * ratio;
   canvas.width = width * ratio;
-  canvas.style.height = `${Math.max(high, ROW)}px`;
+  canvas.style.height = `${high}px`;
   const context = canvas.getContext("2d");
   context.scale(ratio, ratio);
   context.font = "12px system-ui, sans-serif";
   context.textBaseline = "middle";
   const ink = css("ink"), paper = css("paper"), colour = { device: css("device"), host: css("host"), none: css("dropped") };
-  for (const { index, x, row, wide } of boxes) {
-    const run = runs[index], y = row * ROW, gap = wide > 3 ? 1 : 0;
+  const most = Math.log(1 + runs.reduce((largest, run) => Math.max(largest, run.uses), 1));
+  for (const { index, run, num, x, row, wide } of boxes) {
+    const y = row * ROW, gap = wide > 3 ? 1 : 0;
     const missing = run.tokens - run.device - run.host;
-    context.globalAlpha = run.running ? 1 : Math.max(0.35, 0.95 - Math.log10(1 + run.idle_s) * 0.17);
+    context.globalAlpha = 0.3 + 0.7 * Math.log(1 + run.uses) / most;
     let left = x;
     for (const [tokens, fill] of [[run.device, colour.device], [run.host, colour.host], [missing, colour.none]]) {
       if (tokens <= 0) continue;
@@ -172,7 +259,7 @@ function drawForest() {
     context.globalAlpha = 1;
     if (wide > 24) {
       const marks = `${run.running ? "\u25B6" : ""}${run.pinned ? "\u25C6" : ""}${run.sessions ? "\u25CF" : ""}`;
-      const text = `${marks} ${(tree.texts[index] ?? "").replace(/\s+/g, " ")}`.trim();
+      const text = num > 1 ? `+${num}` : `${marks} ${(tree.texts[index] ?? "").replace(/\s+/g, " ")}`.trim();
       context.save();
       context.beginPath();
       context.rect(x, y, wide - 3, ROW);
@@ -187,11 +274,17 @@ function drawForest() {
   }
   forest.boxes = boxes;
   $("tree-up").disabled = forest.root < 0;
-  $("tree-size").textContent = `${count(tree.num_tokens)} tokens in ${count(tree.num_runs)} runs${tree.runs.length < tree.num_runs ? `, the ${count(tree.runs.length)} largest shown` : ""}`;
+  const alone = boxes.filter((box) => box.num === 1 && box.run === runs[box.index]).length;
+  $("tree-size").textContent = [
+    `${count(tree.num_tokens)} tokens in ${count(tree.num_runs)} runs${runs.length < tree.num_runs ? `, the ${count(runs.length)} largest shown` : ""}`,
+    `${count(alone)} drawn one by one`, together && `${count(together)} too narrow and drawn together`, deeper && `${count(deeper)} below the last row`,
+  ].filter(Boolean).join("; ");
+  performance.clearMeasures("forest");
+  performance.measure("forest", { start: began });
 }
 
-function describeRun(index) {
-  const tree = forest.shown, run = tree.runs[index];
+function describeRun({ index, run, num }) {
+  if (run !== forest.shown.runs[index]) return `${count(num)} runs that are too narrow to be drawn one by one; their first ones have ${count(run.tokens)} tokens, used up to ${count(run.uses)} times`;
   const where = [[run.device, "on the device"], [run.host, "in host memory"], [run.tokens - run.device - run.host, "not kept"]];
   const places = where.filter(([tokens]) => tokens > 0).map(([tokens, name]) => `${count(tokens)} ${name}`).join(", ");
   const marks = [run.running && `${run.running} running`, run.pinned && "pinned", run.sessions && `${run.sessions} session(s) end here`, run.kind !== "prompt" && run.kind];
@@ -209,7 +302,7 @@ function zoom(root) {
 }
 
 async function updateForest() {
-  forest.trees = (await json("/v1/kv/tree?depth=60&max_runs=4000")).replicas;
+  forest.trees = (await json("/v1/kv/tree?depth=60&max_runs=10000")).replicas;
   const select = $("tree-replica"), names = forest.trees.map((each) => each.replica);
   if ([...select.options].map((each) => each.value).join() !== names.join()) {
     select.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
@@ -224,7 +317,7 @@ async function updateForest() {
     ["begins", (run) => chosen.texts[run.index] ?? "", "text"], ["position", (run) => count(run.start), "number"],
     ["tokens", (run) => count(run.tokens), "number"], ["device", (run) => count(run.device), "number"], ["host", (run) => count(run.host), "number"],
     ["uses", (run) => count(run.uses), "number"], ["idle", (run) => run.running ? "in use" : seconds(run.idle_s), "number"],
-    ["", (run) => [run.pinned && "pinned", run.sessions && "session"].filter(Boolean).join(", ")],
+    ["marks", (run) => [run.pinned && "pinned", run.sessions && "session"].filter(Boolean).join(", ")],
   ], largest);
 }
 
@@ -272,7 +365,7 @@ async function explain(request) {
     const names = Object.keys(TERMS).filter((name) => route.candidates.some((each) => each.ms[name] > 0));
     const sum = (each) => names.reduce((total, name) => total + Math.max(each.ms[name] ?? 0, 0), 0);
     const largest = Math.max(...route.candidates.map(sum), 0.001);
-    parts.push(element("p", { class: "hint" }, `The router chose ${route.replica} (${route.reason}). Its price of each replica; the first token took ${ms(request.first_token_ms)}:`));
+    parts.push(element("p", { class: "hint" }, `The router chose ${route.replica} (${route.reason}). Its price of each replica:`));
     const colours = names.map((_, index) => css(COLOURS[index % COLOURS.length]));
     for (const each of route.candidates) {
       parts.push(element("div", {}, `${each.replica}: first token predicted after ${ms(each.ms.ttft)}, price ${ms(each.ms.total)}`));
@@ -280,7 +373,45 @@ async function explain(request) {
     }
     if (names.length) parts.push(legend(names.map((name, index) => [TERMS[name] ?? name, colours[index]])));
   }
-  target.replaceChildren(...parts);
+  const actual = found.times?.tokens[0]?.[1] ?? request.first_token_ms, predicted = predictionOf(found.routes.at(-1));
+  if (predicted != null && actual != null) {
+    const compared = [["first token predicted after", predicted, css("soft")], ["first token came after", actual, css("device")]];
+    parts.push(element("p", { class: "hint" }, "The router's prediction beside what came:"));
+    for (const [name, value, colour] of compared) parts.push(element("div", {}, `${name} ${ms(value)}`), bar([[`${name} ${ms(value)}`, value, colour]], Math.max(predicted, actual)));
+  } else if (!found.routes.length) parts.push(element("p", { class: "hint" }, "Nothing was predicted: no replica was chosen, or another ingress chose it."));
+  target.replaceChildren(...parts, ...timeline(found.times, found.choices.filter((each) => each.choice === 0)));
+}
+
+const predictionOf = (route) => route?.candidates.find((each) => each.replica === route.replica)?.ms.ttft;
+
+// When the first choice came how far: a strip from the whole request to the end of its answer, a piece for each time that is known.
+function timeline(times, attempts) {
+  if (!times?.tokens.length) return [element("p", { class: "hint" }, times ? "No token came." : "When its tokens came is known at the ingress that answered it.")];
+  const { queued, begun, tokens, ended } = times, [, first] = tokens[0];
+  const gaps = tokens.slice(1).map(([number, at], index) => ({ number, past: tokens[index][0], took: at - tokens[index][1] }));
+  const each = ({ number, past, took }) => took / (number - past), sorted = gaps.map(each).sort((a, b) => a - b), usual = sorted[sorted.length >> 1];
+  const isLong = (gap) => each(gap) > 4 * usual, longest = gaps.reduce((a, b) => a && a.took >= b.took ? a : b, null);
+  const drawn = bar([
+    ["before the engine took it", queued, css("soft")], ["queue", begun - queued, css("host")], ["prompt", first - begun, css("peer")],
+    ...gaps.map((gap) => [`tokens ${gap.past + 1} to ${gap.number}: ${ms(gap.took)}`, gap.took, css(isLong(gap) ? "recomputed" : "device")]),
+    ["the end", ended - tokens.at(-1)[1], css("dropped")],
+  ], ended);
+  drawn.classList.add("ticks");
+  const marks = attempts.flatMap((attempt) => [
+    ...(attempt.resumed_at ? [{ after: attempt.resumed_at, mark: "\u21B7", words: `went on at replica ${attempt.replica}` }] : []),
+    ...attempt.suspended_at.map((after) => ({ after, mark: "\u2016", words: "gave way to earlier requests" })),
+  ]);
+  const line = element("div", { class: "marks" }, ...marks.map(({ after, mark, words }) => {
+    const shown = element("span", { title: `${words} after token ${after}` }, mark);
+    shown.style.left = `${100 * (tokens.findLast(([number]) => number <= after)?.[1] ?? begun) / ended}%`;
+    return shown;
+  }));
+  const said = [
+    `${count(tokens.at(-1)[0])} tokens in ${ms(ended)}`, usual != null && `${ms(usual)} between two (median)`,
+    longest && `the longest gap ${ms(longest.took)} behind token ${longest.past}`, ...marks.map(({ after, words }) => `${words} after token ${after}`),
+  ];
+  const names = [["before the engine", "soft"], ["queue", "host"], ["prompt", "peer"], ["tokens", "device"], ["gaps of over 4 medians", "recomputed"], ["the end", "dropped"]];
+  return [element("p", { class: "hint" }, `The first answer over time: ${said.filter(Boolean).join("; ")}.`), ...(marks.length ? [line] : []), drawn, legend(names.map(([name, colour]) => [name, css(colour)]))];
 }
 
 // ---- sessions, events
@@ -452,8 +583,10 @@ async function sayInto(target, title, body) {
 
 async function repeat(work, pauseMs) {
   for (;;) {
+    const began = performance.now();
     if (!document.hidden) await work().catch((error) => { $("about").textContent = error.message; });
-    await new Promise((resolve) => setTimeout(resolve, pauseMs));
+    const took = performance.now() - began; // a large answer may cost the server as long: 3% of its time at most
+    await new Promise((resolve) => setTimeout(resolve, Math.max(pauseMs, Math.min(35 * took, 30_000))));
   }
 }
 
@@ -483,19 +616,24 @@ $("chat-fork").addEventListener("click", async () => {
 $("faults-alone").addEventListener("change", (event) => $("events").classList.toggle("faults", event.target.checked));
 $("tree").addEventListener("mousemove", (event) => {
   const box = boxAt(event);
-  $("tree-tip").textContent = box ? describeRun(box.index) : "\u00A0";
+  $("tree-tip").textContent = box ? describeRun(box) : "\u00A0";
 });
-$("tree").addEventListener("click", (event) => { const box = boxAt(event); if (box) zoom(box.index); });
+$("tree").addEventListener("click", (event) => {
+  const box = boxAt(event), runs = forest.shown?.runs;
+  if (box) zoom(box.run === runs[box.index] || runs[box.index].parent === forest.root ? box.index : runs[box.index].parent); // of narrow ones what they follow
+});
 $("tree").addEventListener("keydown", (event) => { if (event.key === "Escape") zoom(-1); });
 $("tree-up").addEventListener("click", () => zoom(-1));
 $("tree-replica").addEventListener("change", () => { forest.root = -1; updateForest(); });
-addEventListener("resize", drawForest);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawForest);
+for (const draw of [drawForest, drawFlow]) {
+  addEventListener("resize", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+}
 $("sessions-legend").append(...legend(placesOf({ kv: {} }).map(([name, , colour]) => [name, colour])).children);
 $("tree-legend").replaceWith(Object.assign(legend([["on the device", css("device")], ["in host memory only", css("host")], ["not kept", css("dropped")]]), { id: "tree-legend" }));
 showSession();
 drawRequests();
 listen();
-repeat(async () => drawFigures(await json("/v1/cluster"), await json("/v1/kv/tiers")), 2000);
+repeat(async () => drawFigures(await json("/v1/cluster"), await json(`/v1/kv/tiers?since=${midnight()}`)), 2000);
 repeat(updateForest, 3000);
 repeat(updateSessions, 4000);

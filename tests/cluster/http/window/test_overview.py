@@ -21,12 +21,19 @@ from mneme.cluster.http.window import overview
 from mneme.cluster.http.window import requests as window
 from mneme.cluster.tenancy import kv_salt, tenant_of_secret
 from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
+from mneme.replicas.request import PromptUsage
 from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, keys_file, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.real_engines import over
 
 KEYS = {"api_keys": ("secret-a", "secret-b")}
 A, B = ({"Authorization": f"Bearer secret-{name}"} for name in "ab")
+
+
+def ended(number: int, at_s: float = 0.0, cached_tokens: int = 0) -> window.EndedRequest:
+    shown: Any = {"id": str(number), "ended_at": at_s}
+    shown["kv_details"] = PromptUsage(cached_tokens + 1, cached_tokens, host_tokens=cached_tokens // 2).kv_details()
+    return window.EndedRequest("t", "", shown, {"queued": None, "begun": None, "tokens": [], "ended": 0.0})
 
 
 def ask(client: Any, path: str, headers: Any = None) -> Any:
@@ -75,6 +82,22 @@ def test_a_tenant_sees_its_own_requests_the_last_one_first() -> None:
     assert (other["path"], other["outcome"]) == ("/v1/completions", "stop")
 
 
+def test_an_explanation_says_when_tokens_came_of_a_long_answer_fewer_of_them() -> None:
+    engine = FakeEngineClient(TOKENIZER, is_endless=True, timing=(0.5, 0.25))
+    client = api(engine, **KEYS)
+    for count in (3, 900):
+        made = client.post("/v1/completions", json={**COMPLETION, "max_tokens": count}, headers=A).json()
+        times = ask(client, f"/v1/kv/explain/{made['id']}", A)["times"]
+        numbers, at_ms = zip(*times["tokens"], strict=True)
+        assert numbers[0] == 1
+        assert numbers == tuple(range(1, count + 1)) if count < 128 else 64 < len(numbers) <= 128
+        assert count - numbers[-1] < max(count // 64, 1)
+        assert list(numbers) == sorted(set(numbers))
+        assert list(at_ms) == sorted(at_ms)
+        assert 0 <= times["queued"] <= times["begun"] <= at_ms[0] + 0.1
+        assert at_ms[-1] <= times["ended"] + 0.1
+
+
 @pytest.mark.parametrize(
     ("options", "outcome"),
     [
@@ -106,9 +129,19 @@ def test_a_request_whose_client_goes_is_listed() -> None:
 def test_the_log_is_bounded() -> None:
     log = window.RequestLog(lambda: 0.0)
     for number in range(window.MAX_REQUESTS + 5):
-        log.add("t", "", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+        log.add(ended(number))
     assert len(log) == window.MAX_REQUESTS
     assert [each["id"] for each in log.last("t", 2)] == ["1004", "1003"]
+
+
+def test_saved_prefill_is_counted_by_the_quarter_of_an_hour_for_a_day() -> None:
+    log, midnight = window.RequestLog(lambda: 900.0 * 50), 900.0 * 100
+    for number, (at_s, cached_tokens) in enumerate(((-1, 100), (0, 20), (899, 3), (900, 4_000))):
+        log.add(ended(number, midnight + at_s, cached_tokens))
+    assert log.saved(midnight) == {"since": midnight, "tokens": 4_023}
+    assert log.saved(0) == {"since": 900.0 * 50, "tokens": 4_123}  # the ingress is no older
+    log.add(ended(9, midnight + 90_000, 1))
+    assert log.saved(0)["tokens"] == 4_001  # what is older than 25 hours is forgotten
 
 
 def test_the_forest_is_shown_to_who_it_belongs_to(tmp_path: Path) -> None:
@@ -149,6 +182,16 @@ def test_tiers_and_replicas_have_the_figures_that_replicas_report() -> None:
         ("a", "device", 16_000),
         ("b", "device", 16_000),
     }
+    assert {each["token_bytes"] for each in tiers["tiers"]} == {0.25}
+    moved = api(FakeEngineClient(TOKENIZER, tokens={"host": 40, "disk": 8, "peer": 4}))
+    assert ask(moved, "/v1/kv/tiers")["moved_bytes"] == {
+        "device_to_host": 0, "host_to_device": 26, "host_to_disk": 0, "disk_to_host": 4, "peers_to_host": 2,
+    }  # fmt: skip
+    client.post("/v1/chat/completions", json=CHAT)
+    client.post("/v1/chat/completions", json=CHAT)
+    found = sum(sum(each["kv_details"][name] for name in ("device", "host", "disk", "peer"))
+                for each in ask(client, "/v1/requests")["data"])  # fmt: skip
+    assert ask(client, "/v1/kv/tiers?since=1")["saved"]["tokens"] == found > 0
     shown = ask(client, "/v1/cluster")
     assert shown["models"] == [{"model": "tiny", "state": "ready", "reason": "", "ready": 2, "wanted": None}]
     assert [(each["replica"], each["prompt_tokens"], each["cached_tokens"]) for each in shown["replicas"]] == [
@@ -215,7 +258,7 @@ def test_a_listener_that_is_slow_is_told_what_it_lost_and_too_many_are_refused()
 
         def end(count: int) -> None:
             for number in range(count):
-                log.add("t", "", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+                log.add(ended(number))
 
         with log.listening("t") as listener:
             events = log.events(listener, poll, 0.01)
@@ -251,7 +294,7 @@ def test_figures_are_looked_at_while_requests_end_all_the_time() -> None:
         with log.listening("t") as listener:
             events = log.events(listener, poll, 0.02)
             for number in range(30):
-                log.add("t", "", {"id": str(number), "ended_at": 0.0})  # type: ignore[typeddict-item]
+                log.add(ended(number))
                 await anext(events)
                 await asyncio.sleep(0.005)
         assert len(looks) >= 3
