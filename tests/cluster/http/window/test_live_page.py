@@ -108,9 +108,12 @@ def test_an_explained_request_has_its_tokens_over_time_and_what_the_router_expec
     assert "went on at replica b after token 1; gave way to earlier requests after token 2." in words
     assert page.locator("#explained .marks span").count() == 2
     pieces = page.locator("#explained .ticks i").evaluate_all("all => all.map((each) => each.title)")
-    assert f"tokens {number} to {number}: " in pieces[-2]
+    assert sum(bool(re.match(r"tokens \d+ to \d+: ", each)) for each in pieces) > 1  # many came together
     assert "first token predicted after 7.0 ms\n" in words
     assert "first token came after " in words
+    for name, ttft in (("b", 7), ("a", 9)):
+        assert f"{name}: first token predicted after {ttft}.0 ms, price " in words
+        assert page.locator("#explained div", has_text=f"{name}: first token predicted").locator("+ .bar").count() == 1
     assert said == []
     page.close()
 
@@ -166,6 +169,9 @@ def test_ten_thousand_runs_are_drawn_each_by_itself_or_with_its_neighbours(brows
         return [int(each.replace(",", "")) for each in said_of]
 
     alone, together = drawn()
+    colours = "(all) => new Set(new Uint32Array(all.data.buffer)).size"
+    pixels = "document.querySelector('#tree').getContext('2d').getImageData(0, 0, 1000, 200)"
+    assert page.evaluate(f"({colours})({pixels})") > 2
     assert alone + together == number
     assert alone > 341  # five whole levels
     assert "max_runs=10000" in asked[0]
@@ -188,6 +194,7 @@ def test_a_chat_is_a_session_whose_answers_say_what_was_found(browser: Any, serv
         page.keyboard.press("Enter")
         page.locator("#chat small button").nth(number).wait_for()
     assert "you: <b>and</b> then" in page.inner_text("#chat")
+    assert page.locator("#chat .bar").count() == 2  # where the prompt of each answer was found
     assert page.locator("#chat b", has_text="and").count() == 0  # text, not markup
     assert [request.append for request in server.engine.requests] == [False, True]
     assert len({request.session_id for request in server.engine.requests}) == 1
