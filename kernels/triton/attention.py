@@ -165,17 +165,17 @@ def _product(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _widened(numbers, kind: tl.constexpr, IS_WIDE: tl.constexpr, INTERPRET: tl.constexpr):
+def _widened(numbers, kind: tl.constexpr, IS_PURE: tl.constexpr, INTERPRET: tl.constexpr):
     """int8 as numbers of a type that products take; the interpreter's take any.
 
-    For narrow tiles bfloat16 is made in the registers into which numbers were loaded, as assembly that is not "pure" is
-    not moved. Else bytes come into the product's layout first, one by one: 1,058 instructions for 32 keys of 128
-    dimensions on sm_90, where this takes 907, and of bfloat16 371 do. On sm_100 wide tiles must have it pure.
+    bfloat16 is made in the registers into which numbers were loaded, as assembly that is not "pure" is not moved. Else
+    bytes come into the product's layout first, one by one: 1,058 instructions for 32 keys of 128 dimensions on sm_90,
+    where this takes 907, and of bfloat16 371 do. Only where products are tcgen05's nothing in their loop may be impure.
     """
     if not INTERPRET:
         if kind == tl.bfloat16:
             numbers = tl.inline_asm_elementwise(
-                _FOUR_AS_BFLOAT16, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=IS_WIDE, pack=4
+                _FOUR_AS_BFLOAT16, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=IS_PURE, pack=4
             )
         else:
             numbers = numbers.to(kind)
@@ -229,7 +229,7 @@ def _attend_runs(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    INTERPRET: tl.constexpr, STAGES: tl.constexpr, IS_PURE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over a tile's runs: both halves of the sum of values [BLOCK_M, BLOCK_HALF], the top score (as a
     power of 2) and the sum of weights [BLOCK_M]."""
@@ -282,8 +282,8 @@ def _attend_runs(
             v_high = tl.load(values + HALF + at, mask=inside[:, None] & in_high, other=0.0)
             if is_scaled:
                 k_scale, v_scale = _scales(keys, slot, inside, HEAD_DIM), _scales(values, slot, inside, HEAD_DIM)
-                k_low = _widened(k_low, kind, IS_WIDE, INTERPRET)
-                k_high = _widened(k_high, kind, IS_WIDE, INTERPRET)
+                k_low = _widened(k_low, kind, IS_PURE, INTERPRET)
+                k_high = _widened(k_high, kind, IS_PURE, INTERPRET)
             seen_from = tl.load(key_position + key, mask=inside, other=_FREE)
             page = tl.load(page_id + (key + BLOCK_N) // PAGE_SIZE, mask=key + BLOCK_N < end_key, other=0)
             scores = _product(low, tl.trans(k_low), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, INTERPRET)
@@ -317,8 +317,8 @@ def _attend_runs(
                 sum_low, sum_high = sum_low + poison[:, None], sum_high + poison[:, None]
             if is_scaled:
                 weights = weights * v_scale[None, :]
-                v_low = _widened(v_low, weight_kind, IS_WIDE, INTERPRET)
-                v_high = _widened(v_high, weight_kind, IS_WIDE, INTERPRET)
+                v_low = _widened(v_low, weight_kind, IS_PURE, INTERPRET)
+                v_high = _widened(v_high, weight_kind, IS_PURE, INTERPRET)
             weights = weights.to(weight_kind)
             sum_low = _product(weights, v_low, sum_low, PRECISION, INTERPRET)
             sum_high = _product(weights, v_high, sum_high, PRECISION, INTERPRET)
@@ -333,6 +333,7 @@ def _attend_tile(
     BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     IS_WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, STAGES: tl.constexpr,
+    IS_PURE: tl.constexpr,
 ):  # fmt: skip
     """One tile for one KV head: rows that have no other part are final, the others leave a partial result."""
     lane = tl.arange(0, BLOCK_M)
@@ -348,14 +349,14 @@ def _attend_tile(
     sum_low, sum_high, top, total = _attend_runs(
         q_row, row_seen, position, entry, keys, values, key_position, rope_table, work, tile,
         q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, STAGES, False,
+        HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, STAGES, IS_PURE, False,
     )  # fmt: skip
     is_broken = (sum_low != sum_low) | (sum_high != sum_high)
     if tl.max(tl.max(is_broken.to(tl.int32), 1), 0) > 0:
         sum_low, sum_high, top, total = _attend_runs(
             q_row, row_seen, position, entry, keys, values, key_position, rope_table, work, tile,
             q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M,
-            _CAREFUL_N, HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, 1, True,
+            _CAREFUL_N, HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, 1, IS_PURE, True,
         )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)
     logsum = tl.where(total == 0.0, -float("inf"), (top + tl.log2(divisor)) * _LN_2)
@@ -393,7 +394,7 @@ def attention_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, NARROW_M: tl.constexpr, WIDE_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, HAS_TCGEN05: tl.constexpr,
 ):  # fmt: skip
     """Programs take tiles, one for one KV head, until none is left; how many there are stands in the work.
 
@@ -408,6 +409,7 @@ def attention_kernel(
     partial_out, _lse       float32 [num_slots, num_q_heads, HEAD_DIM], [num_slots, num_q_heads]: rows with more
     work                    int32, see `mneme.kernels.triton.pack`
     WIDE_M                  0 where the work has no wide tile
+    HAS_TCGEN05             whether products of wide tiles are tcgen05's, beside which nothing may be impure
     q_scale                 makes scores powers of 2; with a cap, makes them multiples of it
     """
     half: tl.constexpr = (HEAD_DIM + 1) // 2
@@ -428,14 +430,14 @@ def attention_kernel(
                         q, keys, values, key_position, rope_table, out, lse, partial_out, partial_lse,
                         work, tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS,
                         HEAD_DIM, half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW,
-                        HAS_CAP, True, PRECISION, INTERPRET, STAGES,
+                        HAS_CAP, True, PRECISION, INTERPRET, STAGES, HAS_TCGEN05,
                     )  # fmt: skip
             if is_narrow:
                 _attend_tile(
                     q, keys, values, key_position, rope_table, out, lse, partial_out, partial_lse, work,
                     tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM,
                     half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_CAP, False,
-                    PRECISION, INTERPRET, STAGES,
+                    PRECISION, INTERPRET, STAGES, False,
                 )  # fmt: skip
         number = end
         if end > num_programs:

@@ -26,6 +26,7 @@ from mneme.kernels.triton.configs import (
     Kind,
     WideConfig,
     config_of,
+    has_tcgen05,
     next_power_of_2,
     programs_per_processor,
     wide_config_of,
@@ -100,8 +101,9 @@ def attend_triton(args: AttendArgs) -> tuple[Tensor, Tensor]:
                 return attend_triton(args)
         with torch.cuda.stream(side):
             attention_kernel[(_num_programs(q.device, _per_processor(q.device, q.dtype, plan, launch.config)),)](
-                q, k_pages, v_pages, *arguments, **_constants(plan, launch.config, rotary_dim, q.dtype), **switches
-            )
+                q, k_pages, v_pages, *arguments, **_constants(plan, launch.config, rotary_dim, q.dtype), **switches,
+                HAS_TCGEN05=has_tcgen05(_architecture(q.device)),
+            )  # fmt: skip
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         if launch.merges:

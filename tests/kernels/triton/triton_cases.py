@@ -20,6 +20,7 @@ from mneme.kernels.triton.configs import (
     WideConfig,
     candidates,
     config_of,
+    has_tcgen05,
 )
 from mneme.kernels.triton.kv import write_constants, write_kv_kernel
 from mneme.kernels.triton.ops import add_rms_norm_kernel, gated_kernel, num_warps_of, rms_norm_kernel, rows_per_tile
@@ -37,6 +38,7 @@ def attention_case(
     *,
     dtype: str = "bf16",
     kv: str | None = None,
+    architecture: int = 90,
     head_dim: int = 128,
     page_size: int = 32,
     **switches: Any,
@@ -46,6 +48,7 @@ def attention_case(
     element, kept = _POINTERS[dtype], _POINTERS[kv or dtype]
     constexprs: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_CAP": False, "INTERPRET": False,
+        "HAS_TCGEN05": has_tcgen05(architecture),
         **launch_constants(config, head_dim, head_dim, page_size, _DTYPES[dtype]),
     }  # fmt: skip
     signature = {
@@ -138,14 +141,14 @@ def _attention_cases() -> Iterator[Case]:
             if dtype == "bf16" or (is_usual and head_dim in (64, 128, 256)):
                 sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": 4}
                 config = config_of(**sizes, kind=kind, architecture=architecture)
-                case = attention_case(config, dtype=dtype, head_dim=head_dim)
+                case = attention_case(config, dtype=dtype, head_dim=head_dim, architecture=architecture)
                 yield case._replace(architectures=(architecture,), is_sample=is_sample and dtype == "bf16")
     for architecture, head_dim, kind in product(ARCHITECTURES, HEAD_DIMS, get_args(Kind)):
         for dtype, element_bytes in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
             if dtype == "bf16" or (head_dim == 128 and architecture == 90):
                 sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": 4}
                 config = config_of(**sizes, kind=kind, architecture=architecture)
-                case = attention_case(config, dtype=dtype, kv="i8", head_dim=head_dim)
+                case = attention_case(config, dtype=dtype, kv="i8", head_dim=head_dim, architecture=architecture)
                 is_sample = (dtype, head_dim, architecture) == ("bf16", 128, 90)
                 yield case._replace(
                     architectures=(architecture,), is_sample=is_sample, most_loop_spills=_INT8_LOOP_SPILLS,
