@@ -15,7 +15,7 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LEAST_MAGNITUDE = 2.0**-100  # of a row that int8 does not round to 0
+LEAST_MAGNITUDE = 2.0**-100  # of a row that int8 does not round to 0
 _MAX_SLOTS = 2**31 - 1  # compiled code counts slots in 32 bits
 
 
@@ -28,11 +28,11 @@ def quantized(x: Tensor) -> Tensor:
     """Round rows [..., head_dim] to int8 [..., head_dim + 4]: numbers from -127 to 127, and the bytes of their scale.
 
     The scale is float32, the row's greatest magnitude / 127. A row that holds a NaN or an infinity has the scale NaN;
-    one under 2**-100 is 0. The compiled code (native/cpp/kv.cpp) gives the same bits.
+    one under 2**-100 is 0. The compiled code (native/cpp/kv.cpp) and Triton's (triton/kv.py) give the same bits.
     """
     x = x.float()
     magnitude = x.abs().amax(-1, keepdim=True)  # NaN where there is one
-    is_broken, is_zero = ~magnitude.isfinite(), magnitude < _LEAST_MAGNITUDE
+    is_broken, is_zero = ~magnitude.isfinite(), magnitude < LEAST_MAGNITUDE
     scale = (magnitude / 127).masked_fill(is_broken, torch.nan).masked_fill(is_zero, 0.0)
     steps = torch.full_like(magnitude, 127) / magnitude  # `127 / magnitude` is a reciprocal's product, rounded twice
     steps = steps.masked_fill(is_broken | is_zero, 0.0)
@@ -95,8 +95,8 @@ class AttendArgs(NamedTuple):
         if not is_pair or q.dtype not in _DTYPES:
             types, rule = (q.dtype, k_pages.dtype, v_pages.dtype), "one 16- or 32-bit floating type, or int8 pages"
             raise ValueError(f"q, k_pages, v_pages: must have {rule} (got {types})")
-        if k_pages.dtype == torch.int8 and not q.is_cpu:
-            raise ValueError(f"k_pages: int8 keys and values are for CPUs (got {q.device})")
+        if k_pages.dtype == torch.int8 and not q.is_cpu and head_dim % KV_SCALE_BYTES:
+            raise ValueError(f"k_pages: int8 rows on a GPU end where a float32 may be, head_dim is {head_dim}")
         if not q.device == k_pages.device == v_pages.device == slot_position.device:
             raise ValueError("q, k_pages, v_pages, slot_position: must be on one device")
         if rope is not None and rope.rotary_dim > plan.head_dim:

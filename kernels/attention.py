@@ -78,8 +78,8 @@ def attend(
 
     q              [T, num_q_heads, head_dim]  un-rotated, in the order of the plan's rows; any strides, copied where a
                    row's heads do not follow each other
-    k_pages        [num_kv_heads, num_pages, page_size, head_dim]  keys rotated at `slot_position`; contiguous. On a CPU
-                   also int8 [..., head_dim + 4]: numbers, and the bytes of the float32 that they are multiplied with
+    k_pages        [num_kv_heads, num_pages, page_size, head_dim]  keys rotated at `slot_position`; contiguous. Or
+                   int8 [..., head_dim + 4]: numbers, and the bytes of the float32 that they are multiplied with
     v_pages        like k_pages
     slot_position  int32 [num_pages * page_size]  FREE_SLOT_POSITION where a slot holds no key; contiguous
     rope           None for a model without rotary embedding

@@ -28,8 +28,8 @@ def write_kv(
     slots             int [T]  page_id * page_size + offset; no slot twice
     positions         int [T]  where the key is rotated: its position, less the delta of its reference if that
     is not 0
-    k_pages, v_pages  [num_kv_heads, num_pages, page_size, head_dim]  one layer's pool, written in place; or on a CPU
-    int8 [..., head_dim + 4], see `quantized`
+    k_pages, v_pages  [num_kv_heads, num_pages, page_size, head_dim]  one layer's pool, written in place; or int8
+    [..., head_dim + 4], see `quantized`
 
     `slot_position` is for all layers; `mark_written` updates it once per step. Raises ValueError for shapes that do not
     fit and for a rope that rotates more than head_dim.

@@ -35,7 +35,7 @@ class EngineConfig:
     # them (on CPUs, with a compiler), else dense, in `dtype`. Products of either round their inputs to 8 bits.
     weights: WeightsForm = "auto"
     # What KV is stored as, in all tiers. int8: numbers of 8 bits with a scale for each token and KV head, 0.53 of
-    # bfloat16's bytes (head_dim 64), on CPUs; auto: as dtype says.
+    # bfloat16's bytes (head_dim 64); auto: as dtype says.
     kv_dtype: KvDtype = "auto"
     page_size: int = 32  # token slots per page; 64 gives wide tiles a kernel of their own on sm_90, and slower decodes
     num_pages: int | None = None  # None: from kv_cache_bytes

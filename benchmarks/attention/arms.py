@@ -18,6 +18,7 @@ from attention.scenes import Scene, contiguous_layers, rotated_q
 from attention.timing import Arm
 from torch import Tensor
 
+from mneme.kernels.arguments import dequantized
 from mneme.kernels.attention import attend
 from mneme.kernels.page_table import PageTable, QueryRows
 from mneme.kernels.work import Share
@@ -140,13 +141,13 @@ def _reference_row(scene: Scene, sequence: int) -> Tensor:
     table = scene.tables[sequence]
     row = (sequence + 1) * scene.rows_per_sequence - 1
     ids = torch.from_numpy(table.page_ids.astype(np.int64)).to(scene.q.device)
-    keys, values = (pages.index_select(1, ids) for pages in scene.layers[0])
+    keys, values = (dequantized(pages.index_select(1, ids)).float() for pages in scene.layers[0])
     positions = scene.slot_position.view(-1, scene.page_size).index_select(0, ids).flatten()
     own = PageTable(np.arange(len(table), dtype=np.int32), table.deltas, table.masks)
     alone = QueryRows([0], scene.rows.arrays()[1][row : row + 1])
     plan = scene.plan_of([own], alone, "never")
     out, _ = attend(
-        scene.q[row : row + 1].float(), keys.float(), values.float(), positions, scene.rope, plan,
+        scene.q[row : row + 1].float(), keys, values, positions, scene.rope, plan,
         softmax_scale=scene.scale, backend="reference",
     )  # fmt: skip
     return out[0].double()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mneme.kernels.arguments import quantized
 from mneme.kernels.attention import PageTable, Plan, QueryRows, RopeTable, attend, build_plan, share_cost_of
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.work import Share
@@ -62,7 +63,7 @@ class Scene:
     tables: tuple[PageTable, ...]
     rows: QueryRows
     rows_per_sequence: int
-    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values, each [Hkv, num_pages, page_size, D]
+    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values, each [Hkv, num_pages, page_size, D], int8: D + 4
     slot_position: Tensor
     rope: RopeTable
     q: Tensor  # [T, Hq, D] un-rotated
@@ -74,7 +75,8 @@ class Scene:
     @property
     def token_bytes(self) -> int:
         """Key and value of one token in one layer."""
-        return 2 * self.heads.kv * self.heads.dim * self.q.element_size()
+        keys = self.layers[0][0]
+        return 2 * self.heads.kv * keys.shape[3] * keys.element_size()
 
     @property
     def lengths(self) -> list[int]:
@@ -167,6 +169,13 @@ def prefix_scene(batch: int, shared: int, private: int, **options: object) -> Sc
     common = [Use(0)] if shared else []
     uses = [[*common, *([Use(own + i)] if private else [])] for i in range(batch)]
     return build_scene(blocks, uses, **options)  # type: ignore[arg-type]
+
+
+def int8_scene(scene: Scene, cache_bytes: int = 0) -> Scene:
+    """The same scene with its keys and values in 8 bits, in as many layers as overflow the cache."""
+    keys, values = (quantized(pages) for pages in scene.layers[0])
+    num_layers = layers_for(2 * keys.numel(), cache_bytes)
+    return replace(scene, layers=((keys, values), *((keys.clone(), values.clone()) for _ in range(num_layers - 1))))
 
 
 def documents_scene(

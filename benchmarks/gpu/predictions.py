@@ -65,6 +65,8 @@ PREDICTED: dict[str, float] = {
     **{f"smoke {name}": 0.003 for name in ("shared, pages of 64", "prefill, pages of 64")},
     "smoke norms, gate, KV write, draw": 0.003,
     "smoke float16": 0.0004,
+    **{f"smoke int8 KV, {name}": 0.003 for name in ("private", "shared", "prefill", "float16")},  # weights in bfloat16
+    "smoke int8 rows": 0.0,
     "smoke float32": 1e-6,
     "smoke": 40,
     "tests": 90,
@@ -94,6 +96,11 @@ PREDICTED: dict[str, float] = {
     **{f"bandwidth b{b} x {n}": share for b, n, share in ((32, 4096, 0.85), (128, 4096, 0.87), (32, 16384, 0.87))},
     **{f"bandwidth b{b} x {n}": 0.85 for b, n in ((64, 2048), (128, 1024))},  # the bytes of 32 x 4096
     "bandwidth b32 x 1024": 0.8,
+    # 0.516 of the bytes, and on sm_90 907 instructions for 32 keys where bfloat16 takes 371: of what a multiprocessor
+    # issues while memory brings those keys, 0.78. With one request the fixed cost of a call counts.
+    "int8 KV b128 x 1024": 1.7,
+    "int8 KV b32 x 4096": 1.7,
+    "int8 KV b1 x 16384": 1.5,
     "bandwidth b1 x 16384": _OF_COPY * (1 - _INTERCEPT_US / _attention_us(16384, _INTERCEPT_US)),
     "documents 4 of 4, sequence-first over ours": _over_sequence_first(32, 4 * 512 + 128, 4 * 512 + 32 * 128),
     **{

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from attention.arms import TOLERANCE
-from attention.scenes import Heads, Scene, documents_scene, prefix_scene
+from attention.scenes import Heads, Scene, documents_scene, int8_scene, prefix_scene
 from gpu.steps import Job, Row, Run
 
 from mneme.kernels import kv_write, ops
+from mneme.kernels.arguments import dequantized
 from mneme.kernels.attention import PageTable, attend
 
 _FAR_BYTES = 100 << 30  # of the pool whose last pages are read
@@ -67,7 +68,7 @@ def _attention(make: Callable[[Run], Scene], run: Run, name: str, window: int | 
 def _attended(scene: Scene, backend: str, window: int | None, plan: Any = None) -> torch.Tensor:
     q, keys, values = scene.q, *scene.layers[0]
     if backend == "reference":
-        q, keys, values = q.float(), keys.float(), values.float()
+        q, keys, values = q.float(), dequantized(keys).float(), dequantized(values).float()
     return attend(
         q, keys, values, scene.slot_position, scene.rope, plan or scene.plan("always"), softmax_scale=scene.scale,
         window=window, backend=backend,  # type: ignore[arg-type]
@@ -124,6 +125,27 @@ def _masked(run: Run) -> Scene:
 def _prefill(run: Run, page_size: int = 32) -> Scene:
     options = _options(run, _GQA, page_size=page_size)
     return prefix_scene(1, 0, run.pick(1024, 64), rows_per_sequence=run.pick(512, 8), **options)
+
+
+def _int8(run: Run, make: Callable[..., Scene], **options: Any) -> Scene:
+    return int8_scene(make(run, **options))
+
+
+def _int8_rows(run: Run) -> Iterator[Row]:
+    """New keys and values rounded to int8: the bytes are those that a CPU writes."""
+    scene = _prefill(run)
+    heads, num_pages, page_size, dim = scene.layers[0][0].shape
+    num_keys = num_pages * page_size
+    k, v = torch.randn(2, num_keys, heads, dim, generator=torch.Generator().manual_seed(0)).to(scene.q.dtype)
+    k[:, :, 1], k[0], v[1, 0, 2] = 40 * k[:, :, 1], 0.0, torch.inf
+    slots, positions = torch.arange(num_keys), torch.arange(num_keys)
+    written = []
+    for device in (torch.device("cpu"), run.device):
+        rows = [each.to(device) for each in (k, v, slots, positions)]
+        pools = torch.zeros(2, heads, num_pages, page_size, dim + 4, dtype=torch.int8, device=device)
+        kv_write.write_kv(*rows, *pools, scene.rope.to(device))
+        written.append(pools.cpu())
+    yield _row("int8 rows", float((written[0] != written[1]).sum() / written[0].numel()), 0.0)
 
 
 def _far(run: Run) -> Scene:
@@ -213,6 +235,11 @@ def jobs() -> dict[str, Job]:
         "prefill, pages of 64": partial(_prefill, page_size=64),
         "float16": partial(_shared, dtype=torch.float16),
         "float32": partial(_shared, dtype=torch.float32),
+        **{
+            f"int8 KV, {name}": partial(_int8, make=make)
+            for name, make in (("private", _private), ("shared", _shared), ("prefill", _prefill))
+        },
+        "int8 KV, float16": partial(_int8, make=_shared, dtype=torch.float16),
     }  # fmt: skip
     found: dict[str, Job] = {
         f"smoke {name}": partial(_attention, make, name=name) for name, make in scenes.items()
@@ -220,4 +247,5 @@ def jobs() -> dict[str, Job]:
     found["smoke window"] = partial(_attention, _shared, name="window", window=300)
     found["smoke large pool"] = _far_attention
     found["smoke row-wise"] = _row_wise
+    found["smoke int8 rows"] = _int8_rows
     return found

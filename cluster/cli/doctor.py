@@ -212,7 +212,7 @@ def _model(name: str) -> list[Finding]:
     advice = "" if fits else "no room is left for KV: take a larger device"
     held = (
         f"{tokens:,} tokens in a replica's pool, {tokens / context:.1f} contexts; {kv_bytes:,.0f} bytes a token, "
-        f"{row['int8_kv_bytes_per_1k_tokens'] / 1e3:,.0f} with engine.kv_dtype: int8 on CPUs"
+        f"{row['int8_kv_bytes_per_1k_tokens'] / 1e3:,.0f} with engine.kv_dtype: int8"
     )
     dialect = Dialect(tokenizer)
     return [

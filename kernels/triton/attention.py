@@ -14,8 +14,13 @@ memory and leave most of a product empty, and WIDE_M for shared segments and pre
 launch a kernel without the wide half, of which a multiprocessor may hold more programs. Where `wide_kernel` takes
 the wide tiles the two launches run beside each other: most of a short step's time is what programs begin with.
 
-Bytes: K and V of each tile's visible pages once (2 * head_dim elements per key and KV head), 5 per key for positions
-and ids, the queries once per run, the results once. Flops: 4 * BLOCK_M * head_dim per key.
+Rows of int8 end with the float32 that they are multiplied with (`mneme.kernels.arguments.quantized`). Scores are
+multiplied with keys' scales and weights with values', one number for a key; tiles are widened, which is exact, and
+never multiplied out. A row is no multiple of 16 bytes, so it is read in pieces of 4 bytes, each with its own address.
+
+Bytes: K and V of each tile's visible pages once (2 * head_dim elements per key and KV head; of int8 2 * (head_dim + 4)
+bytes), 5 per key for positions and ids, the queries once per run, the results once. Flops: 4 * BLOCK_M * head_dim per
+key; of int8 another 2 * BLOCK_M, and 2 * head_dim conversions.
 
 Numbers that are not finite in keys or values that a row does not see never reach it. The fast pass reads V as it lies;
 only when a result has a NaN does a second, careful pass take over, which reads broken values as 0 and gives NaN to the
@@ -29,6 +34,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from mneme.kernels.page_table import KV_SCALE_BYTES
 from mneme.kernels.triton import pack as triton_pack
 from mneme.kernels.triton import tiles as triton_tiles
 
@@ -58,6 +64,21 @@ _FREE = tl.constexpr(2**30)
 _TRIM_KEYS = tl.constexpr(1024)  # positions looked at together, for which pages a tile can see
 _CAREFUL_N = tl.constexpr(16)  # keys of a block in the second pass, which is rare and must not cost registers
 _NOWHERE = tl.constexpr(-(2**31) + 1)  # effective position of rows that do not exist: before every key
+_SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
+# Four int8 as bfloat16. A number's lower 7 bits are made the mantissa of 128; then 128 is subtracted, or 256 of those
+# whose highest bit is set. All of that is exact.
+_FOUR_AS_BFLOAT16 = tl.constexpr("""{
+.reg .b32 one, pair, low, high;
+mov.b32 one, 0x3f803f80;
+prmt.b32 pair, $2, 0, 0x4140;
+lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 high, pair, 0x00800080, 0xc300c300, 0xea;
+fma.rn.bf16x2 $0, low, one, high;
+prmt.b32 pair, $2, 0, 0x4342;
+lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 high, pair, 0x00800080, 0xc300c300, 0xea;
+fma.rn.bf16x2 $1, low, one, high;
+}""")
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -144,11 +165,39 @@ def _product(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _widened(numbers, kind: tl.constexpr, IS_PURE: tl.constexpr, INTERPRET: tl.constexpr):
+    """int8 as numbers of a type that products take; the interpreter's take any.
+
+    bfloat16 is made in the registers into which numbers were loaded, as assembly that is not "pure" is not moved. Else
+    bytes come into the product's layout first, one by one: 1,058 instructions for 32 keys of 128 dimensions on sm_90,
+    where this takes 907, and of bfloat16 371 do. Only where products are tcgen05's nothing in their loop may be impure.
+    """
+    if not INTERPRET:
+        if kind == tl.bfloat16:
+            numbers = tl.inline_asm_elementwise(
+                _FOUR_AS_BFLOAT16, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=IS_PURE, pack=4
+            )
+        else:
+            numbers = numbers.to(kind)
+    return numbers
+
+
+@triton.jit
 def _mended(v):
-    """Values with 0 for what is not finite, and which keys have any such [BLOCK_N]."""
+    """Values with 0 for what is not finite, and which keys have any such [BLOCK_N]; or scales of keys [BLOCK_N]."""
     wide = v.to(tl.float32)  # the interpreter compares the bits of bfloat16 numbers
     is_broken = (wide != wide) | (tl.abs(wide) == float("inf"))
-    return tl.where(is_broken, 0.0, wide).to(v.dtype), tl.max(is_broken.to(tl.int32), 1)
+    mended, broken = tl.where(is_broken, 0.0, wide).to(v.dtype), is_broken.to(tl.int32)
+    if len(v.shape) > 1:
+        broken = tl.max(broken, 1)
+    return mended, broken
+
+
+@triton.jit
+def _scales(rows, slot, inside, HEAD_DIM: tl.constexpr):
+    """What the int8 rows of some slots are multiplied with, float32 [BLOCK_N]."""
+    behind = rows + slot * (HEAD_DIM + _SCALE_BYTES) + HEAD_DIM
+    return tl.load(behind.to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -180,7 +229,7 @@ def _attend_runs(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, IS_WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+    INTERPRET: tl.constexpr, STAGES: tl.constexpr, IS_PURE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over a tile's runs: both halves of the sum of values [BLOCK_M, BLOCK_HALF], the top score (as a
     power of 2) and the sum of weights [BLOCK_M]."""
@@ -189,7 +238,11 @@ def _attend_runs(
     first_run, end_run = tl.load(tile + 3), tl.load(tile + 4)
     column = tl.arange(0, BLOCK_HALF)
     in_low, in_high = (column < HALF)[None, :], (column < HEAD_DIM - HALF)[None, :]
-    kind = keys.dtype.element_ty
+    kind = q_row.dtype.element_ty
+    is_scaled: tl.constexpr = keys.dtype.element_ty == tl.int8
+    row_size: tl.constexpr = HEAD_DIM + _SCALE_BYTES if is_scaled else HEAD_DIM
+    # float16 has no room for a weight times a small scale.
+    weight_kind = tl.bfloat16 if is_scaled and kind == tl.float16 else kind
     low, high = tl.zeros([BLOCK_M, BLOCK_HALF], kind), tl.zeros([BLOCK_M, BLOCK_HALF], kind)
     last_delta = tl.full([BLOCK_M], _FREE, tl.int32)  # no delta is that large
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -221,15 +274,22 @@ def _attend_runs(
         for start in tl.range(begin * PAGE_SIZE, end_key, BLOCK_N, num_stages=STAGES):
             key = start + tl.arange(0, BLOCK_N)
             inside = key < end_key
-            at = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE)[:, None] * HEAD_DIM + column[None, :]
+            slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+            at = slot[:, None] * row_size + column[None, :]
             k_low = tl.load(keys + at, mask=inside[:, None] & in_low, other=0.0)
             k_high = tl.load(keys + HALF + at, mask=inside[:, None] & in_high, other=0.0)
             v_low = tl.load(values + at, mask=inside[:, None] & in_low, other=0.0)
             v_high = tl.load(values + HALF + at, mask=inside[:, None] & in_high, other=0.0)
+            if is_scaled:
+                k_scale, v_scale = _scales(keys, slot, inside, HEAD_DIM), _scales(values, slot, inside, HEAD_DIM)
+                k_low = _widened(k_low, kind, IS_PURE, INTERPRET)
+                k_high = _widened(k_high, kind, IS_PURE, INTERPRET)
             seen_from = tl.load(key_position + key, mask=inside, other=_FREE)
             page = tl.load(page_id + (key + BLOCK_N) // PAGE_SIZE, mask=key + BLOCK_N < end_key, other=0)
             scores = _product(low, tl.trans(k_low), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, INTERPRET)
             scores = _product(high, tl.trans(k_high), scores, PRECISION, INTERPRET)
+            if is_scaled:
+                scores = scores * k_scale[None, :]
             if HAS_CAP:
                 scores = cap * _LOG2_E * _tanh(scores)
             visible = seen_from[None, :] <= effective[:, None]
@@ -246,12 +306,20 @@ def _attend_runs(
             top = new_top
             sum_low, sum_high = sum_low * fade[:, None], sum_high * fade[:, None]
             if CAREFUL:
-                v_low, broken_low = _mended(v_low)
-                v_high, broken_high = _mended(v_high)
-                is_broken = (tl.maximum(broken_low, broken_high) != 0)[None, :] & (scores != -float("inf"))
+                if is_scaled:
+                    v_scale, broken = _mended(v_scale)
+                else:
+                    v_low, broken = _mended(v_low)
+                    v_high, broken_high = _mended(v_high)
+                    broken = tl.maximum(broken, broken_high)
+                is_broken = (broken != 0)[None, :] & (scores != -float("inf"))
                 poison = tl.where(tl.max(is_broken.to(tl.int32), 1) != 0, float("nan"), 0.0)
                 sum_low, sum_high = sum_low + poison[:, None], sum_high + poison[:, None]
-            weights = weights.to(kind)
+            if is_scaled:
+                weights = weights * v_scale[None, :]
+                v_low = _widened(v_low, weight_kind, IS_PURE, INTERPRET)
+                v_high = _widened(v_high, weight_kind, IS_PURE, INTERPRET)
+            weights = weights.to(weight_kind)
             sum_low = _product(weights, v_low, sum_low, PRECISION, INTERPRET)
             sum_high = _product(weights, v_high, sum_high, PRECISION, INTERPRET)
     return sum_low, sum_high, top, total
@@ -265,6 +333,7 @@ def _attend_tile(
     BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     IS_WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, STAGES: tl.constexpr,
+    IS_PURE: tl.constexpr,
 ):  # fmt: skip
     """One tile for one KV head: rows that have no other part are final, the others leave a partial result."""
     lane = tl.arange(0, BLOCK_M)
@@ -280,14 +349,14 @@ def _attend_tile(
     sum_low, sum_high, top, total = _attend_runs(
         q_row, row_seen, position, entry, keys, values, key_position, rope_table, work, tile,
         q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, STAGES, False,
+        HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, STAGES, IS_PURE, False,
     )  # fmt: skip
     is_broken = (sum_low != sum_low) | (sum_high != sum_high)
     if tl.max(tl.max(is_broken.to(tl.int32), 1), 0) > 0:
         sum_low, sum_high, top, total = _attend_runs(
             q_row, row_seen, position, entry, keys, values, key_position, rope_table, work, tile,
             q_scale, cap, window, num_rope_positions, HEAD_DIM, HALF, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, BLOCK_M,
-            _CAREFUL_N, HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, 1, True,
+            _CAREFUL_N, HAS_WINDOW, HAS_CAP, IS_WIDE, PRECISION, INTERPRET, 1, IS_PURE, True,
         )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)
     logsum = tl.where(total == 0.0, -float("inf"), (top + tl.log2(divisor)) * _LN_2)
@@ -325,7 +394,7 @@ def attention_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr, NARROW_M: tl.constexpr, WIDE_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, HAS_TCGEN05: tl.constexpr,
 ):  # fmt: skip
     """Programs take tiles, one for one KV head, until none is left; how many there are stands in the work.
 
@@ -333,16 +402,18 @@ def attention_kernel(
     next that nobody has, as a device deals out programs: long tiles, which are first, are not followed by long ones.
 
     q                       [T, num_q_heads, HEAD_DIM], rows `stride_q` elements apart
-    k_pages, v_pages        [NUM_KV_HEADS, num_pages, PAGE_SIZE, HEAD_DIM]
+    k_pages, v_pages        [NUM_KV_HEADS, num_pages, PAGE_SIZE, HEAD_DIM] like q, or int8 [.., HEAD_DIM + 4]
     key_position            int32, of every key of every listed page; see `key_position_kernel`
     rope_table              float32 [num_rope_positions, 2, ROTARY_DIM / 2]; not read where ROTARY_DIM is 0
     out, lse                as q, contiguous, and float32 [T, num_q_heads]: rows with one part
     partial_out, _lse       float32 [num_slots, num_q_heads, HEAD_DIM], [num_slots, num_q_heads]: rows with more
     work                    int32, see `mneme.kernels.triton.pack`
     WIDE_M                  0 where the work has no wide tile
+    HAS_TCGEN05             whether products of wide tiles are tcgen05's, beside which nothing may be impure
     q_scale                 makes scores powers of 2; with a cap, makes them multiples of it
     """
     half: tl.constexpr = (HEAD_DIM + 1) // 2
+    row_size: tl.constexpr = HEAD_DIM + _SCALE_BYTES if k_pages.dtype.element_ty == tl.int8 else HEAD_DIM
     number, num_programs = tl.program_id(0), tl.num_programs(0)
     end = tl.load(work + _NUM_TILES) * NUM_KV_HEADS
     while number < end:
@@ -350,7 +421,7 @@ def attention_kernel(
         for _ in tl.range(0, tl.load(work + _ONE), num_stages=1, disable_licm=True):
             tile = _section(work, _TILE) + number // NUM_KV_HEADS * _TILE_WORDS
             kv_head = number % NUM_KV_HEADS
-            pool = kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
+            pool = kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * row_size)
             keys, values = k_pages + pool, v_pages + pool
             is_narrow = tl.load(tile + 1) * GROUPS <= NARROW_M
             if WIDE_M > 0:  # noqa: SIM102  # known when it is compiled
@@ -359,14 +430,14 @@ def attention_kernel(
                         q, keys, values, key_position, rope_table, out, lse, partial_out, partial_lse,
                         work, tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS,
                         HEAD_DIM, half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW,
-                        HAS_CAP, True, PRECISION, INTERPRET, STAGES,
+                        HAS_CAP, True, PRECISION, INTERPRET, STAGES, HAS_TCGEN05,
                     )  # fmt: skip
             if is_narrow:
                 _attend_tile(
                     q, keys, values, key_position, rope_table, out, lse, partial_out, partial_lse, work,
                     tile, kv_head, stride_q, q_scale, cap, window, num_rope_positions, NUM_KV_HEADS, GROUPS, HEAD_DIM,
                     half, BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, NARROW_M, BLOCK_N, HAS_WINDOW, HAS_CAP, False,
-                    PRECISION, INTERPRET, STAGES,
+                    PRECISION, INTERPRET, STAGES, False,
                 )  # fmt: skip
         number = end
         if end > num_programs:

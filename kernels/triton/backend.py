@@ -26,6 +26,7 @@ from mneme.kernels.triton.configs import (
     Kind,
     WideConfig,
     config_of,
+    has_tcgen05,
     next_power_of_2,
     programs_per_processor,
     wide_config_of,
@@ -62,7 +63,7 @@ def attend_triton(args: AttendArgs) -> tuple[Tensor, Tensor]:
     if not plan.num_rows:
         return out, lse
     args.check_reach()
-    choice = _choice(q.device, q.dtype, plan)
+    choice = _choice(q.device, q.dtype, plan, k_pages.dtype)
     step = _prepared_step(plan, args.slot_position, choice.grid)
     is_staged = step.staged is plan
     launch: Launch = step.launch if is_staged else _launch(choice, step)
@@ -100,8 +101,9 @@ def attend_triton(args: AttendArgs) -> tuple[Tensor, Tensor]:
                 return attend_triton(args)
         with torch.cuda.stream(side):
             attention_kernel[(_num_programs(q.device, _per_processor(q.device, q.dtype, plan, launch.config)),)](
-                q, k_pages, v_pages, *arguments, **_constants(plan, launch.config, rotary_dim, q.dtype), **switches
-            )
+                q, k_pages, v_pages, *arguments, **_constants(plan, launch.config, rotary_dim, q.dtype), **switches,
+                HAS_TCGEN05=has_tcgen05(_architecture(q.device)),
+            )  # fmt: skip
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         if launch.merges:
@@ -178,14 +180,19 @@ class Launch(NamedTuple):
     wide: WideConfig | None = None  # of tiles that get a launch of their own
 
 
-def reserve(plan: Plan, slot_position: Tensor, dtype: torch.dtype) -> None:
-    """Let the buffers of this thread's step have room for a plan, the largest, and stay where they are from then on."""
+def reserve(plan: Plan, slot_position: Tensor, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+    """Let the buffers of this thread's step have room for a plan, the largest, and stay where they are from then on.
+
+    dtype, kv_dtype  of queries, and of keys and values, None: the same; here and below
+    """
     device = slot_position.device
     if reason_against(device, plan) is None and plan.num_rows:
-        step_of(device).reserve(plan, slot_position, _choice(device, dtype, plan).grid)
+        step_of(device).reserve(plan, slot_position, _choice(device, dtype, plan, kv_dtype).grid)
 
 
-def launches_of(plan: Plan, device: torch.device, dtype: torch.dtype) -> list[Launch]:
+def launches_of(
+    plan: Plan, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> list[Launch]:
     """List how steps of as many rows as a plan has may be launched; each way does what those before it do, too."""
     if reason_against(device, plan):
         return []
@@ -193,7 +200,7 @@ def launches_of(plan: Plan, device: torch.device, dtype: torch.dtype) -> list[La
     found = [Launch(narrow, merges=False), Launch(narrow, merges=True)]
     if plan.num_rows * (plan.num_q_heads // plan.num_kv_heads) <= narrow.narrow_m:
         return found
-    wide = _wide_config(device, dtype, plan)
+    wide = _wide_config(device, dtype, plan, kv_dtype)
     return [*found, Launch(narrow if wide else mixed, merges=True, wide=wide)]
 
 
@@ -203,6 +210,7 @@ def stage(
     dtype: torch.dtype,
     num_rope_positions: int | None,
     launch: Launch | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Launch | None:
     """Bring a plan to its device ahead of `attend_triton`, whose launches may then be captured and replayed.
 
@@ -218,7 +226,7 @@ def stage(
     deltas = plan.work.delta
     if num_rope_positions is not None and len(deltas) and plan.position.max() - deltas.min() >= num_rope_positions:
         return None  # `AttendArgs.check_reach` would read positions back
-    choice, step = _choice(device, dtype, plan), step_of(device)
+    choice, step = _choice(device, dtype, plan, kv_dtype), step_of(device)
     if step.holding(plan, slot_position, choice.grid) is not step:
         return None
     launch = launch or _launch(choice, step)
@@ -272,16 +280,16 @@ class _Choice(NamedTuple):
     wide: WideConfig | None  # of tiles that get a launch of their own
 
 
-def _choice(device: torch.device, dtype: torch.dtype, plan: Plan) -> _Choice:
+def _choice(device: torch.device, dtype: torch.dtype, plan: Plan, kv_dtype: torch.dtype | None = None) -> _Choice:
     """Choose how a plan's work is launched; done once per work."""
-    key = ("triton", "choice", device, dtype, not _given_up)
+    key = ("triton", "choice", device, dtype, kv_dtype or dtype, not _given_up)
     choice: _Choice | None = plan.work.derived.get(key)
     if choice is None:
         config = _config(device, dtype, plan, "narrow")
         num_groups = plan.num_q_heads // plan.num_kv_heads
         wide = None
         if np.diff(plan.work.row_begin).max(initial=0) * num_groups > config.narrow_m:
-            wide = _wide_config(device, dtype, plan)
+            wide = _wide_config(device, dtype, plan, kv_dtype)
             config = config if wide else _config(device, dtype, plan, "mixed")
         at_once = _num_programs(device, min(_per_processor(device, dtype, plan, config), _SATURATING))
         choice = plan.work.derived[key] = _Choice(config, _grid(plan, config, wide, at_once), wide)
@@ -304,8 +312,11 @@ def _config(device: torch.device, dtype: torch.dtype, plan: Plan, kind: Kind) ->
     )
 
 
-def _wide_config(device: torch.device, dtype: torch.dtype, plan: Plan) -> WideConfig | None:
-    if _given_up:
+def _wide_config(
+    device: torch.device, dtype: torch.dtype, plan: Plan, kv_dtype: torch.dtype | None
+) -> WideConfig | None:
+    """Return how wide tiles get a launch of their own; descriptors cannot tell where int8 rows begin."""
+    if _given_up or kv_dtype not in (None, dtype):
         return None
     return wide_config_of(
         head_dim=plan.head_dim,

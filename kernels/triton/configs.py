@@ -60,6 +60,11 @@ def has_warpgroups(architecture: int) -> bool:
     return 90 <= architecture < 120
 
 
+def has_tcgen05(architecture: int) -> bool:
+    """Tell whether many rows are multiplied by tcgen05 instructions."""
+    return 100 <= architecture < 120
+
+
 def shared_bytes(architecture: int) -> int:
     """Return the shared memory of a multiprocessor; one program may have 1 KB less."""
     if architecture in (80, 87):

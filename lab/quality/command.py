@@ -136,7 +136,7 @@ def quality(args: argparse.Namespace) -> int:
     engine = build_engine(args.model, config, tokenizer=tokenizer)
     try:
         form = form_of(config.weights, engine.runner.weight_bytes)
-        kv_dtype = choose_kv_dtype(config.kv_dtype, device, dtype)
+        kv_dtype = choose_kv_dtype(config.kv_dtype, device, dtype, model_config.head_dim)
         measured = measured_on(model_fingerprint(folder, model_config, dtype, form, kv_dtype=kv_dtype))
         if task is None:
             try:

@@ -30,6 +30,7 @@ from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeErro
 from mneme.kernels.arguments import row_size
 from mneme.kernels.native import library as native_library
 from mneme.kernels.native.choice import OURS, CpuKernels, CpuKernelsUse, is_invariant
+from mneme.kernels.page_table import KV_SCALE_BYTES
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.machine import available_bytes
 from mneme.primitives import Workers
@@ -120,7 +121,7 @@ def build_engine(
     check_capability(device)
     check_heads(model_config, device)
     dtype = choose_dtype(config.dtype, device, model_config.dtype)
-    kv_dtype = choose_kv_dtype(config.kv_dtype, device, dtype)
+    kv_dtype = choose_kv_dtype(config.kv_dtype, device, dtype, model_config.head_dim)
     kernels = choose_kernels(config.cpu_kernels, device, dtype)
     report("kernel timings", 1.0)
     with _fitting("model: its weights do not", device):
@@ -302,13 +303,17 @@ def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtyp
     return _DTYPES[machine_choice().half_dtype] if is_half else torch.float32
 
 
-def choose_kv_dtype(name: KvDtype, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """What a pool holds: int8 where that is asked for, else `dtype`. Raises `ConfigError` for int8 on a GPU."""
+def choose_kv_dtype(name: KvDtype, device: torch.device, dtype: torch.dtype, head_dim: int) -> torch.dtype:
+    """What a pool holds: int8 where that is asked for, else `dtype`.
+
+    Raises `ConfigError` for int8 rows on a GPU whose scales would lie where no float32 can be read.
+    """
     if name != "int8":
         return dtype
-    if device.type != "cpu":
+    if device.type != "cpu" and head_dim % KV_SCALE_BYTES:
         raise ConfigError(
-            f"engine.kv_dtype: int8 KV: CPUs only, the device is {device}; auto stores it as engine.dtype"
+            f"engine.kv_dtype: int8 KV on a GPU: {KV_SCALE_BYTES} must divide the model's head_dim, {head_dim}; "
+            "auto stores it as engine.dtype"
         )
     return torch.int8
 

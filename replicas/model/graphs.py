@@ -334,17 +334,20 @@ def step_graphs_for(decoder: Decoder, max_sampled: int, max_rows: int = MAX_BUCK
 
         def __init__(self, pool: KvPool) -> None:
             self._slot_position, self.own = pool.slot_position, OwnStep(decoder.device)
+            self._kv_dtype = pool.k_pages.dtype
 
         def reserve(self, plan: Plan) -> None:
             with self.own:
-                backend.reserve(plan, self._slot_position, decoder.dtype)
+                backend.reserve(plan, self._slot_position, decoder.dtype, self._kv_dtype)
 
         def launches(self, plan: Plan) -> Sequence[Hashable]:
-            return backend.launches_of(plan, decoder.device, decoder.dtype)
+            return backend.launches_of(plan, decoder.device, decoder.dtype, self._kv_dtype)
 
         def stage(self, plan: Plan, launch: Any = None) -> Hashable | None:
             with self.own:
-                return backend.stage(plan, self._slot_position, decoder.dtype, num_rope_positions, launch)
+                return backend.stage(
+                    plan, self._slot_position, decoder.dtype, num_rope_positions, launch, self._kv_dtype
+                )
 
     def make(run: Run, pool: KvPool) -> StepGraphs:
         attention = OwnAttention(pool)

@@ -97,7 +97,7 @@ class Runner:
         num_host_pages: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        """`make_graphs` gets the pass that graphs capture, and the pool; `kv_dtype`: int8 (CPUs), or the decoder's."""
+        """`make_graphs` gets the pass that graphs capture, and the pool; `kv_dtype`: int8, or the decoder's."""
         config = decoder.config
         self._decoder = decoder
         self.num_pages = num_pages

@@ -102,7 +102,7 @@ CEILINGS = {
     "kernels/long": 250,
     "kernels/native": 1150,
     "kernels/torch": 200,
-    "kernels/triton": 2850,
+    "kernels/triton": 3000,
     "lab": 550,
     "lab/bench": 1250,
     "lab/cache": 1500,

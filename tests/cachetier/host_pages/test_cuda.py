@@ -36,13 +36,15 @@ LAYER_BYTES = 2 * 2 * 4 * 6 * 4  # of a page of `make_pool`
     st.integers(1, 4),
     st.integers(1, 2),
     st.integers(0, 30),
+    st.sampled_from([torch.float32, torch.int8]),
 )
 def test_any_order_of_streams_is_a_dictionary_of_pages(
-    steps: list[Operation], seed: int, staged_pages: int, saved_pages: int, pace: int
+    steps: list[Operation], seed: int, staged_pages: int, saved_pages: int, pace: int, dtype: torch.dtype
 ) -> None:
     chooser = random.Random(seed)
-    streams, pool = PlayedStreams(chooser.randrange), make_pool(8)
-    tier = CudaTier(pool, 6, streams, staging_bytes=staged_pages * LAYER_BYTES, save_bytes=saved_pages * LAYER_BYTES)
+    streams, pool = PlayedStreams(chooser.randrange), make_pool(8, dtype)
+    layer_bytes = LAYER_BYTES * dtype.itemsize // 4
+    tier = CudaTier(pool, 6, streams, staging_bytes=staged_pages * layer_bytes, save_bytes=saved_pages * layer_bytes)
 
     def between() -> None:
         with streams.lock:

@@ -88,10 +88,13 @@ def test_attend(message: str, changes: dict[str, Any]) -> None:
         attend_once(**changes)
 
 
-def test_int8_pages_are_for_cpus() -> None:
-    pages = meta(1, 4, 8, 20, dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"^k_pages: int8 keys and values are for CPUs"):
-        attend_once(q=meta(1, 2, 16), k_pages=pages, v_pages=pages, slot_position=meta(32, dtype=torch.int32))
+def test_scales_on_a_gpu_lie_where_a_float32_can_be_read() -> None:
+    pages = meta(1, 4, 8, 22, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"^k_pages: int8 rows on a GPU end where a float32 may be, head_dim is 18"):
+        attend_once(
+            q=meta(1, 2, 18), k_pages=pages, v_pages=pages, slot_position=meta(32, dtype=torch.int32),
+            plan=plan_of(20, head_dim=18),
+        )  # fmt: skip
 
 
 def test_a_pool_has_fewer_slots_than_32_bits_count() -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from mneme.kernels import attention
+from mneme.kernels.arguments import dequantized, quantized
 from mneme.kernels.attention import PageRef, PageTable, QueryRows, RopeTable, build_plan, mark_written
 from mneme.kernels.triton import modules as triton_modules
 from mneme.kernels.triton import tiles as triton_tiles
@@ -32,6 +33,7 @@ few = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+kinds = pytest.mark.parametrize("kinds", [(dtype, kv) for dtype in TOLERANCE for kv in (None, torch.int8)])  # of q, KV
 SHARES = ("always", "never")
 
 
@@ -59,14 +61,15 @@ def ranges_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "_INTERPRETED_PROGRAMS", 64)
 
 
-@dtypes
+@kinds
 @given(data=st.data())
 @pytest.mark.at_length
 @few
 def test_sharing_always_and_never_equal_the_reference(
-    triton_device: torch.device, dtype: torch.dtype, data: st.DataObject
+    triton_device: torch.device, kinds: tuple[torch.dtype, torch.dtype | None], data: st.DataObject
 ) -> None:
-    scene = data.draw(scenes(dtype=dtype))
+    dtype, kv_dtype = kinds
+    scene = data.draw(scenes(dtype=dtype, kv_dtype=kv_dtype))
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in SHARES:
         assert_close(attend_triton(on(triton_device, scene), scene.plan(share=share)), wanted)
@@ -87,7 +90,12 @@ def test_many_parts_and_large_tiles_equal_the_reference(
 
 
 def forest_scene(
-    dtype: torch.dtype, head_dim: int, page_size: int, num_groups: int, rotary_dim: int | None = None
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    num_groups: int,
+    rotary_dim: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Scene:
     """Three sequences over a prefix of two pages, one document at three places, own pages, and a cut prefix."""
     rng = np.random.default_rng(head_dim + page_size)
@@ -106,7 +114,9 @@ def forest_scene(
     rows = QueryRows([0, 1, 1, 1, 2], np.array([0, -2, -1, 0, 0]) + 5 * page_size)
     rope = RopeTable.from_theta(10_000.0, rotary_dim or head_dim, 5 * page_size + 60)
     sizes: dict[str, Any] = {"page_size": page_size, "head_dim": head_dim, "num_groups": num_groups, "num_kv_heads": 2}
-    return make_scene(rng, tables, rows, rope=rope, dtype=dtype, slot_position=slot_position, **sizes)
+    return make_scene(
+        rng, tables, rows, rope=rope, dtype=dtype, kv_dtype=kv_dtype, slot_position=slot_position, **sizes
+    )
 
 
 _SIZES = list(zip(HEAD_DIMS, (16, 32, 64, 16, 32), strict=True))
@@ -119,6 +129,38 @@ def test_every_head_dimension(triton_device: torch.device, dtype: torch.dtype, h
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in SHARES:
         assert_close(attend_triton(on(triton_device, scene), scene.plan(share=share)), wanted)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 32), *rarer([(64, 64), (96, 96), (128, 128), (256, 64)])])
+def test_int8_rows_of_every_head_dimension(triton_device: torch.device, head_dim: int, rotary_dim: int) -> None:
+    """With a channel of outliers, which costs its rows alone."""
+    scene = forest_scene(torch.bfloat16, head_dim, 16, 4, rotary_dim, torch.int8)
+    for pages in (scene.k_pages, scene.v_pages):
+        rows = dequantized(pages)
+        rows[..., 3] *= 20
+        pages.copy_(quantized(rows))
+    wanted = scene.attend(scene.plan(), backend="reference")
+    for share in SHARES:
+        got = attend_triton(on(triton_device, scene), scene.plan(share=share))
+        assert_close((got[0] / 20, got[1]), (wanted[0] / 20, wanted[1]))
+
+
+@dtypes
+def test_broken_int8_rows_stay_with_the_rows_that_see_them(triton_device: torch.device, dtype: torch.dtype) -> None:
+    """A key of sequence 0, a value of sequence 1 behind all rows but its last, a value that sequence 2's mask hides."""
+    scene = forest_scene(dtype, 64, 16, 4, kv_dtype=torch.int8)
+    broken, zeros = quantized(torch.full((64,), torch.nan)), quantized(torch.zeros(64))
+    scene.k_pages[:, 4, 2], scene.v_pages[:, 5, 12] = broken, quantized(torch.full((64,), torch.inf))
+    scene.v_pages[:, 1, 15], scene.v_pages[:, 0, 3], scene.k_pages[:, 0, 4] = broken, zeros, zeros
+    tables = [[ref for ref in table if ref.page_id != 1 or i == 2] for i, table in enumerate(scene.tables)]
+    scene = replace(scene, tables=tables, rows=QueryRows([0, 1, 1, 1, 2], [80, 74, 75, 76, 80]))
+    wanted = scene.attend(scene.plan(), backend="reference")
+    is_fine = wanted[0].isfinite().flatten(1).all(1)
+    assert is_fine.tolist() == [False, True, True, False, True]
+    for share in SHARES:
+        out, lse = attend_triton(on(triton_device, scene), scene.plan(share=share))
+        assert torch.equal(out.isfinite(), wanted[0].isfinite())
+        assert_close((out[is_fine], lse[is_fine]), (wanted[0][is_fine], wanted[1][is_fine]))
 
 
 @pytest.mark.parametrize("is_dense", [True, False])

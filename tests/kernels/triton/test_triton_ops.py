@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mneme.kernels.arguments import KvRows
+from mneme.kernels import kv_write
+from mneme.kernels.arguments import KvRows, dequantized
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.torch import ops as torch_ops
 
@@ -117,6 +118,32 @@ def test_write_kv(
     kept[slots.cpu()] = False
     for stored, old in zip((stored_k, stored_v), before, strict=True):
         assert torch.equal(stored[:, kept], old.view(num_heads, -1, head_dim)[:, kept])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (128, None)])
+def test_int8_rows_have_the_bits_that_a_cpu_gives_them(
+    triton_device: torch.device, dtype: torch.dtype, head_dim: int, rotary_dim: int | None
+) -> None:
+    """Beside rows of zeros, of numbers too small for a scale, and with a NaN or an infinity; a channel of outliers."""
+    joint = randn(40, 8, head_dim, dtype=dtype, device=torch.device("cpu"))
+    joint[:, :, 1] *= 30
+    joint[3], joint[4, :, 7], joint[5, :, 0], joint[6] = 0, torch.nan, torch.inf, torch.tensor(1e-38).to(dtype)
+    k, v = joint[:, 2:5], joint[:, 5:8]
+    rope = None if rotary_dim is None else RopeTable.from_theta(1e4, rotary_dim, 64)
+    generator = torch.Generator().manual_seed(5)
+    slots = torch.randperm(64, generator=generator)[:40]
+    positions = torch.randint(0, 128, (40,), generator=generator)
+    wanted, found = torch.zeros(2, 2, 3, 4, 16, head_dim + 4, dtype=torch.int8)
+    kv_write.write_kv(k, v, slots, positions, *wanted, rope)
+    here = KvRows(k, v, slots, positions, *found, rope)
+    there = KvRows(*(None if each is None else each.to(triton_device) for each in here))
+    triton_kv.write_kv(there)
+    for ours, theirs in ((there.k_pages, wanted[0]), (there.v_pages, wanted[1])):
+        assert torch.equal(ours.cpu(), theirs)
+    written = dequantized(wanted.flatten(2, 3)[:, :, slots]).isfinite().all(-1).all(1)
+    assert (~written).sum() == 4  # keys and values of two tokens
+    assert wanted.any()
 
 
 def test_write_kv_outside_the_pool_writes_nothing(triton_device: torch.device) -> None:

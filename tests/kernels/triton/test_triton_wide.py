@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.kernels.arguments import quantized
 from mneme.kernels.attention import PageRef, QueryRows
 from mneme.kernels.triton.configs import WideConfig
 from tests.budget import examples, rarer
@@ -109,6 +110,23 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them_only(triton_dev
     assert is_finite.sum() == 18
     assert torch.equal(torch.isfinite(got).all(-1).all(-1), is_finite)
     torch.testing.assert_close(got[is_finite].float(), wanted[is_finite].float(), atol=3e-2, rtol=3e-2)
+
+
+def test_rows_of_int8_share_the_launch_of_the_others(triton_device: torch.device) -> None:
+    """Staged and not; what knows the pool's type says so before there is a tensor."""
+    scene = many_rows(torch.bfloat16, 64)
+    scene = replace(scene, k_pages=quantized(scene.k_pages), v_pages=quantized(scene.v_pages))
+    placed, device = on(triton_device, scene), torch.zeros(0, device=triton_device).device
+    plan, wanted = scene.plan(share="always"), scene.attend(scene.plan(), backend="reference")
+    kinds = {"dtype": torch.bfloat16, "kv_dtype": torch.int8}
+    assert all(launch.wide is None for launch in triton_backend.launches_of(plan, device, **kinds))
+    assert_close(attend_triton(placed, plan), wanted)
+    with triton_step.OwnStep(device):
+        triton_backend.reserve(plan, placed.slot_position, **kinds)
+        launch = triton_backend.stage(plan, placed.slot_position, num_rope_positions=None, **kinds)
+        assert launch is not None
+        assert launch.config.wide_m > 0
+        assert_close(attend_triton(placed, plan), wanted)
 
 
 def test_a_staged_step_is_launched_by_what_does_not_depend_on_its_work(triton_device: torch.device) -> None:

@@ -20,40 +20,46 @@ from mneme.kernels.triton.configs import (
     WideConfig,
     candidates,
     config_of,
+    has_tcgen05,
 )
 from mneme.kernels.triton.kv import write_constants, write_kv_kernel
 from mneme.kernels.triton.ops import add_rms_norm_kernel, gated_kernel, num_warps_of, rms_norm_kernel, rows_per_tile
 from mneme.kernels.triton.sampling import best_kernel, draw_kernel, gather_kernel, weigh_kernel
 from mneme.kernels.triton.wide import wide_kernel
-from tests.kernels.triton.triton_compile import ARCHITECTURES, Case
+from tests.kernels.triton.triton_compile import ARCHITECTURES, STACK_BYTES, Case
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+_ELEMENTS = ("bf16", "fp16", "fp32")
+_POINTERS = {name: f"*{name}" for name in (*_ELEMENTS, "i8")}
 
 
 def attention_case(
     config: Config,
     *,
     dtype: str = "bf16",
+    kv: str | None = None,
+    architecture: int = 90,
     head_dim: int = 128,
     page_size: int = 32,
     **switches: Any,
 ) -> Case:
-    """One launch; `switches` are constexprs that differ from plain full-rotary heads in groups of four."""
-    element = _POINTERS[dtype]
+    """One launch; `kv`: of keys and values, if they are not `dtype`; `switches` are constexprs that differ from plain
+    full-rotary heads in groups of four."""
+    element, kept = _POINTERS[dtype], _POINTERS[kv or dtype]
     constexprs: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_CAP": False, "INTERPRET": False,
+        "HAS_TCGEN05": has_tcgen05(architecture),
         **launch_constants(config, head_dim, head_dim, page_size, _DTYPES[dtype]),
     }  # fmt: skip
     signature = {
-        "q": element, "k_pages": element, "v_pages": element, "key_position": "*i32", "rope_table": "*fp32",
+        "q": element, "k_pages": kept, "v_pages": kept, "key_position": "*i32", "rope_table": "*fp32",
         "out": element, "lse": "*fp32", "partial_out": "*fp32", "partial_lse": "*fp32",
         "work": "*i32", "num_pages": "i32", "stride_q": "i32", "num_rope_positions": "i32", "window": "i32",
         "q_scale": "fp32", "cap": "fp32",
     }  # fmt: skip
     sizes = "x".join(map(str, config))
     return Case(
-        name=f"attention-{dtype}-d{head_dim}-p{page_size}-{sizes}"
+        name=f"attention-{dtype}{'' if kv is None else f'-{kv}'}-d{head_dim}-p{page_size}-{sizes}"
         + "".join(f"-{key}={v}" for key, v in switches.items()),
         kernel=attention_kernel,
         signature=signature,
@@ -108,6 +114,7 @@ def _key_position_case(page_size: int) -> Case:
     return Case(f"key-position-p{page_size}", key_position_kernel, signature, constexprs, {"num_warps": 4})
 
 
+_INT8_LOOP_SPILLS = 32  # of 1,500 instructions: pieces of 4 bytes have more addresses
 # In all loops together: most of them in the second, careful pass, which hardly ever runs.
 _WIDE_LOOP_SPILLS = 256
 
@@ -134,8 +141,19 @@ def _attention_cases() -> Iterator[Case]:
             if dtype == "bf16" or (is_usual and head_dim in (64, 128, 256)):
                 sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": 4}
                 config = config_of(**sizes, kind=kind, architecture=architecture)
-                case = attention_case(config, dtype=dtype, head_dim=head_dim)
+                case = attention_case(config, dtype=dtype, head_dim=head_dim, architecture=architecture)
                 yield case._replace(architectures=(architecture,), is_sample=is_sample and dtype == "bf16")
+    for architecture, head_dim, kind in product(ARCHITECTURES, HEAD_DIMS, get_args(Kind)):
+        for dtype, element_bytes in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
+            if dtype == "bf16" or (head_dim == 128 and architecture == 90):
+                sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": 4}
+                config = config_of(**sizes, kind=kind, architecture=architecture)
+                case = attention_case(config, dtype=dtype, kv="i8", head_dim=head_dim, architecture=architecture)
+                is_sample = (dtype, head_dim, architecture) == ("bf16", 128, 90)
+                yield case._replace(
+                    architectures=(architecture,), is_sample=is_sample, most_loop_spills=_INT8_LOOP_SPILLS,
+                    most_stack_bytes=2048 if dtype == "fp32" else STACK_BYTES,
+                )  # fmt: skip
     rules = [config_of(head_dim=128, element_bytes=2, num_groups=4, kind=kind) for kind in get_args(Kind)]
     for rule, page_size in product(rules, (16, 64)):
         yield attention_case(rule, page_size=page_size)._replace(architectures=(90,))
@@ -192,7 +210,7 @@ def case(
 
 
 def _row_cases() -> Iterator[Case]:
-    for element in _POINTERS:
+    for element in _ELEMENTS:
         for block in (128, 4096, 8192):
             rows, is_sample = rows_per_tile(block), element == "bf16" and block == 4096
             yield case(
@@ -211,13 +229,20 @@ def _row_cases() -> Iterator[Case]:
 
 
 def _write_cases() -> Iterator[Case]:
-    for element in _POINTERS:
+    for element in _ELEMENTS:
         for head_dim, rotary_dim in ((64, 64), (80, 32), (96, 96), (128, 128), (256, 64), (64, 0)):
             constants = write_constants(8, head_dim, rotary_dim // 2)
-            yield case(
+            written = case(
                 f"write-kv-{element}-d{head_dim}-r{rotary_dim}", write_kv_kernel,
                 num_warps_of(constants["HEADS"] * constants["DIM_BLOCK"]), element,
-                sample=element == "bf16" and head_dim in (80, 128), **constants,
+                sample=element == "bf16" and head_dim in (80, 128), **constants, INTERPRET=False,
+            )  # fmt: skip
+            written = written._replace(options=written.options | {"enable_fp_fusion": False})
+            yield written
+            pools = dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*i8")
+            yield written._replace(
+                name=written.name.replace(element, f"{element}-i8"), signature=written.signature | pools,
+                architectures=ARCHITECTURES if element == "bf16" else written.architectures,
             )  # fmt: skip
 
 
@@ -238,7 +263,7 @@ CASES = [
     *_attention_cases(),
     *_tuning_cases(),
     *_wide_cases(),
-    *(merge_case(dtype, head_dim) for dtype in _POINTERS for head_dim in (64, 80, 256)),
+    *(merge_case(dtype, head_dim) for dtype in _ELEMENTS for head_dim in (64, 80, 256)),
     *(_key_position_case(page_size) for page_size in (16, 32, 64)),
     *_row_cases(),
     *_write_cases(),

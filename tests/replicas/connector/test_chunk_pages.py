@@ -43,7 +43,7 @@ pytestmark = pytest.mark.engine
 
 NUM_PAGES, PAGE_SIZE = 12, 4
 TOKEN_BYTES = 2 * 2 * 6 * 4  # of `make_pool`, float32
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
 @st.composite

@@ -189,9 +189,9 @@ def digest(model_dir: Path = TINY_DIR, config: DecoderConfig = TINY, dtype: torc
     return model_fingerprint(model_dir, config, dtype).digest
 
 
-def test_int8_kv_takes_half_the_memory_and_a_cpu() -> None:
+def test_int8_kv_takes_half_the_memory() -> None:
     cpu, config = torch.device("cpu"), EngineConfig(kv_cache_bytes=1 << 24, host_cache_bytes=1 << 24)
-    kinds = [choose_kv_dtype(name, cpu, torch.bfloat16) for name in ("auto", "int8")]
+    kinds = [choose_kv_dtype(name, cpu, torch.bfloat16, 64) for name in ("auto", "int8")]
     assert kinds == [torch.bfloat16, torch.int8]
     for sized in (
         lambda kind: choose_num_pages(config, TINY, cpu, kind),
@@ -199,8 +199,12 @@ def test_int8_kv_takes_half_the_memory_and_a_cpu() -> None:
     ):
         wanted = 2 * TINY.head_dim / (TINY.head_dim + 4)  # a scale for each row
         assert sized(torch.int8) == pytest.approx(sized(torch.bfloat16) * wanted, abs=2)
-    with pytest.raises(ConfigError, match=r"^engine.kv_dtype: int8 KV: CPUs only, the device is cuda:0"):
-        choose_kv_dtype("int8", torch.device("cuda:0"), torch.bfloat16)
+    gpu = torch.device("cuda:0")
+    assert choose_kv_dtype("int8", gpu, torch.bfloat16, 96) == torch.int8
+    with pytest.raises(
+        ConfigError, match=r"^engine.kv_dtype: int8 KV on a GPU: 4 must divide the model's head_dim, 90"
+    ):
+        choose_kv_dtype("int8", gpu, torch.bfloat16, 90)
     with pytest.raises(ConfigError, match=r"kv_dtype"):
         parse(EngineConfig, {"kv_dtype": "fp8"})
 
