@@ -83,7 +83,7 @@ class Promoter:
         With `spared`, none of those goes for it, and nothing is read without room; else it is read in any case.
         """
         with self.loading():
-            reader = disk.open_key(key)
+            reader = disk.open(key)
             if isinstance(reader, Miss):
                 return True, None
             with reader, self._tiers.index.holding(reader.header.parent):
