@@ -56,7 +56,7 @@ def make_node(
     clock: Callable[[], float] | None = None,
     memory: ProcessMemory | None = None,
     files: FileOperations | None = None,
-    on_change: Callable[[list[Change]], None] | None = None,
+    on_change: Callable[[Change], None] | None = None,
     free_share: float = 0.0,
     **config: Any,
 ) -> NodeCache:
