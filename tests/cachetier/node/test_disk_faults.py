@@ -140,7 +140,6 @@ def test_a_read_only_folder_keeps_what_it_has(tmp_path: Path) -> None:
     clock.now_s += 60
     tier.put(chunk_of([300]))
     assert tier.put(chunk_of([301])) is Put.WRITTEN
-    tier.close()
 
 
 @pytest.mark.usefixtures("few_folders")
@@ -157,7 +156,6 @@ def test_a_full_disk_makes_room_and_then_waits(tmp_path: Path) -> None:
     assert outcomes[4:] == [Put.FAILED, Put.WRITTEN] * 4  # after each failure one chunk goes
     counters = tier.stats()
     assert (counters["disk_full"], counters["write_failed"], counters["evicted"]) == (4, 4, 4)
-    tier.close()
 
 
 @pytest.mark.usefixtures("few_folders")
@@ -174,7 +172,6 @@ def test_writes_pause_after_failures_in_a_row(tmp_path: Path) -> None:
     clock.now_s += 11
     assert tier.put(chunk_of([0])) is Put.WRITTEN
     assert tier.stats()["write_paused"] == 4
-    tier.close()
 
 
 @pytest.mark.usefixtures("few_folders")
@@ -186,7 +183,6 @@ def test_too_many_open_files_say_nothing_against_a_chunk(tmp_path: Path) -> None
     assert tier.open(chunk.header.key) is Miss.BUSY
     files.fails = never_fails
     assert is_payload(read_all(tier.open(chunk.header.key)), chunk)
-    tier.close()
 
 
 def kill_and_check(folder: Path, seed: int, way: str, sound: dict[str, Chunk]) -> int:
