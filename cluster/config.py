@@ -38,7 +38,6 @@ class HttpConfig:
 
     api_keys: tuple[str, ...] = ()  # secrets of admins; without keys of any kind everyone may call, as one tenant
     keys_file: str | None = None  # tenants, with their limits; `mneme keys` edits it, and a change is read at once
-    max_body_bytes: int = 8 * 2**20  # of one request
     tool_call_parser: str = "auto"  # how the model writes tool calls: docs/tools.md; auto: found by its chat template
     reasoning_parser: str = "auto"  # how it writes reasoning; auto: likewise
     tool_parser_plugin: str | None = None  # a Python file with formats of one's own for both
@@ -47,7 +46,6 @@ class HttpConfig:
     max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64
 
     def __post_init__(self) -> None:
-        check_range("http.max_body_bytes", self.max_body_bytes, 1024, 2**30)
         check_range("http.max_connections_per_address", self.max_connections_per_address, 1, 2**20)
         check_range("http.shutdown_grace_s", self.shutdown_grace_s, 0, 86_400)
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):

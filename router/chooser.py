@@ -408,7 +408,7 @@ class ReplicaChooser:
         is_away[preferences.argmax()] = False
         running, age_s = table[:, _RUNNING], np.maximum(now_s - table[:, _REPORTED_S], 0)  # NaN stays
         is_silent = (age_s > SILENT_S) & ((running > 0) | (table[:, _SILENT] > 0))
-        is_eligible = running + 1 <= load_bound(int(running.sum()), len(replica_ids), self.config.load_factor)
+        is_eligible = running + 1 <= load_bound(int(running.sum()), len(replica_ids))
         priced: Prices | None = None
         try:
             self._send_again(now_s)

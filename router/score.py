@@ -20,7 +20,6 @@ import numpy.ma  # the first median would import it, and a request wait 10 ms fo
 from numpy.typing import NDArray
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
-from mneme.config import check_range
 from mneme.errors import ConfigError
 from mneme.router.token_hashes import text_hash
 
@@ -30,7 +29,8 @@ Flags = NDArray[np.bool_]
 MINE: Final = "mneme"  # predicted seconds: `prices`
 RoutingPolicy = Literal["mneme", "random", "least-loaded", "hash"]
 
-LOAD_SLACK = 4  # requests above the bound on load: below a handful, load says nothing
+# The bound on load, in times of the mean, and requests above that: below a handful, load says nothing.
+LOAD_FACTOR, LOAD_SLACK = 1.25, 4
 _RUNNING_TOKENS = 16  # what one running request costs a new one, in tokens of prefill
 _MOVE_TOKENS = 256  # what it costs a session, hint or prefix to leave its home, beyond the KV that is known there
 # How often a request's prefill and loads are paid for again, by others who wait: docs/decisions/routing.md has what
@@ -52,13 +52,9 @@ UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 12, 2048, 1, math.nan, math.nan])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Says how affinity is weighed against load."""
+    """Says by what rule replicas are chosen."""
 
     policy: RoutingPolicy = MINE  # another: by that rule alone, as a measure of what this one is worth
-    load_factor: float = 1.25  # a replica takes at most this multiple of the mean load, and four requests
-
-    def __post_init__(self) -> None:
-        check_range("router.load_factor", self.load_factor, 1.0, 100.0)
 
 
 class Loads(NamedTuple):
@@ -237,9 +233,9 @@ def prices(loads: Loads, asked: Asked) -> Prices:
     return Prices(*np.maximum(np.fmin(terms, _MAX_S), 0))  # NaN is the worst
 
 
-def load_bound(total_running: int, num_replicas: int, factor: float) -> int:
+def load_bound(total_running: int, num_replicas: int) -> int:
     """The most requests that any replica may have after one more was placed; at least one replica has fewer."""
-    return math.ceil(factor * (total_running + 1) / num_replicas) + LOAD_SLACK
+    return math.ceil(LOAD_FACTOR * (total_running + 1) / num_replicas) + LOAD_SLACK
 
 
 def rendezvous(key: str, replica_hashes: U64) -> U64:

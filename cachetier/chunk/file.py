@@ -31,7 +31,6 @@ from mneme.cachetier.chunk.header import (
     MAGIC,
     Chunk,
     ChunkHeader,
-    ExpectedChunk,
     LayerOffsets,
     StreamedChecksum,
     U8Array,
@@ -39,7 +38,6 @@ from mneme.cachetier.chunk.header import (
     encode_header,
     header_bytes,
     parse_header,
-    unexpected,
 )
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations, is_ours
 from mneme.cachetier.names import MAX_CHUNK_TOKENS, Miss
@@ -82,14 +80,14 @@ def write_chunk(files: FileOperations, temporary: str, path: str, chunk: Chunk) 
     files.rename(temporary, path)
 
 
-def open_chunk(files: FileOperations, path: str, wanted: ExpectedChunk | None = None) -> ChunkReader | Miss:
-    """A reader of the file's layers, to be closed. `wanted` None: whatever chunk it is, as an administrator would."""
+def open_chunk(files: FileOperations, path: str) -> ChunkReader | Miss:
+    """A reader of the file's layers, to be closed; the caller compares its header with what is wanted."""
     try:
         fd = files.open_to_read(path)
     except OSError as error:
         return miss_of(error)
     try:
-        opened = _checked(files, fd, wanted)
+        opened = _checked(files, fd)
     except OSError as error:
         opened = miss_of(error)
     if isinstance(opened, Miss):
@@ -103,7 +101,7 @@ def miss_of(error: OSError) -> Miss:
 
 
 class ChunkReader:
-    """An open file whose header is sound and is what was wanted."""
+    """An open file whose header is sound."""
 
     def __init__(self, files: FileOperations, fd: int, header: ChunkHeader, offsets: LayerOffsets) -> None:
         self.header = header
@@ -159,32 +157,19 @@ class ChunkReader:
                 self._files.close(self._fd)
 
 
-def _checked(files: FileOperations, fd: int, wanted: ExpectedChunk | None) -> ChunkReader | Miss:
+def _checked(files: FileOperations, fd: int) -> ChunkReader | Miss:
     status = files.status(fd)
     if not is_ours(status):
         return Miss.NOT_OURS
     parsed: tuple[ChunkHeader, LayerOffsets] | Miss = Miss.SHORT
-    for size in _head_sizes(wanted, status.st_size):
+    for size in sorted({min(size, status.st_size) for size in (_USUAL_HEAD_BYTES, MAX_HEAD_BYTES)}):
         head = bytearray(size)
         if not _read_all(files, fd, [head], 0):
             return Miss.SHORT
         parsed = parse_header(bytes(head), status.st_size)
         if parsed is not Miss.SHORT:
             break
-    if isinstance(parsed, Miss):
-        return parsed
-    header, offsets = parsed
-    reason = unexpected(header, wanted) if wanted is not None else None
-    return reason or ChunkReader(files, fd, header, offsets)
-
-
-def _head_sizes(wanted: ExpectedChunk | None, file_bytes: int) -> list[int]:
-    """Return how much of the file is read to find its header; the next if the header is longer."""
-    sizes: tuple[int, ...] = (_USUAL_HEAD_BYTES, MAX_HEAD_BYTES)
-    if wanted is not None:
-        layout = wanted.fingerprint.layout
-        sizes = (header_bytes(layout.num_layers, layout.chunk_tokens) + _FRAME_SLACK_BYTES,)
-    return sorted({min(size, file_bytes) for size in sizes})
+    return parsed if isinstance(parsed, Miss) else ChunkReader(files, fd, *parsed)
 
 
 def _offsets(header: ChunkHeader) -> LayerOffsets:

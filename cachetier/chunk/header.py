@@ -87,15 +87,6 @@ class Chunk:
     layers: tuple[U8Array, ...]  # each [layer_bytes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ExpectedChunk:
-    """Holds what a reader expects of the chunk under a key; anything else is a miss."""
-
-    key: bytes
-    fingerprint: ModelFingerprint
-    token_ids: TokenIds  # that the chunk must begin with; at least one
-
-
 def make_chunk(
     lineage: Lineage,
     fingerprint: ModelFingerprint,
@@ -188,17 +179,6 @@ def parse_header(head: bytes, file_bytes: int) -> tuple[ChunkHeader, LayerOffset
     offsets = LayerOffsets(*fields[-3:])
     reason = _offsets_fault(header, offsets, end, file_bytes)
     return reason or (header, offsets)
-
-
-def unexpected(header: ChunkHeader, wanted: ExpectedChunk) -> Miss | None:
-    """Return why this is not the chunk that is wanted; None if it is."""
-    if header.fingerprint != wanted.fingerprint.digest or header.layout != wanted.fingerprint.layout:
-        return Miss.OTHER_MODEL
-    if header.key != wanted.key:
-        return Miss.OTHER_KEY
-    ids = encoded(wanted.token_ids)
-    is_prefix = 0 < len(ids) <= header.num_tokens and np.array_equal(header.token_ids[: len(ids)], ids)
-    return None if is_prefix else Miss.OTHER_TOKENS
 
 
 def differs(header: ChunkHeader, located: ChunkHeader) -> Miss | None:

@@ -155,7 +155,7 @@ class NodeActor:
         """
         if self._cache is not None:
             gone = [key for key in keys if key not in self._cache]
-            self._announcer.changed([Change(key, tier, 0, False) for key in gone for tier in ("host", "disk")])
+            self._announcer.changed(*(Change(key, tier, 0, False) for key in gone for tier in ("host", "disk")))
 
     async def not_reached(self, node: str) -> None:
         """Note that a node's actor is dead."""

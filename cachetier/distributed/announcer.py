@@ -62,8 +62,8 @@ class Announcer:
         self._is_stopped = True
         self._thread.close(SEND_TIMEOUT_S)
 
-    def changed(self, changes: Sequence[Change]) -> None:
-        """Queue changes; they are announced in this order."""
+    def changed(self, *changes: Change) -> None:
+        """Queue changes; they are announced in this order. Takes no lock that is held for long."""
         with self._lock:
             self.pending.extend(changes)
         self._thread.wake()

@@ -21,7 +21,7 @@ from mneme.cachetier.names import HostPut, Miss, TierName
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES, Change
 from mneme.cachetier.node.memory import FREE_SHARE, ChunkMemory
-from mneme.cachetier.node.node_tiers import NodeTiers, OnChange
+from mneme.cachetier.node.node_tiers import NodeTiers
 from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
 from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, ChunkWriter
@@ -47,12 +47,15 @@ class NodeCache:
         disk: DiskTier | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_change: OnChange | None = None,
+        on_change: Callable[[Change], None] | None = None,
         tail_delay_s: float = TAIL_DELAY_S,
         has_threads: bool = True,
         free_share: float = FREE_SHARE,
     ) -> None:
-        """`clock` must not jump. Without threads `step` and `writer.step` are the caller's to call."""
+        """`clock` must not jump. Without threads `step` and `writer.step` are the caller's to call.
+
+        `on_change` hears of each change in order, under the lock: it takes no time, calls nothing here, raises nothing.
+        """
         self._config, self._clock = config, clock
         self._tiers = tiers = NodeTiers(config, memory, host_bytes, disk, clock, on_change, free_share)
         self._host, self._disk, self._lock = tiers.host, disk, tiers.lock
@@ -88,7 +91,7 @@ class NodeCache:
         if query.request_id and chain:
             self._tiers.waiting.put(query.request_id, chain)
             self._thread.wake()
-        self._tiers.publish()
+        self._tiers.drop_gone()
         return chain
 
     def forget(self, request_ids: Collection[str]) -> None:
@@ -116,7 +119,7 @@ class NodeCache:
         elif tier == "host":
             with self._lock:
                 self._host.missed(key, miss)
-        self._tiers.publish()
+        self._tiers.drop_gone()
 
     def put(self, header: ChunkHeader, payload: object, lineage: Lineage | None = None) -> HostPut:
         """Keep a chunk, whose bytes the memory takes. It can be located when this returns `TAKEN`.
@@ -134,7 +137,7 @@ class NodeCache:
             found.update(key for key in unique if key in self._disk)
             self._disk.delete(unique)
             self._delete_in_host(unique)  # what was brought up meanwhile
-        self._tiers.publish()
+        self._tiers.drop_gone()
         return len(found)
 
     def pin(self, keys: Iterable[bytes], ttl_s: float) -> int:
@@ -156,7 +159,7 @@ class NodeCache:
             self._tiers.index.expire_pins()
             num_expired = self._host.expire(self._config.ttl_s)
         num_expired += 0 if self._disk is None else self._disk.expire()
-        self._tiers.publish()
+        self._tiers.drop_gone()
         return num_expired
 
     def snapshot(self) -> list[Change]:
@@ -245,7 +248,7 @@ class NodeCache:
             self.writer.close(timeout_s / 4)
         if self._disk is not None:
             self._disk.close()
-        self._tiers.publish()
+        self._tiers.drop_gone()
 
     def step(self) -> float | None:
         """Do one thing on the cache's thread: prefetch a chunk, but behind who reads; each second what is due."""

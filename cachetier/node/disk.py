@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 
 from mneme.cachetier.chunk.file import ChunkReader, file_bytes, open_chunk, write_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, ExpectedChunk, U8Array, is_beginning
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
@@ -200,13 +200,20 @@ class DiskTier(ChunkTier):
             self.counters[outcome.value] += 1
         return outcome
 
-    def open(self, wanted: ExpectedChunk) -> DiskRead | Miss:
+    def open(self, key: bytes) -> DiskRead | Miss:
         """A reader of the chunk's layers, to be closed; it stays readable whatever becomes of the chunk."""
-        return self._read(wanted.key, wanted)
-
-    def open_key(self, key: bytes) -> DiskRead | Miss:
-        """A reader of the chunk, whatever tokens it holds."""
-        return self._read(key, None)
+        with self.index.lock:
+            entry = self.get(key)
+            if entry is None:
+                self.counters[f"miss_{Miss.ABSENT.value}"] += 1
+                return Miss.ABSENT
+            self.index.use(entry)
+        reader = self._opened(entry)
+        if isinstance(reader, Miss):
+            return reader
+        with self.index.lock:
+            self.counters["hit"] += 1
+        return DiskRead(reader, lambda miss: self.missed(key, miss))
 
     def header(self, key: bytes) -> ChunkHeader | Miss:
         """The chunk's header, from its file if it was not read lately; this does not count as a use."""
@@ -219,7 +226,7 @@ class DiskTier(ChunkTier):
             if key in self._headers:
                 self._headers.move_to_end(key)
                 return self._headers[key]
-        reader = self._opened(entry, None)
+        reader = self._opened(entry)
         if isinstance(reader, Miss):
             return reader
         reader.close()
@@ -285,27 +292,13 @@ class DiskTier(ChunkTier):
         self.sweep()
         self._folder.close()
 
-    def _read(self, key: bytes, wanted: ExpectedChunk | None) -> DiskRead | Miss:
-        with self.index.lock:
-            entry = self.get(key)
-            if entry is None:
-                self.counters[f"miss_{Miss.ABSENT.value}"] += 1
-                return Miss.ABSENT
-            self.index.use(entry)
-        reader = self._opened(entry, wanted)
-        if isinstance(reader, Miss):
-            return reader
-        with self.index.lock:
-            self.counters["hit"] += 1
-        return DiskRead(reader, lambda miss: self.missed(key, miss))
-
     def _removed(self, entry: Entry) -> None:
         self._headers.pop(entry.key, None)
         self._stale.add(self.path(entry), blocks_of(entry.file_bytes))
 
-    def _opened(self, entry: Entry, wanted: ExpectedChunk | None) -> ChunkReader | Miss:
+    def _opened(self, entry: Entry) -> ChunkReader | Miss:
         """Open a chunk for reading, to be closed; a fault is noted."""
-        reader = open_chunk(self._files, self.path(entry), wanted)
+        reader = open_chunk(self._files, self.path(entry))
         if isinstance(reader, ChunkReader) and name_of(reader.header, entry.file_bytes) != _name(entry):
             reader.close()
             reader = Miss.OTHER_KEY

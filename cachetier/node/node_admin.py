@@ -13,6 +13,7 @@ import numpy as np
 from mneme.cachetier.admin import MAX_PINS, Amount, FoundChunk, PinnedPrefix
 from mneme.cachetier.chunk.keys import U32Array
 from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.index import descendants
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.pin_book import PinBook, PinName
 from mneme.cachetier.store import ChainQuery
@@ -142,7 +143,7 @@ class NodeAdmin:
         """Chunks behind the last full one that begin with the rest of the sequence, and all their descendants."""
         rest, last = query.tokens_of(len(query.keys)), query.parent(len(query.keys))
         first = self._starting_with(rest, last) if len(rest) else {last}
-        return first | self._behind(first)
+        return first.union(*(descendants(key, self._node.children) for key in first))
 
     def _starting_with(self, ids: U32Array, parent: bytes) -> set[bytes]:
         """Children of a chunk whose tokens begin so; raises `ReplicaUnavailable` if looking takes too long."""
@@ -153,15 +154,6 @@ class NodeAdmin:
                 found.add(key)
             if self._clock() > until_s:
                 raise ReplicaUnavailable("too much in the cache tier begins alike to look at all of it")
-        return found
-
-    def _behind(self, keys: Collection[bytes]) -> set[bytes]:
-        found: set[bytes] = set()
-        unseen = list(keys)
-        while unseen:
-            children = set(self._node.children(unseen.pop())) - found
-            found |= children
-            unseen += children
         return found
 
     def _remove(self, keys: set[bytes]) -> Amount:

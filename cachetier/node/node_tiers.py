@@ -1,4 +1,4 @@
-"""What the parts of a node's cache share: its tiers over one index, the requests that wait, changes for a directory."""
+"""What the parts of a node's cache share: its tiers over one index, and the requests that wait."""
 
 from __future__ import annotations
 
@@ -22,33 +22,6 @@ _MAX_AGE_S = 600.0
 _LATE_S = 30.0  # by which a request may come after it was forgotten
 
 
-OnChange = Callable[[list[Change]], None]
-
-
-class ChangeLog:
-    """Keeps changes in their order.
-
-    `on_change` gets batches, one at a time, from whichever thread comes by; it must not raise.
-    """
-
-    def __init__(self, on_change: OnChange | None) -> None:
-        self._on_change = on_change
-        self._changes: deque[Change] = deque()
-        self._announcing = threading.Lock()
-
-    def add(self, change: Change) -> None:
-        """Cheap; under the lock of the index, so that changes of a key are in order."""
-        self._changes.append(change)
-
-    def announce(self) -> None:
-        """Announce changes, outside of all locks. Who comes while another thread is at it leaves its own to it."""
-        while self._on_change is not None and self._changes and self._announcing.acquire(blocking=False):
-            try:
-                self._on_change([self._changes.popleft() for _ in range(len(self._changes))])
-            finally:
-                self._announcing.release()
-
-
 class NodeTiers:
     """The host tier over the disk tier. The index's lock is over all that is known of both, and never held in I/O."""
 
@@ -59,16 +32,14 @@ class NodeTiers:
         host_bytes: int,
         disk: DiskTier | None,
         clock: Callable[[], float],
-        on_change: OnChange | None,
+        on_change: Callable[[Change], None] | None,
         free_share: float,
     ) -> None:
         self.clock, self.memory, self.disk = clock, memory, disk
         self.index = NodeIndex(clock) if disk is None else disk.index
         self.lock = self.index.lock
         self.waiting = WaitingRequests(clock)
-        self._changes = ChangeLog(on_change)
-        if on_change is not None:
-            self.index.on_change = self._changes.add
+        self.index.on_change = on_change
         policy = make_policy(config.eviction, clock, host_bytes // BLOCK_BYTES)
         # The window of what is kept: (C_mem + C_disk) / S_kv (AttentionStore 3.3.2).
         num_blocks = host_bytes // BLOCK_BYTES + (0 if disk is None else disk.max_blocks)
@@ -88,13 +59,12 @@ class NodeTiers:
         self.host.keep_share_free(self.waiting.exempt())
         return superseded
 
-    def publish(self) -> None:
-        """Outside of the lock: drop the bytes of what is gone, tell of what has changed."""
+    def drop_gone(self) -> None:
+        """Outside of the lock: drop the bytes of what is gone."""
         with self.lock:
             gone = self.host.claim_gone()
         for held in gone:
             self.memory.drop(held)
-        self._changes.announce()
 
 
 class _Request:

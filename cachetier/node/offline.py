@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mneme.cachetier.chunk.file import ChunkReader, open_chunk
-from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.chunk.syscalls import FileOperations, is_private_folder
 from mneme.cachetier.names import Miss
 from mneme.cachetier.node.folder import LOCK, OWN_FOLDER, ChunkName, Kind, folders, kind_of, name_of
@@ -101,44 +100,6 @@ class FolderView:
             self.files.close(lock)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkFilter:
-    """Says which chunks; what is None, all."""
-
-    key: str | None = None  # how the key begins, in hex
-    tenant: bytes | None = None
-    model: bytes | None = None
-    kind: LineageKind | None = None
-    min_age_s: float | None = None
-    max_age_s: float | None = None
-
-    def accepts(self, seen: SeenFile, now_s: float) -> bool:
-        name, age_s = seen.name, _age_of(seen, now_s)
-        return (
-            name is not None
-            and (self.key is None or name.key.hex().startswith(self.key))
-            and self.tenant in (None, name.tenant)
-            and self.model in (None, name.model)
-            and self.kind in (None, name.kind)
-            and (self.min_age_s is None or age_s >= self.min_age_s)
-            and (self.max_age_s is None or age_s <= self.max_age_s)
-        )
-
-
-def _age_of(seen: SeenFile, now_s: float) -> float:
-    """Seconds since the last use; a clock that jumped makes nothing younger than now."""
-    return max(0.0, now_s - seen.time_s)
-
-
-def chunks(view: FolderView, chosen: ChunkFilter, now_s: float, others: Counter[str]) -> Iterator[SeenFile]:
-    """Yield those that are chosen; `others` counts by kind what is no sound chunk."""
-    for seen in view.scan():
-        if seen.kind is not Kind.CHUNK:
-            others[seen.kind.value] += 1
-        elif chosen.accepts(seen, now_s):
-            yield seen
-
-
 @dataclass(slots=True)
 class Sum:
     """Counts some chunks and their bytes."""
@@ -176,7 +137,7 @@ class Totals:
         self._sum("lineages", name.kind.name.lower()).add(name)
         self._sum("tenants", name.tenant.hex()).add(name)
         self._sum("models", name.model.hex()).add(name)
-        age_s = _age_of(seen, now_s)
+        age_s = max(0.0, now_s - seen.time_s)  # a clock that jumped makes nothing younger than now
         self._ages[next((text for text, bound in AGES_S.items() if age_s < bound), "older")] += 1
         full = self._full_tokens(seen, name)
         self._num_unknown += full is None

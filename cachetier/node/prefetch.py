@@ -83,13 +83,13 @@ class Promoter:
         With `spared`, none of those goes for it, and nothing is read without room; else it is read in any case.
         """
         with self.loading():
-            reader = disk.open_key(key)
+            reader = disk.open(key)
             if isinstance(reader, Miss):
                 return True, None
             with reader, self._tiers.index.holding(reader.header.parent):
                 has_room = self._reserve(disk, reader.header, spared)
                 found = self._read(reader, is_reserved=has_room) if has_room or spared is None else None
-        self._tiers.publish()
+        self._tiers.drop_gone()
         return has_room, found
 
     def _in_host(self, key: bytes) -> Located | None:
@@ -104,7 +104,7 @@ class Promoter:
         """Reserve room in memory, but not for what was deleted since it was opened."""
         with self._tiers.lock:
             is_reserved = header.key in disk and self._tiers.host.make_room(header, spared)
-        self._tiers.publish()  # the bytes of what goes for it are free before its own come
+        self._tiers.drop_gone()  # the bytes of what goes for it are free before its own come
         return is_reserved
 
     def _read(self, reader: DiskRead, *, is_reserved: bool) -> Located | None:

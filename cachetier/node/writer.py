@@ -88,7 +88,7 @@ class ChunkWriter:
                 self._tiers.index.mark_gone(header.key)
             self._host.counters[outcome.value] += 1
             self._host.counters["put_bytes"] += chunk_bytes(header)
-        self._tiers.publish()
+        self._tiers.drop_gone()
         return outcome
 
     def cancel(self, keys: Iterable[bytes]) -> None:
@@ -141,7 +141,7 @@ class ChunkWriter:
             wait_s = until_s - time.monotonic() if is_to_write else 0.0  # all of memory may wait for the disk
             if self.queue is None or wait_s <= 0 or not self.queue.await_one(wait_s):
                 return HostPut.REFUSED
-        self._tiers.publish()  # the bytes of what goes for it are free before its own come
+        self._tiers.drop_gone()  # the bytes of what goes for it are free before its own come
         held = self._taken(header, payload, is_passing=not is_admitted)
         if held is None:
             return HostPut.REFUSED
@@ -250,7 +250,7 @@ class ChunkWriter:
             disk.delete([key])
         with self._lock:
             self._host.counters["written_late"] += outcome is Put.WRITTEN and key in self._again
-        self._tiers.publish()
+        self._tiers.drop_gone()
 
     def _is_cut_off(self, header: ChunkHeader, disk: DiskTier) -> bool:
         """Return whether its parent is known, and neither on the disk nor on its way there.

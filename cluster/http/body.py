@@ -19,6 +19,7 @@ from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
 from mneme.primitives import read_float
 
+MAX_BODY_BYTES = 8 * 2**20  # of one request
 MAX_HELD_BYTES = 256 * 2**20  # of all requests whose bodies are being read: 32 of the largest
 BODY_TIMEOUT_S = 60.0  # from the headers to the last byte of the body: 8 MB at 1.1 Mbit/s
 _SKIP_S, _SKIP_IDLE_S = 3.0, 0.5
@@ -64,9 +65,9 @@ class BodyReader:
     A tenant holds one body, or as much as is left for others: however many come, the next one finds room.
     """
 
-    def __init__(self, max_bytes: int, max_held_bytes: int | None = None) -> None:
-        """`max_bytes`: of one body; `max_held_bytes`: `MAX_HELD_BYTES`, or one body if that is more."""
-        self._max_bytes, self._max_held_bytes = max_bytes, max_held_bytes or max(max_bytes, MAX_HELD_BYTES)
+    def __init__(self, max_bytes: int, max_held_bytes: int) -> None:
+        """`max_bytes`: of one body."""
+        self._max_bytes, self._max_held_bytes = max_bytes, max_held_bytes
         self._held = Counter[str]()  # bytes by tenant
 
     def reserve(self, tenant: str, num_bytes: int) -> None:

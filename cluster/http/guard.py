@@ -15,7 +15,7 @@ from typing import Any
 
 from mneme.cluster.api_keys import Keyring, Meter
 from mneme.cluster.config import HttpConfig
-from mneme.cluster.http.body import BodyReader, ClientGone, HeldBody, Message, Receive
+from mneme.cluster.http.body import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.http.error_response import error_response
 from mneme.cluster.logs import log_request
 from mneme.cluster.metrics.latency import Clock
@@ -67,7 +67,7 @@ class Guard:
         self._keyring = keyring or config.keyring(clock)
         self._on_answer = on_answer  # told what `log_request` logs, of every request
         self._clock = clock
-        self._bodies = BodyReader(config.max_body_bytes)
+        self._bodies = BodyReader(MAX_BODY_BYTES, MAX_HELD_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -12,7 +12,7 @@ import numpy as np
 
 from mneme.cachetier.chunk.file import ChunkReader
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk, ExpectedChunk, U8Array, make_chunk
+from mneme.cachetier.chunk.header import Chunk, U8Array, make_chunk
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.names import Miss
@@ -54,10 +54,6 @@ def chain_of(token_ids: list[int], lineage: Lineage = LINEAGE) -> list[Chunk]:
     return [
         chunk_of(token_ids[r.start : r.end], r.parent, lineage=lineage) for r in lineage.chain(token_ids, CHUNK_TOKENS)
     ]
-
-
-def wanted(chunk: Chunk, fingerprint: ModelFingerprint = FINGERPRINT) -> ExpectedChunk:
-    return ExpectedChunk(key=chunk.header.key, fingerprint=fingerprint, token_ids=chunk.header.token_ids)
 
 
 def read_all(reader: ChunkReader | DiskRead | Miss) -> list[U8Array] | Miss:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,14 @@ from mneme.cachetier.node.search import Located
 from mneme.cachetier.store import ChainQuery
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, is_payload, read_all
 
+T = TypeVar("T")
+OPENED: list[Any] = []  # what a test need not close: it is at the test's end, whatever that is
 BLOCK = 4096  # each of the chunks of these tests takes one, in either tier
+
+
+def opened(one: T) -> T:
+    OPENED.append(one)
+    return one
 
 
 class Clock:
@@ -56,7 +63,7 @@ def make_node(
     clock: Callable[[], float] | None = None,
     memory: ProcessMemory | None = None,
     files: FileOperations | None = None,
-    on_change: Callable[[list[Change]], None] | None = None,
+    on_change: Callable[[Change], None] | None = None,
     free_share: float = 0.0,
     **config: Any,
 ) -> NodeCache:
@@ -65,15 +72,17 @@ def make_node(
     config = {"eviction": "lru"} | config
     cache = CacheConfig(host_bytes=host_blocks * BLOCK, disk=disk, **config)
     tier = make_disk_tier(cache, files=files, clock=clock)
-    return NodeCache(
-        cache,
-        memory or ProcessMemory(),
-        host_blocks * BLOCK,
-        tier,
-        clock=clock,
-        on_change=on_change,
-        has_threads=False,
-        free_share=free_share,
+    return opened(
+        NodeCache(
+            cache,
+            memory or ProcessMemory(),
+            host_blocks * BLOCK,
+            tier,
+            clock=clock,
+            on_change=on_change,
+            has_threads=False,
+            free_share=free_share,
+        )
     )
 
 

@@ -55,6 +55,12 @@ def keys_file(folder: Path, *keys: ApiKey) -> str:
     return str(path)
 
 
+def body_of(response: httpx.Response, status: int = 200) -> Any:
+    """What it says, if its status is this one."""
+    assert response.status_code == status, response.text
+    return response.json()
+
+
 def chat(**changes: Any) -> httpx.Response:
     return post("/v1/chat/completions", {**CHAT, **changes})
 

@@ -114,7 +114,7 @@ def test_a_file_that_is_no_configuration_is_named_with_the_place(
 
 def test_the_printed_configuration_has_every_key_and_parses_back(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["http.api_keys=[a, b]", "engine.warm_prompts=[be brief, be kind]"]
-    keys += ["engine.truncation.keep_first=4", "router.load_factor=1.5"]
+    keys += ["engine.truncation.keep_first=4", "router.policy=hash"]
     given = [word for key in keys for word in ("--set", key)]
     assert main(["serve", "m", "--port", "9000", *given, "--print-config"]) == 0
     printed = parse(ClusterConfig, yaml.safe_load(capsys.readouterr().out))

@@ -63,11 +63,11 @@ class NodeModel:
 
     def add(self, key: bytes, tier: TierName) -> None:
         self.held[key, tier] = self.life
-        self.announcer.changed([Change(key, tier, self.life, True)])
+        self.announcer.changed(Change(key, tier, self.life, True))
 
     def remove(self, key: bytes, tier: TierName) -> None:
         if self.held.pop((key, tier), None) is not None:
-            self.announcer.changed([Change(key, tier, 0, False)])
+            self.announcer.changed(Change(key, tier, 0, False))
 
 
 class AnnouncingMachine(RuleBasedStateMachine):
@@ -197,7 +197,7 @@ def test_too_many_changes_are_told_as_a_whole() -> None:
     clock.now_s += SIGN_OF_LIFE_S
     node.announcer.step()
     for _ in range(MAX_PENDING + 1):
-        node.announcer.changed([Change(KEYS[0], "host", 7, True)])
+        node.announcer.changed(Change(KEYS[0], "host", 7, True))
     node.held[KEYS[0], "host"] = 7
     link.fate = lambda: "arrives"
     before = link.directory.stats()["counters"]["announcements"]
@@ -241,6 +241,6 @@ def test_changes_wake_the_thread() -> None:
     announcer = Announcer("a", list, send, epoch=1, clock=Clock())  # of which no sign of life is due
     announcer.start()
     assert began.wait(60)
-    announcer.changed([Change(KEYS[0], "host", 1, True)])
+    announcer.changed(Change(KEYS[0], "host", 1, True))
     assert told.wait(60)
     announcer.stop()

@@ -67,7 +67,6 @@ def test_what_could_not_be_removed_goes_and_then_there_is_room(
     wait(node, clock)
     assert num_on_disk(node, CHUNKS) == len(chunk_files(tmp_path)) == 18
     assert node.stats()["disk"]["bytes"] == 18 * BLOCK
-    node.close()
 
 
 @pytest.mark.parametrize("is_tenant", [True, False])
@@ -96,7 +95,6 @@ def test_a_deletion_is_sure_once_the_files_are_gone(
     node.close()
     again = make_node(tmp_path, clock=clock)
     assert not again.locate(query([1] * 8))
-    again.close()
 
 
 def test_what_comes_while_somebody_removes_files_is_written_later(tmp_path: Path, clock: Clock) -> None:
@@ -116,4 +114,3 @@ def test_what_comes_while_somebody_removes_files_is_written_later(tmp_path: Path
     node.delete([chunk.header.key for chunk in CHUNKS[:15]])
     wait(node, clock)
     assert [num_on_disk(node, chain) for chain in chains] == [2, 2, 2]
-    node.close()

@@ -6,7 +6,6 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ from tests.cachetier.chunks import (
     folder_bytes,
     is_payload,
     read_all,
-    wanted,
 )
-from tests.cachetier.nodes import BLOCK, Clock
+from tests.cachetier.nodes import BLOCK, Clock, opened
 
 pytestmark = pytest.mark.usefixtures("few_folders")
 
@@ -55,18 +53,14 @@ def make_tier(
     **options: Any,
 ) -> DiskTier:
     clock = clock or Clock()
-    return DiskTier(
-        DiskTierConfig(folder=str(folder), capacity_bytes=num_blocks * BLOCK),
-        LruPolicy(),
-        files=files,
-        clock=clock,
-        **({} if wall_clock is None else {"wall_clock": wall_clock}),
-        **options,
-    )
+    config = DiskTierConfig(folder=str(folder), capacity_bytes=num_blocks * BLOCK)
+    if wall_clock is not None:
+        options["wall_clock"] = wall_clock
+    return opened(DiskTier(config, LruPolicy(), files=files, clock=clock, **options))
 
 
 def is_there(tier: DiskTier, chunk: Chunk) -> bool:
-    return is_payload(read_all(tier.open(wanted(chunk))), chunk)
+    return is_payload(read_all(tier.open(chunk.header.key)), chunk)
 
 
 def test_a_folder_has_one_tier(tmp_path: Path) -> None:
@@ -74,11 +68,10 @@ def test_a_folder_has_one_tier(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another cluster"):
         make_tier(tmp_path)
     first.close()
-    second = make_tier(tmp_path)
-    first.close()  # its descriptor is the second's now
+    make_tier(tmp_path)
+    first.close()  # its descriptor is the second one's now
     with pytest.raises(ConfigError, match="in use by another cluster"):
         make_tier(tmp_path)
-    second.close()
 
 
 def test_a_tier_waits_for_a_lock_that_is_about_to_be_let_go(tmp_path: Path) -> None:
@@ -109,7 +102,6 @@ def test_a_tail_is_superseded_by_what_begins_with_it(tmp_path: Path) -> None:
     counters = tier.stats()
     assert counters["superseded"] == 3
     assert counters["superseded_bytes"] == sum(file_bytes(tail.header) for tail in tails[:3])
-    tier.close()
 
 
 def test_a_chunk_that_others_descend_from_is_not_superseded(tmp_path: Path) -> None:
@@ -120,7 +112,6 @@ def test_a_chunk_that_others_descend_from_is_not_superseded(tmp_path: Path) -> N
     for chunk in (short, child, full):
         tier.put(chunk)
     assert is_there(tier, short)
-    tier.close()
 
 
 def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
@@ -140,14 +131,13 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
         gone.append([chunk for chunk in (*old, *new) if chunk.header.key not in tier])
     assert gone == [new[2:], new[1:], new, [old[2], *new], [*old[1:], *new]]
     assert tier.stats()["evicted"] == 5
-    tier.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead", "returning"])
 def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: EvictionPolicyName) -> None:
     clock, chance = Clock(), random.Random(3)
     config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=9 * BLOCK + 100)
-    tier = DiskTier(config, make_policy(policy, clock, 9), clock=clock, max_files=7)
+    tier = opened(DiskTier(config, make_policy(policy, clock, 9), clock=clock, max_files=7))
     chunks = [chunk for root in range(9) for chunk in chain_of([root, *range(20)])]
     for _ in range(150):
         clock.now_s += chance.random()
@@ -159,7 +149,6 @@ def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: EvictionPoli
         assert folder_bytes(tmp_path) == tier.stats()["bytes"] <= config.capacity_bytes
         assert len(chunk_files(tmp_path)) == tier.stats()["chunks"] <= 7
     assert tier.stats()["evicted"] > 10
-    tier.close()
 
 
 STEPS = st.lists(
@@ -201,7 +190,7 @@ def test_any_order_of_calls_is_a_dictionary_of_chunks(
             tier.close()
             tier = make_tier(folder, clock=clock, ttl_s=10)
             for other in model:
-                tier.open(wanted(next(c for c in chunks if c.header.key == other))).close()  # type: ignore[union-attr]
+                tier.open(other).close()  # type: ignore[union-attr]
             model = dict.fromkeys(model, clock.now_s)
         assert {c.header.key for c in chunks if c.header.key in tier} == set(model)
         assert tier.stats()["bytes"] == folder_bytes(folder) == BLOCK * len(model)
@@ -223,7 +212,6 @@ def test_chunks_expire_by_their_last_use_and_not_by_wall_clocks(tmp_path: Path) 
     assert tier.expire() == 1
     assert [one.header.key in tier, two.header.key in tier] == [False, True]
     assert not is_there(tier, one)
-    tier.close()
 
 
 @pytest.mark.parametrize("wall_s", [0.0, 1.5e9, 4e9])
@@ -238,7 +226,6 @@ def test_a_wall_clock_that_jumped_makes_no_chunk_old(tmp_path: Path, wall_s: flo
     tier = make_tier(tmp_path, wall_clock=lambda: wall_s, ttl_s=100)
     assert tier.expire() == (0 if wall_s == 0 else 1)
     assert all(chunk.header.key in tier for chunk in chunks[1:])
-    tier.close()
 
 
 def test_a_use_counts_after_a_restart(tmp_path: Path) -> None:
@@ -253,7 +240,6 @@ def test_a_use_counts_after_a_restart(tmp_path: Path) -> None:
     tier.close()
     tier = make_tier(tmp_path, 1)
     assert [chunk.header.key in tier for chunk in chunks] == [False, True, False]
-    tier.close()
 
 
 def test_a_start_removes_what_a_crash_left_and_touches_nothing_else(tmp_path: Path) -> None:
@@ -287,32 +273,26 @@ def test_a_start_removes_what_a_crash_left_and_touches_nothing_else(tmp_path: Pa
     counters = tier.stats()
     assert (counters["scan_removed"], counters["scan_unknown"], counters["scan_not_ours"]) == (3, 3, 1)
     assert tier.put(chunks[0]) is Put.WRITTEN
-    tier.close()
 
 
 def test_a_smaller_quota_is_kept_to_from_the_start(tmp_path: Path) -> None:
-    make = partial(DiskTier, DiskTierConfig(folder=str(tmp_path), capacity_bytes=100 * BLOCK), clock=Clock())
-    tier, chain, theirs = make(LruPolicy()), chain_of(list(range(8 * 10))), prefix_lineage(FINGERPRINT, "b")
+    tier, chain, theirs = make_tier(tmp_path), chain_of(list(range(8 * 10))), prefix_lineage(FINGERPRINT, "b")
     for chunk in [*chain, chunk_of([1], lineage=theirs)]:
         assert tier.put(chunk) is Put.WRITTEN
     tier.close()
-    tier = make(LruPolicy(), tenant_bytes=3 * BLOCK)
+    tier = make_tier(tmp_path, tenant_bytes=3 * BLOCK)
     assert tier.blocks_by_tenant == {LINEAGE.tenant: 3, theirs.tenant: 1}
     assert [chunk.header.key in tier for chunk in chain] == [True] * 3 + [False] * 7
     assert folder_bytes(tmp_path) == 4 * BLOCK
-    tier.close()
 
 
-@pytest.mark.parametrize("tenant_blocks", [None, 4])
-def test_a_chain_does_not_evict_its_own_beginning(tmp_path: Path, tenant_blocks: int | None) -> None:
-    config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=(4 if tenant_blocks is None else 100) * BLOCK)
-    tenant_bytes = None if tenant_blocks is None else tenant_blocks * BLOCK
-    tier, chain = DiskTier(config, LruPolicy(), tenant_bytes=tenant_bytes), chain_of(list(range(8 * 5)))
+@pytest.mark.parametrize("bound", [{"num_blocks": 4}, {"tenant_bytes": 4 * BLOCK}], ids=str)
+def test_a_chain_does_not_evict_its_own_beginning(tmp_path: Path, bound: dict[str, int]) -> None:
+    tier, chain = make_tier(tmp_path, **bound), chain_of(list(range(8 * 5)))
     assert tier.put(chunk_of([77])) is Put.WRITTEN
     assert [tier.put(chunk) for chunk in chain] == [Put.WRITTEN] * 4 + [Put.NO_ROOM]
     assert [is_there(tier, chunk) for chunk in chain] == [True] * 4 + [False]
     assert tier.put(chunk_of([78])) is Put.WRITTEN  # what is held for a write is let go behind it
-    tier.close()
 
 
 def test_what_never_fits_is_not_written(tmp_path: Path) -> None:
@@ -333,7 +313,6 @@ def test_names_that_make_a_circle_can_still_be_evicted(tmp_path: Path) -> None:
     for number in range(3):
         assert tier.put(chunk_of([number])) is Put.WRITTEN
     assert folder_bytes(tmp_path) == 3 * BLOCK
-    tier.close()
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "link", "open"])

@@ -64,7 +64,6 @@ def test_a_use_in_memory_counts_after_a_restart(tmp_path: Path, clock: Clock) ->
     assert all(path.stat().st_mtime == 0 for path in chunk_files(tmp_path))  # the disk may hang: nobody waits for it
     node.step()
     assert all(path.stat().st_mtime > 1e9 for path in chunk_files(tmp_path))
-    node.close()
 
 
 def test_what_a_pinned_chunk_descends_from_stays(node: NodeCache, clock: Clock) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,17 +60,13 @@ class Node:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node()
-    yield node
-    node.cache.close()
+def node() -> Node:
+    return Node()
 
 
 @pytest.fixture
-def disk_node(tmp_path: Path) -> Iterator[Node]:
-    node = Node(tmp_path)
-    yield node
-    node.cache.close()
+def disk_node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
 
 
 def test_a_lookup_names_every_place(disk_node: Node) -> None:
@@ -148,7 +143,6 @@ def test_a_pinned_sequence_outlives_everything_else() -> None:
     for number in range(50, 80):
         node.put([number] * 8)
     assert node.found([1] * 8) == 0
-    node.cache.close()
 
 
 def test_two_pins_may_share_chunks(node: Node) -> None:
@@ -186,7 +180,6 @@ def test_too_much_is_not_pinned_and_what_was_stays() -> None:
         node.admin.pin(PIN, query(ids, lineage=lineage, fingerprint=big.digest), 60)
     assert [(pin.pin_id, pin.num_tokens) for pin in node.admin.pins(OWNER)] == [("p", 8)]
     assert node.cache.stats()["pins"]["keys"] == 1
-    node.cache.close()
 
 
 def test_a_pin_that_is_taken_back_leaves_the_one_before(node: Node) -> None:

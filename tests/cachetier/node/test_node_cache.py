@@ -484,12 +484,11 @@ def test_any_order_of_calls_finds_what_a_dictionary_has(
     clock, folder = Clock(), tmp_path_factory.mktemp("node")
     followed: dict[tuple[bytes, str], int] = {}
 
-    def follow(changes: list[Change]) -> None:
-        for change in changes:
-            if change.is_added:
-                followed[change.key, change.tier] = change.num_bytes
-            else:
-                del followed[change.key, change.tier]
+    def follow(change: Change) -> None:
+        if change.is_added:
+            followed[change.key, change.tier] = change.num_bytes
+        else:
+            del followed[change.key, change.tier]
 
     node = make_node(folder if has_disk else None, *sizes, clock=clock, on_change=follow, eviction="lookahead")
     model: dict[bytes, Chunk] = {}

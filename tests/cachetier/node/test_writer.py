@@ -1,12 +1,10 @@
-"""The queue of writes, the thread under it and the log of changes, each alone."""
+"""The queue of writes and the thread under it, each alone."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-from mneme.cachetier.node.index import Change
-from mneme.cachetier.node.node_tiers import ChangeLog
 from mneme.cachetier.node.writer import Pending, WriteBehind
 from mneme.primitives import Worker
 from tests.cachetier.chunks import CHUNK_TOKENS, chunk_of
@@ -140,29 +138,3 @@ def test_a_thread_survives_its_errors_and_hears_when_it_is_woken() -> None:
     assert errors == [1]
     assert thread.close(TIMEOUT_S)
     assert Worker("never started", step, lambda: None).close(0.0)
-
-
-def test_changes_are_told_in_order_one_batch_at_a_time() -> None:
-    """Changes come from many threads, and one comes while its own batch is told."""
-    told: list[Change] = []
-    telling = threading.Lock()
-
-    def tell(batch: list[Change]) -> None:
-        assert telling.acquire(blocking=False)
-        told.extend(batch)
-        log.announce()
-        telling.release()
-
-    log = ChangeLog(tell)
-
-    def work(number: int) -> None:
-        for count in range(200):
-            log.add(Change(bytes([number]), "host", count, True))
-            log.announce()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [[c.num_bytes for c in told if c.key == bytes([n])] for n in range(4)] == [[*range(200)]] * 4

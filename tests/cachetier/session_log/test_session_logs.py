@@ -25,6 +25,7 @@ from mneme.cachetier.session_log.log_store import LogKey
 from mneme.cachetier.session_log.rows import SessionState, rows_of
 from mneme.errors import ConfigError
 from tests.budget import examples
+from tests.cachetier.nodes import opened
 from tests.cachetier.session_records import KEY, begin_turn, conversation, end_turn, ids_of, key_number
 
 STEPS = conversation(5)
@@ -82,7 +83,7 @@ class Disk:
 def make_logs(folder: Path, clocks: Clocks | None = None, disk: Disk | None = None, **options: Any) -> SessionLogs:
     clocks = clocks or Clocks()
     connect = sqlite3.connect if disk is None else disk.connect
-    return SessionLogs(str(folder), clock=clocks.now, wall_clock=clocks.wall, connect=connect, **options)
+    return opened(SessionLogs(str(folder), clock=clocks.now, wall_clock=clocks.wall, connect=connect, **options))
 
 
 def state_in(logs: SessionLogs, key: LogKey = KEY) -> SessionState | None:
@@ -120,7 +121,6 @@ def test_what_is_appended_is_read_after_a_restart(tmp_path: Path) -> None:
     logs = make_logs(tmp_path)
     assert state_in(logs) == STEPS[-1][1]
     assert logs.stats()["sessions"] == 1
-    logs.close()
 
 
 def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
@@ -129,7 +129,6 @@ def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
     folder = database(tmp_path).parent
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-    logs.close()
 
 
 def test_a_second_process_is_refused_and_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
@@ -169,7 +168,6 @@ def test_what_does_not_go_on_from_the_log_is_refused(tmp_path: Path) -> None:
     assert state_in(logs) == STEPS[4][1]
     with pytest.raises(ValueError, match="must be all of a session's"):
         logs.append(KEY, rows[5]._replace(base=None))
-    logs.close()
 
 
 def test_what_an_edit_replaces_is_not_kept(tmp_path: Path) -> None:
@@ -187,7 +185,6 @@ def test_what_an_edit_replaces_is_not_kept(tmp_path: Path) -> None:
         found = logs.read(KEY)
         assert found is not None
         assert sum(len(turn.ids) for turn in found.turns) == 4 * len(state.ids)
-    logs.close()
 
 
 @pytest.mark.parametrize("options", [{"capacity_bytes": 30 * PAGE_BYTES}, {"max_sessions": 10}])
@@ -206,7 +203,6 @@ def test_sessions_are_bounded_in_bytes_and_number_and_the_oldest_go(tmp_path: Pa
         assert state_in(logs, key_number(kept[0])) is not None
         logs.close()
         assert database(tmp_path).stat().st_size <= 30 * PAGE_BYTES
-    logs.close()
 
 
 def test_a_long_prompt_is_written_once(tmp_path: Path) -> None:
@@ -220,7 +216,6 @@ def test_a_long_prompt_is_written_once(tmp_path: Path) -> None:
         num_ids += num_prompt + 50
     assert logs.stats()["counters"]["written_bytes"] < 4 * num_ids + PAGE_BYTES
     assert state_in(logs) == state
-    logs.close()
 
 
 def test_who_goes_on_at_the_bound_of_sessions_costs_nobody_their_log(tmp_path: Path) -> None:
@@ -232,7 +227,6 @@ def test_who_goes_on_at_the_bound_of_sessions_costs_nobody_their_log(tmp_path: P
     assert logs.stats()["sessions"] == 3
     assert logs.delete(key_number(2))
     assert (logs.stats()["sessions"], logs.stats()["tombstones"]) == (2, 1)
-    logs.close()
 
 
 def test_tombstones_leave_room_for_sessions(tmp_path: Path) -> None:
@@ -247,7 +241,6 @@ def test_tombstones_leave_room_for_sessions(tmp_path: Path) -> None:
         assert write(logs, some_state(1), key_number(number)) is Appended.WRITTEN
     known = [number for number in range(305) if state_in(logs, key_number(number)) is not None]
     assert known == list(range(300 - 192, 305))
-    logs.close()
 
 
 def test_sessions_expire_by_the_time_that_passes_also_while_nothing_runs(tmp_path: Path) -> None:
@@ -269,7 +262,6 @@ def test_sessions_expire_by_the_time_that_passes_also_while_nothing_runs(tmp_pat
     clocks.pass_s(120.0)
     write(logs, some_state(1), key_number(4))
     assert logs.stats()["sessions"] == 1
-    logs.close()
 
 
 def test_clocks_that_jump_while_it_runs_do_nothing(tmp_path: Path) -> None:
@@ -282,7 +274,6 @@ def test_clocks_that_jump_while_it_runs_do_nothing(tmp_path: Path) -> None:
     logs.close()
     logs = make_logs(tmp_path, clocks, ttl_s=100.0)  # what is from the future is new
     assert state_in(logs) is not None
-    logs.close()
 
 
 def test_what_was_deleted_does_not_come_back(tmp_path: Path) -> None:
@@ -309,7 +300,6 @@ def test_what_was_deleted_does_not_come_back(tmp_path: Path) -> None:
     assert state_in(logs) is not None
     clocks.pass_s(2)
     assert state_in(logs) is None
-    logs.close()
 
 
 def test_a_newer_copy_of_another_node_is_taken_and_an_older_one_is_not(tmp_path: Path) -> None:
@@ -329,8 +319,6 @@ def test_a_newer_copy_of_another_node_is_taken_and_an_older_one_is_not(tmp_path:
     assert tombstone is not None
     assert two.append(KEY, tombstone) is Appended.WRITTEN
     assert one.append(KEY, copy) is Appended.STALE
-    one.close()
-    two.close()
 
 
 def test_a_tenant_s_sessions_can_be_deleted_together(tmp_path: Path) -> None:
@@ -340,7 +328,6 @@ def test_a_tenant_s_sessions_can_be_deleted_together(tmp_path: Path) -> None:
     assert logs.delete_tenant(b"x" * 8) == 0
     assert logs.delete_tenant(KEY.tenant) == 3
     assert logs.stats()["sessions"] == 0
-    logs.close()
 
 
 def filled(folder: Path, num_sessions: int = 40) -> dict[int, SessionState]:
@@ -385,7 +372,6 @@ def test_a_database_that_is_damaged_anywhere_gives_what_was_written_or_nothing(t
     logs.close()
     logs = make_logs(tmp_path)
     assert state_in(logs, key_number(1)) == later
-    logs.close()
 
 
 @pytest.mark.parametrize("num_kept", [1, 3])
@@ -401,7 +387,6 @@ def test_ids_that_a_disk_has_changed_are_not_taken_for_sound_where_an_edit_cuts_
     assert logs.append(KEY, rows_of(edited, state)) is Appended.WRITTEN
     assert logs.read(KEY) is None
     assert logs.stats()["counters"]["damaged"] == 1
-    logs.close()
 
 
 def test_a_file_that_is_no_database_or_of_another_format_is_set_aside(tmp_path: Path) -> None:
@@ -454,7 +439,6 @@ def test_a_row_of_format_4_that_is_damaged_is_dropped(tmp_path: Path) -> None:
     assert logs.read(key_number(0)) is None
     assert logs.read(key_number(1)) is not None
     assert logs.stats()["counters"]["damaged"] == 1
-    logs.close()
 
 
 def play(logs: SessionLogs) -> dict[int, SessionState]:
@@ -530,7 +514,6 @@ def test_on_a_full_disk_the_session_written_longest_ago_makes_room(tmp_path: Pat
     assert logs.stats()["counters"]["disk_full"] == 1
     assert [state_in(logs, key_number(number)) is not None for number in range(4)] == [False, True, True, False]
     assert logs.stats()["sessions"] == 2
-    logs.close()
 
 
 def test_a_log_that_cannot_be_read_now_is_not_an_unknown_one(tmp_path: Path) -> None:
@@ -542,7 +525,6 @@ def test_a_log_that_cannot_be_read_now_is_not_an_unknown_one(tmp_path: Path) -> 
         logs.read(KEY)
     disk.fails = lambda _statement: None
     assert state_in(logs) is not None
-    logs.close()
 
 
 def test_a_disk_that_stands_still_for_a_record_holds_up_no_read(tmp_path: Path) -> None:
@@ -566,7 +548,6 @@ def test_a_disk_that_stands_still_for_a_record_holds_up_no_read(tmp_path: Path) 
             go.set()
         assert stuck.result(LIMIT_S) is Appended.WRITTEN
     assert state_in(logs) == some_state(2)
-    logs.close()
 
 
 def test_calls_from_many_threads_leave_what_each_was_told(tmp_path: Path) -> None:
@@ -591,7 +572,6 @@ def test_calls_from_many_threads_leave_what_each_was_told(tmp_path: Path) -> Non
         assert state is None or state.version == max(lasts[2 * session : 2 * session + 2])
     assert logs.stats()["used_bytes"] <= 60 * PAGE_BYTES
     assert not {"damaged", "append_failed"} & logs.stats()["counters"].keys()
-    logs.close()
 
 
 class LogsMachine(RuleBasedStateMachine):

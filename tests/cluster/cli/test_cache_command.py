@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -81,24 +80,6 @@ def test_everything_is_read_beside_a_running_tier_and_nothing_removed(
     assert "is locked: a running cluster uses it" in capsys.readouterr().err
     assert len(chunk_files(tmp_path)) == 4
     tier.close()
-
-
-def test_chunks_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chunks = filled(tmp_path)
-    now_s = time.time()
-    for age_s, chunk in enumerate(chunks):
-        os.utime(path_of(tmp_path, chunk), (now_s, now_s - 100 * age_s))
-    for arguments, num_chosen in (
-        (["--tenant", tenant_id("other").hex()], 1),
-        (["--lineage", "session"], 1),
-        (["--key", chunks[2].header.key.hex()[:9]], 1),
-        (["--older-than", "150", "--newer-than", "350"], 2),
-        (["--tenant", tenant_id("tenant").hex(), "--older-than", "350"], 1),
-        (["--model", FINGERPRINT.digest[:8].hex()], 5),
-        (["--model", "0" * 16], 0),
-    ):
-        for what in ("stats", "verify"):
-            assert run(capsys, what, tmp_path, *arguments)["chunks"] == num_chosen, arguments
 
 
 def test_chunks_are_summed_up_by_lineage_and_tenant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,20 +179,3 @@ def test_nothing_of_a_hostile_folder_is_believed_or_removed(tmp_path: Path, caps
     assert cache("verify", tmp_path) == 1
     assert "\x1b" not in capsys.readouterr().out
     assert all(path.exists() for path in strangers)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["stats", "--key", "0" * 33], "key: must be"),
-        (["verify", "--tenant", "../../../../etc0"], "tenant: must be 16"),
-        (["verify", "--older-than", "nan"], "older-than: must be"),
-    ],
-)
-def test_bad_arguments_are_refused(
-    tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    filled(tmp_path)
-    assert cache(arguments[0], tmp_path, *arguments[1:]) == 2
-    assert said in capsys.readouterr().err
-    assert len(chunk_files(tmp_path)) == 5

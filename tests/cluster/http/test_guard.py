@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from mneme.cluster.api_keys import ApiKey, sha256_of
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import body as body_module
+from mneme.cluster.http import guard as guard_module
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import MAX_COMPILING, Backend
 from mneme.cluster.http.body import BodyReader, HeldBody
@@ -269,7 +270,8 @@ def test_new_grammars_wait_for_each_other_and_not_for_ever(monkeypatch: pytest.M
 
 
 def test_bodies_that_are_being_read_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 1024)
+    for limit in ("MAX_BODY_BYTES", "MAX_HELD_BYTES"):
+        monkeypatch.setattr(guard_module, limit, 1024)
 
     async def run() -> list[int]:
         release = asyncio.Event()
@@ -279,7 +281,7 @@ def test_bodies_that_are_being_read_share_a_budget(monkeypatch: pytest.MonkeyPat
             await release.wait()
             yield b"{}"
 
-        async with concurrently(FakeEngineClient(TOKENIZER), max_body_bytes=1024) as client:
+        async with concurrently(FakeEngineClient(TOKENIZER)) as client:
             headers = {"content-type": "application/json"}
             first = asyncio.ensure_future(client.post("/tokenize", content=slow(), headers=headers))
             statuses = []

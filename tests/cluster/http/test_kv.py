@@ -14,7 +14,7 @@ from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.tenancy import kv_salt
 from mneme.replicas.queries import GetSession, Query
-from tests.cluster.api_fixtures import TOKENIZER, api
+from tests.cluster.api_fixtures import TOKENIZER, api, body_of
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
 
 IDS = list(range(5, 37))  # four chunks
@@ -28,9 +28,7 @@ def client(engines: TwoEngines) -> TestClient:
 def call(
     client: TestClient, what: str, status: int = 200, headers: Any = None, method: str = "POST", **body: Any
 ) -> Any:
-    response = client.request(method, f"/v1/kv{what}", json=body or None, headers=headers)
-    assert response.status_code == status, response.text
-    return response.json()
+    return body_of(client.request(method, f"/v1/kv{what}", json=body or None, headers=headers), status)
 
 
 def drop(client: TestClient, status: int = 200, headers: Any = None, **body: Any) -> Any:

@@ -13,7 +13,7 @@ from mneme.cluster.api_keys import ApiKey, sha256_of
 from mneme.cluster.http import kv
 from mneme.replicas.queries import DeletePin, Query
 from mneme.replicas.text.document_parts import encode_parts, prompt_parts
-from tests.cluster.api_fixtures import TOKENIZER, api, keys_file
+from tests.cluster.api_fixtures import TOKENIZER, api, body_of, keys_file
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
 
 SYSTEM = {"role": "system", "content": "be brief, and never name the fox"}
@@ -25,9 +25,7 @@ def client(engines: TwoEngines) -> TestClient:
 
 
 def warm(client: TestClient, status: int = 200, headers: Any = None, **body: Any) -> Any:
-    response = client.post("/v1/kv/warm", json={"model": "tiny", **body}, headers=headers)
-    assert response.status_code == status, response.text
-    return response.json()
+    return body_of(client.post("/v1/kv/warm", json={"model": "tiny", **body}, headers=headers), status)
 
 
 def pins(client: TestClient, headers: Any = None) -> list[dict[str, Any]]:

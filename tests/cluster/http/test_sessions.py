@@ -16,7 +16,7 @@ from mneme.cluster.wire.openai import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.queries import ForkSession
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
-from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, post, serving
+from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, body_of, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 
 NEXT = [{"role": "user", "content": "a dog"}]
@@ -24,15 +24,11 @@ KEYS = {"api_keys": ["key-one-1234567890", "key-two-1234567890"]}
 
 
 def chat(client: TestClient, status: int = 200, headers: Any = None, **changes: Any) -> Any:
-    response = client.post("/v1/chat/completions", json={**CHAT, **changes}, headers=headers)
-    assert response.status_code == status, response.text
-    return response.json()
+    return body_of(client.post("/v1/chat/completions", json={**CHAT, **changes}, headers=headers), status)
 
 
 def get(client: TestClient, path: str, status: int = 200, headers: Any = None) -> Any:
-    response = client.get(path, headers=headers)
-    assert response.status_code == status, response.text
-    return response.json()
+    return body_of(client.get(path, headers=headers), status)
 
 
 def ids_of(engine: FakeEngineClient) -> list[int]:

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import Backend
-from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, get, post
+from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, body_of, get, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.real_engines import TwoEngines
 
@@ -39,9 +39,7 @@ def over_both(large: FakeEngineClient, small: FakeEngineClient) -> TestClient:
 
 
 def chat(client: TestClient, model: str, status: int = 200, **more: Any) -> Any:
-    response = client.post("/v1/chat/completions", json={**CHAT, "model": model, **more})
-    assert response.status_code == status, response.text
-    return response.json()
+    return body_of(client.post("/v1/chat/completions", json={**CHAT, "model": model, **more}), status)
 
 
 def test_each_request_runs_on_the_model_that_it_names(

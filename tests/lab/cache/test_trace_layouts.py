@@ -26,6 +26,7 @@ BAILIAN = [
     chat(8, 7, 71.2, 60, 3, [5, 6, 9, 5]),
     chat(10, 8, 80, 80, 3, [5, 6, 9, 5, 1]),
 ]
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 BURST_SESSIONS = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 SHARE_GPT = [
@@ -154,6 +155,11 @@ def test_an_agents_session_and_its_subagents(tmp_path: Path) -> None:
         ("a.jsonl", [BAILIAN[0], {**BAILIAN[1], "hash_ids": [1]}], "a.jsonl:2: hash_ids: 1 blocks are not 20 tokens"),
         ("a.jsonl", [BAILIAN[0], {"chat_id": 1, "timestamp": 3}], r"a.jsonl:2: must have .* \(has no input_le"),
         ("a.jsonl", [{"prompt": "x"}], "a.jsonl:1: has the fields of no trace that is known: Bailian's chat_id"),
+        ("a.csv", "a,b,c\r\n", "a.csv:1: has the fields of no trace .* TIMESTAMP, "),
+        ("a.csv", AZURE + "2023-11-16 18:17:03,9\r\n", "a.csv:2: must have 3 fields"),
+        ("a.csv", AZURE + "yesterday,9,1\r\n", "a.csv:2: TIMESTAMP: is no time"),
+        ("a.csv", AZURE + "2023-11-16 18:17:03,0,1\r\n", "a.csv:2: ContextTokens: must be"),
+        ("a.csv", AZURE, "a.csv: has no requests"),
         ("a.csv", BURST + "5,m,472,x,490,log\n", "a.csv:2: Response tokens: must be a whole number"),
         ("a.csv", BURST + "soon,m,472,1,490,log\n", "a.csv:2: Timestamp: must be a number"),
         ("a.csv", BURST + "5,m,472,1\n", r"a.csv:2: must have 6 fields \(got 4\)"),
@@ -179,7 +185,7 @@ SAMPLES = {
     "Bailian": ("a.jsonl", BAILIAN, 4),
     "Mooncake": ("a.jsonl", [{"timestamp": 1500, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]},
                              {"timestamp": 500, "input_length": 9, "output_length": 2}], 2),
-    "Azure": ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,900,44\n", 1),
+    "Azure": ("a.csv", AZURE + "2023-11-16 18:15:46,900,44\r\n", 1),
     "BurstGPT": ("a.csv", BURST + "5,ChatGPT,472,18,490,Conversation log\n", 1),
     "ShareGPT": ("a.json", SHARE_GPT, 3),
     "vLLM multi-turn": ("a.json", [{"id": "a", "messages": MESSAGES}], 2),

@@ -22,7 +22,7 @@ from mneme.cluster.http.window import requests as window
 from mneme.cluster.tenancy import kv_salt, tenant_of_secret
 from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import PromptUsage
-from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, keys_file, serving
+from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api, body_of, keys_file, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.real_engines import over
 
@@ -37,9 +37,7 @@ def ended(number: int, at_s: float = 0.0, cached_tokens: int = 0) -> window.Ende
 
 
 def ask(client: Any, path: str, headers: Any = None) -> Any:
-    response = client.get(path, headers=headers)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return body_of(client.get(path, headers=headers))
 
 
 def test_a_tenant_sees_its_own_sessions_the_last_one_first() -> None:
