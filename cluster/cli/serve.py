@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import threading
 import time
@@ -108,6 +107,8 @@ def _service(url: str) -> dict[str, Any] | None:
 
 
 def _summary(url: str, service: dict[str, Any], cache: CacheConfig) -> str:
+    from mneme.cluster.http.api_docs import curl_line
+
     replicas = "1 replica" if service["replicas"] == 1 else f"{service['replicas']} replicas"
     formats = service["weights"] or [service["dtype"]]
     disk = cache.disk if cache.enabled else None
@@ -123,15 +124,7 @@ def _summary(url: str, service: dict[str, Any], cache: CacheConfig) -> str:
   API      {url}/v1 (OpenAI's), described at {url}/docs
   figures  {url}/metrics, and {url} in a browser
   chat     mneme chat --url {url}
-  try      {_curl_line(url, service)}"""
-
-
-def _curl_line(url: str, service: dict[str, Any]) -> str:
-    """Return how to ask it from a shell."""
-    key = ' -H "Authorization: Bearer $KEY"' if service["needs_key"] else ""
-    body = json.dumps({"model": service["model"], "messages": [{"role": "user", "content": "Hello"}]})
-    quoted = body.replace("'", "'\\''")
-    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
+  try      {curl_line(url, service)}"""
 
 
 def _report_throughput(url: str, before: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import api_docs as docs
@@ -129,7 +129,7 @@ def _add_routes(app: Starlette, service: Service) -> None:
         Route("GET", "/ready", _ready, answers.Ready),
         Route("GET", "/metrics", _metrics, texts=["text/plain"]),
         Route("GET", "/version", _version),
-        Route("GET", "/", _root, answers.Service),
+        Route("GET", "/", _root, answers.Service, texts=["text/html"]),
         Route("GET", "/docs", _docs, texts=["text/html"]),
         Route("GET", "/docs/docs.js", page.docs_script, texts=["text/javascript"]),
         Route("GET", "/ui", page.page, texts=["text/html"]),
@@ -273,9 +273,7 @@ async def _openapi(service: Service, request: Request) -> answers.OpenApi:
 
 
 async def _root(service: Service, request: Request) -> Response:
-    """Return what runs here and how busy it is; a browser is sent to the live page."""
-    if "text/html" in request.headers.get("accept", ""):
-        return RedirectResponse("/ui", 303)
+    """Return what runs here and how busy it is: a page for a browser, JSON for others."""
     model = service.apis[0].model
     replicas = (await service.stats()).values()
 
@@ -301,6 +299,8 @@ async def _root(service: Service, request: Request) -> Response:
         "cached_tokens": total("tokens", "cached"),
         "generated_tokens": total("tokens", "generated"),
     }
+    if "text/html" in request.headers.get("accept", ""):
+        return HTMLResponse(docs.service_page(about, str(request.base_url).rstrip("/")))
     return JSONResponse(about)
 
 

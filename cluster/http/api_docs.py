@@ -1,4 +1,4 @@
-"""The API's description of itself: the OpenAPI document. `window/docs.py` shows it as a page.
+"""The API's description of itself: the OpenAPI document, and the page `/`. `window/docs.py` shows the document.
 
 Routes and types say what there is, `fields.txt` what each field means: a line `name: sentence` wherever that name
 stands, `Type.name: sentence` or `Type|Other.name: sentence` where it means something else.
@@ -6,7 +6,9 @@ stands, `Type.name: sentence` or `Type|Other.name: sentence` where it means some
 
 from __future__ import annotations
 
+import html
 import inspect
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
@@ -18,7 +20,7 @@ from typing_extensions import is_typeddict
 
 from mneme.cluster.http.error_response import MESSAGES
 from mneme.cluster.http.stream import RunResponse
-from mneme.cluster.wire.answers import AnthropicError, Error
+from mneme.cluster.wire.answers import AnthropicError, Error, Service
 from mneme.version import __version__
 
 _JSON = "application/json"
@@ -198,3 +200,50 @@ def _parameter(name: str, where: str, description: str, example: str | None = No
     schema = {"type": "string"}
     about = {"name": name, "in": where, "required": where == "path", "description": description, "schema": schema}
     return about if example is None else {**about, "example": example}
+
+
+def service_page(service: Service, url: str) -> str:
+    """`GET /` for a browser."""
+    shown = {
+        "model": ", ".join(service["models"]),
+        "context": f"{service['max_model_len']:,} tokens",
+        "replicas": f"{service['replicas']} on {service['device']}, {service['dtype']}"
+        if service["device"]
+        else f"{service['replicas']}, not heard of yet",
+        "KV on the device": "{kv_capacity_tokens:,} tokens in {kv_dtype}, {kv_usage:.0%} in use".format(**service),
+        "requests": "{running} running, {waiting} waiting".format(**service["requests"]),
+        "prompt tokens": f"{service['prompt_tokens']:,}, {cached_share(service):.0%} of them found, not computed",
+        "generated tokens": f"{service['generated_tokens']:,}",
+    }
+    rows = "".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in shown.items())
+    paths = ("/ui", "/docs", "/openapi.json", "/metrics", "/v1/models")
+    links = " &middot; ".join(f'<a href="{path}">{path}</a>' for path in paths)
+    call = html.escape(curl_line(url, service))
+    return _page(
+        f"<h1>Mneme {__version__}</h1><p>{links}</p><table>{rows}</table><h2>Ask it</h2><pre>{call}</pre>"
+        f"<pre>mneme chat --url {html.escape(url)}</pre><p>OpenAI's clients: base_url = {html.escape(url)}/v1</p>"
+    )
+
+
+def curl_line(url: str, service: Mapping[str, Any]) -> str:
+    """Return how to ask it from a shell."""
+    key = ' -H "Authorization: Bearer $KEY"' if service["needs_key"] else ""
+    body = json.dumps({"model": service["model"], "messages": [{"role": "user", "content": "Hello"}]})
+    quoted = body.replace("'", "'\\''")
+    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
+
+
+def cached_share(tokens: Mapping[str, Any]) -> float:
+    return float(tokens["cached_tokens"] / max(1, tokens["prompt_tokens"]))
+
+
+def _page(content: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Mneme</title>'
+        '<meta name="viewport" content="width=device-width"><style>'
+        "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+        "h2{margin:2rem 0 .3rem;font-size:1.1rem}h3{margin:1.5rem 0 .3rem;font-size:1rem}p{margin:.3rem 0}"
+        "th{text-align:left;font-weight:normal;color:#666;padding-right:2rem}td{padding-right:2rem}"
+        "pre{background:#f4f4f4;padding:.8rem;white-space:pre-wrap}a{color:#0645ad}</style>"
+        f"<body><main>{content}</main></html>"
+    )

@@ -27,7 +27,7 @@ _PAGE = """<!doctype html>
 <script type="module" src="/docs/docs.js"></script>
 </head>
 <body class="docs">
-<header><h1>{title}</h1><nav aria-label="pages"><a href="/ui">live page</a> \
+<header><h1>{title}</h1><nav aria-label="pages"><a href="/">what runs here</a> <a href="/ui">live page</a> \
 <a href="/openapi.json">openapi.json</a></nav></header>
 {key}<main>{content}</main>
 </body>

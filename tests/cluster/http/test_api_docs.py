@@ -18,6 +18,7 @@ from tests.cluster.api_fixtures import CHAT, COMPLETION, api, get
 from tests.cluster.http.test_kv import IDS
 from tests.cluster.real_engines import TwoEngines
 
+BROWSER = {"accept": "text/html"}
 STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
@@ -78,6 +79,7 @@ def ask_the_service(described: Described, client: TestClient) -> None:
     for path in ("/v1/sessions", "/v1/requests", "/v1/kv/tree", "/v1/kv/tiers", "/v1/cluster", *PAGE_PATHS):
         described.ask(client, "GET", path)
     described.unseen.remove(("GET", "/v1/events", "text/event-stream"))  # never ends: test_overview.py
+    described.ask(client, "GET", "/", headers=BROWSER)
     described.ask(client, "GET", "/v1/models/{model_id}", model_id="tiny")
     found = described.ask(client, "POST", "/tokenize", {"prompt": "a fox", "return_token_strs": True})
     described.ask(client, "POST", "/detokenize", {"tokens": found["tokens"]})
