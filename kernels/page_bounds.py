@@ -66,5 +66,6 @@ def following(slot_position: Tensor, slots: Tensor) -> Iterator[None]:
     is_current = found is not None and found.version is not None and found.version == version_of(slot_position)
     yield
     if found is not None and is_current:
-        found.look(slot_position.numpy(), np.unique(slots.numpy() // found.page_size))
+        pages = slots.numpy() // found.page_size  # those of a run of slots follow each other
+        found.look(slot_position.numpy(), pages[np.diff(pages, prepend=-1) != 0])
         found.version = version_of(slot_position)

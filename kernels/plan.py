@@ -61,7 +61,8 @@ class Plan:
     segments: Segments | LineageSegments
     appended: tuple[References, ...]  # pages begun since
     # Whether a page is in this plan or was in one when it was made from this one by appending; [num_pages] or more.
-    is_known: npt.NDArray[np.bool_]
+    # None until the first is appended: a plan that is built anew in the next step needs none.
+    is_known: npt.NDArray[np.bool_] | None
     work: WorkList
     # What a backend derives once per step and reads in every layer, by the backend's own key.
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -118,6 +119,9 @@ class Plan:
         sequence's own pages. Neither sequences nor pages are checked.
         """
         new_pages, is_known = set(page_id.tolist()), self.is_known
+        if is_known is None:
+            is_known = np.zeros(self.num_pages, bool)
+            is_known[self.segments.page_ids] = True
         if len(new_pages) < len(page_id) or any(is_known[page] for page in new_pages if page < len(is_known)):
             return None
         zeros = np.zeros_like(page_id)
@@ -167,14 +171,10 @@ def build_plan(
         found, sequence, len(tables), page_size=page_size, num_groups=num_q_heads // num_kv_heads,
         head_dim=head_dim, share=share, cost=cost,
     )  # fmt: skip
-    page_ids = found.page_ids
-    num_pages = int(page_ids.max(initial=-1)) + 1
-    is_known = np.zeros(num_pages, bool)
-    is_known[page_ids] = True
     return Plan(
         page_size=page_size, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        share=share, cost=cost, sequence=sequence, position=position, num_pages=num_pages,
-        laid_out=tables, segments=found, appended=(), is_known=is_known, work=work,
+        share=share, cost=cost, sequence=sequence, position=position, num_pages=int(found.page_ids.max(initial=-1)) + 1,
+        laid_out=tables, segments=found, appended=(), is_known=None, work=work,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class OwnRuns(NamedTuple):
     delta: IntArray  # [n]
     num_pages: IntArray  # [n] one at least
     page_id: npt.NDArray[np.integer[Any]]
-    mask: IntArray  # parallel to page_id
+    mask: IntArray  # parallel to page_id, or [1] where all are alike
 
 
 class Segments(NamedTuple):
@@ -108,7 +108,9 @@ def ranges(starts: IntArray, counts: IntArray) -> IntArray:
     if not len(counts):
         return np.zeros(0, np.int64)
     ends = np.cumsum(counts)
-    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
+    values = np.repeat(starts - (ends - counts), counts)
+    values += np.arange(ends[-1])  # in place: a large array that is new may cost page faults
+    return values
 
 
 def unite_repeats(refs: References) -> References:
@@ -250,22 +252,18 @@ class LineageSegments:
     page_size: int
     nodes: tuple[_Node, ...]  # of each segment
     first_own: IntArray  # [S] depth from which on a sequence's pages are nobody else's
+    has_masks: bool  # some page is not seen wholly
 
     @property
-    def page_ids(self) -> IntArray:
-        """List every page, those that are shared once."""
-        own = ranges(np.cumsum(self.lineages.counts) - self.lineages.counts + self.first_own, self._num_own)
-        return np.concatenate([*(each.page_ids for each in self.segments), self.lineages.page_ids[own]])
-
-    @property
-    def _num_own(self) -> IntArray:
-        return self.lineages.counts - self.first_own
+    def page_ids(self) -> npt.NDArray[np.int32]:
+        """List the pages of all references."""
+        return self.lineages.page_ids
 
     def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> OwnRuns:
         """See `Segments.unshared`."""
         ids, masks, counts = self.lineages.page_ids, self.lineages.masks, self.lineages.counts
         starts, sequence = np.cumsum(counts) - counts, np.arange(len(counts))
-        begin, size, own = starts + self.first_own, self._num_own, sequence
+        begin, size, own = starts + self.first_own, counts - self.first_own, sequence
         rest = [self.nodes[index] for index in np.flatnonzero(~is_chosen).tolist()]
         if rest:
             parts = [(sequence[first:last], low, high) for first, last, depths in rest for low, high in depths]
@@ -278,8 +276,9 @@ class LineageSegments:
         num_pages = np.zeros(len(counts), np.int64)
         np.add.at(num_pages, own, size)
         has_any = np.flatnonzero(num_pages)
-        zeros = np.zeros(len(has_any), np.int64)
-        return OwnRuns(sequence[has_any], zeros, num_pages[has_any], ids[at], masks[at] & full_mask(self.page_size))
+        zeros, full = np.zeros(len(has_any), np.int64), full_mask(self.page_size)
+        mask = masks[at] & full if self.has_masks else np.array([full])
+        return OwnRuns(sequence[has_any], zeros, num_pages[has_any], ids[at], mask)
 
 
 def find_lineage_segments(lineages: Lineages, page_size: int) -> LineageSegments:
@@ -321,7 +320,7 @@ def find_lineage_segments(lineages: Lineages, page_size: int) -> LineageSegments
             nodes.append(_Node(first, last, [(low + page, low + page + 1) for page in apart]))
     neighbours = np.concatenate(([0], common, [0]))
     first_own = np.maximum(neighbours[1:], neighbours[:-1]) if len(counts) else np.zeros(0, np.int64)
-    return LineageSegments(tuple(segments), lineages, page_size, tuple(nodes), first_own)
+    return LineageSegments(tuple(segments), lineages, page_size, tuple(nodes), first_own, len(masked) > 0)
 
 
 def _common_prefixes(ids: npt.NDArray[np.int32], starts: IntArray, counts: IntArray) -> IntArray:

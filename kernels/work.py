@@ -191,7 +191,7 @@ def _private_runs(own: OwnRuns, spans: _RowSpans) -> tuple[_Runs, list[tuple[int
     if not has_rows.all():
         pages = np.repeat(has_rows, own.num_pages)
         columns = (own.sequence[has_rows], own.delta[has_rows], own.num_pages[has_rows])
-        own = OwnRuns(*columns, own.page_id[pages], own.mask[pages])
+        own = OwnRuns(*columns, own.page_id[pages], own.mask[pages] if len(own.mask) == len(pages) else own.mask)
     sequences, deltas, lengths = own.sequence, own.delta, own.num_pages
     piece_starts = run_starts(sequences)
     owners = sequences[piece_starts]
@@ -199,8 +199,13 @@ def _private_runs(own: OwnRuns, spans: _RowSpans) -> tuple[_Runs, list[tuple[int
     ends = np.cumsum(lengths + _SPARE_PAGES)
     place = ranges(ends - lengths - _SPARE_PAGES, lengths)
     num_places = int(ends[-1]) if len(ends) else 0
-    page_id, mask = np.zeros(num_places, own.page_id.dtype), np.zeros(num_places, np.int64)
-    page_id[place], mask[place] = own.page_id, own.mask
+    page_id = np.zeros(num_places, own.page_id.dtype)
+    page_id[place] = own.page_id
+    if len(own.mask) == 1:
+        mask = np.full(num_places, own.mask[0])
+    else:
+        mask = np.zeros(num_places, np.int64)
+        mask[place] = own.mask
     runs = _Runs(
         row_counts=spans.num_rows[owners],
         row=ranges(spans.start[owners], spans.num_rows[owners]),
@@ -221,25 +226,26 @@ def _work_list(shared: _Runs, private: _Runs, sharers: list[tuple[int, int]]) ->
     both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True))) if num_shared_runs else private
     spare = np.repeat((0, _SPARE_PAGES), (num_shared_runs, len(sharers)))
     room = both.page_counts + spare
-    page_begin = np.cumsum(room) - room
-    page_end = _int32(page_begin + both.page_counts)
+    places = _bounds(room)
+    page_begin = places[:-1]
+    page_end = (page_begin + both.page_counts).astype(np.int32)
     mask_room = np.where(spare > 0, room, both.page_counts * both.mask_counts)
     return WorkList(
         num_shared=len(shared.row_counts),
         row_begin=_bounds(both.row_counts),
         row=_int32(both.row),
         run_begin=_bounds(both.run_counts),
-        page_begin=_int32(page_begin),
+        page_begin=page_begin,
         page_end=page_end,
         page_id=_int32(both.page_id),
         delta_begin=_bounds(both.entry_counts)[:-1],
         delta=_int32(both.delta),
-        mask_number=_int32(both.mask_number),
+        mask_number=both.mask_number.astype(np.int32),
         mask_begin=_bounds(mask_room)[:-1],
-        mask_stride=_int32(np.where(both.mask_counts > 1, both.page_counts, 0)),
+        mask_stride=np.where(both.mask_counts > 1, both.page_counts, 0).astype(np.int32),
         mask=both.mask,
         run_of_sharer=dict(zip(sharers, range(num_shared_runs, len(room)), strict=True)),
-        room_end=_int32(page_begin + room),
+        room_end=places[1:],
         filled_end=page_end.copy(),
     )
 
@@ -250,10 +256,14 @@ def _joined(parts: Sequence[IntArray]) -> IntArray:
 
 def _bounds(counts: IntArray) -> Int32Array:
     """[0, counts[0], counts[0] + counts[1], ...]"""
-    return _int32(np.concatenate(([0], np.cumsum(counts))))
+    bounds = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=bounds[1:])
+    if bounds[-1] >= 2**31:
+        raise ValueError(f"page_tables: {bounds[-1]} entries of work are too many")
+    return bounds.astype(np.int32)
 
 
 def _int32(array: npt.NDArray[np.integer[Any]]) -> Int32Array:
-    if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
+    if array.dtype != np.int32 and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise ValueError(f"page_tables: {array.size} entries of work are too many")
     return array.astype(np.int32, copy=False)

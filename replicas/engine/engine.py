@@ -589,7 +589,7 @@ class Engine:
         self._learn_tokens(flight, sampled)
         if WARM_UP_SALT not in {part.sequence.request.salt for part in batch}:
             self.num_steps += 1
-            self.num_tokens["computed"] += sum(part.num_rows for part in batch) - len(sampling)
+            self.num_tokens["computed"] += sum(part.num_rows - part.samples for part in batch if not part.is_plain)
         if self.connector is not None:
             outcomes = zip(sampling, sampled, strict=True)
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}

@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from mneme.replicas.request import GREEDY_BELOW, Logprobs, PromptLogprobs, Weigh
 
 _MASK_64 = (1 << 64) - 1
 _NUM_CANDIDATES = 256
+_new_sampled: Callable[[Iterable[Any]], Sampled] = partial(tuple.__new__, Sampled)
 
 
 _Asking = tuple[int, SampleRow]  # a row that asks for more than the best token, and its number
@@ -85,9 +87,11 @@ class TensorDraws:
         if self._arrived is not None:
             self._arrived.synchronize()
         token_ids = self._token_ids.tolist()
-        sampled = list(map(Sampled._make, zip(token_ids, itertools.repeat(None), strict=False)))
-        for index in [index for index, token_id in enumerate(token_ids) if token_id < 0]:
-            sampled[index] = Sampled(None, None)
+        # Without the constructor of named tuples, which is Python.
+        sampled = list(map(_new_sampled, zip(token_ids, itertools.repeat(None), strict=False)))
+        if min(token_ids, default=0) < 0:
+            both = zip(token_ids, sampled, strict=True)
+            sampled = [Sampled(None, None) if token_id < 0 else each for token_id, each in both]
         told = self._told
         if told is not None:
             values = zip(told.num_top, told.own[:, 0].tolist(), told.top_ids.tolist(), told.top.tolist(), strict=True)
