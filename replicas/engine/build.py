@@ -197,7 +197,7 @@ def build_engine(
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
-    matrices = described_bytes(weights.num_bytes)
+    matrices = described_bytes(weights)
     told = "loaded %s in %s; dtype %s, matrices: %s, KV in %s, kernels: %s; documents: %s"
     logger.info(told, model_dir, start, runner.dtype, matrices, runner.kv_dtype, runner.kernels, gate.described())
     return engine
@@ -223,9 +223,11 @@ def expected_weights(model_dir: Path, config: DecoderConfig, device: str, form: 
     return count_bytes(model_dir, config, dtype, form if is_rounded else "dense")
 
 
-def described_bytes(num_bytes: Mapping[str, int]) -> str:
-    """Say what weights take by their format."""
-    return ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sorted(num_bytes.items()))
+def described_bytes(weights: DecoderWeights) -> str:
+    """Say what matrices take by their format, and how much of that is not as the checkpoint has it."""
+    by_format = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sorted(weights.num_bytes.items()))
+    rounded = weights.num_rounded_bytes
+    return f"{by_format}; {rounded / 2**20:.0f} MiB rounded at the start" if rounded else by_format
 
 
 def compiled_kernels() -> str | None:
