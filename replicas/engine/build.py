@@ -74,6 +74,7 @@ _GPU_DRIVER_BYTES = 3 << 29  # of an engine that has a part of a GPU, outside of
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
 # How long, when it ends; the others stand elsewhere.
+_ROUNDING = 2  # of weights; counts up when the numbers of a form change, so that KV of the former ones is not found
 _NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope", "local_rope")
 
 OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
@@ -560,7 +561,7 @@ def model_fingerprint(
     defaults = {field.name: field.default for field in fields(config)}
     given = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
     architecture = {name: value for name, value in given.items() if value != defaults[name]}
-    architecture |= {} if form == "dense" else {"weights": form}
+    architecture |= {} if form == "dense" else {"weights": form, "rounding": _ROUNDING}
     architecture |= {} if kv_dtype in (None, dtype) else {"computed_in": str(dtype).removeprefix("torch.")}
     ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
     return ModelFingerprint(

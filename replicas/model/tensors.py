@@ -81,11 +81,18 @@ class Files(Source, Protocol):
 class Linears:
     """Makes products with weights in the form that was asked for, and counts their bytes by format."""
 
-    def __init__(self, form: WeightsForm = "dense", torch_rows: int | None = None) -> None:
-        """`torch_rows`: from so many rows on torch multiplies dense ones, see `mneme.kernels.linear.PackedLinear`."""
+    def __init__(
+        self, form: WeightsForm = "dense", torch_rows: int | None = None, squares: Sequence[Tensor | None] = ()
+    ) -> None:
+        """Make products in a form.
+
+        torch_rows  from so many rows on torch multiplies dense ones, see `mneme.kernels.linear.PackedLinear`
+        squares     of inputs of each product, see `mneme.kernels.native.quantized.quantize`
+        """
         self._form, self._torch_rows = form, torch_rows
+        self._squares = iter(squares)
         self.num_bytes: Counter[str] = Counter()
-        self.num_rounded_bytes = 0  # of those in 8 or 4 bits, what is not the file's own numbers
+        self.num_rounded_bytes: Counter[str] = Counter()  # of those in 8 or 4 bits, what is not the file's own numbers
 
     def bits(self, stored: Sequence[Quantized | None], least: int = 4) -> int | None:
         """Return in how many bits a weight of such parts is multiplied; None: dense.
@@ -101,7 +108,7 @@ class Linears:
         self, weight: Weight, bias: Tensor | None = None, *, stored: Sequence[Quantized | None], least: int = 4
     ) -> Linear:
         """stored: what the file has its parts as; least: bits that it needs"""
-        bits = self.bits(stored, least)
+        bits, squares = self.bits(stored, least), next(self._squares, None)
         if bits is None:
             assert isinstance(weight, Tensor)
             linear: Linear = make_linear(weight, bias, self._torch_rows)
@@ -113,11 +120,12 @@ class Linears:
             linear, num_bytes = make_linear(weight, bias), packed_bytes(len(weight), weight.shape[1], bits)
         else:
             if isinstance(weight, Tensor):
-                weight = quantize(weight, 8 if self._form == "auto" else bits)  # auto never rounds to 4
+                weight = quantize(weight, 8 if self._form == "auto" else bits, squares)  # auto never rounds to 4
             linear = QuantizedLinear(weight, bias)
             bits, num_bytes = linear.bits, linear.num_bytes
         self.num_bytes[f"int{bits}"] += num_bytes
-        self.num_rounded_bytes += 0 if is_own else num_bytes
+        if not is_own:
+            self.num_rounded_bytes[f"int{bits}"] += num_bytes
         return linear
 
 

@@ -7,7 +7,7 @@ neither a large allocation nor a wrong model.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +29,7 @@ from mneme.replicas.model.directory import Progress, silent
 from mneme.replicas.model.families.family import Family
 from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.formats.gguf_file import ROTATIONS, GgufFile
+from mneme.replicas.model.formats.observed import Observed, observe
 from mneme.replicas.model.formats.quantized import QuantizedTensors
 from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.tensors import Files, Linears, Quantized, Source, Tensors
@@ -57,11 +58,16 @@ def load_weights(
     family = FAMILIES[config.family]
     with ExitStack() as stack:
         files = open_files(model_dir, device, dtype, stack)
-        checked = Checked(files, dtype)
-        build(family, checked, config)
+        form = form if can_pack(torch.empty(0, dtype=dtype, device=device)) else "dense"
+        checked, trial = Checked(files, dtype), Linears(form)
+        build(family, checked, config, linears=trial)
         checked.refuse_unread(family)
-        is_packed = can_pack(torch.empty(0, dtype=dtype, device=device))
-        return build(family, files, config, on_progress, Linears(form if is_packed else "dense", torch_rows))
+        squares: Sequence[torch.Tensor | None] = ()
+        if trial.num_rounded_bytes["int4"]:
+            observed = Observed()
+            observe(config, build(family, files, config, linears=observed))
+            squares = observed.squares()
+        return build(family, files, config, on_progress, Linears(form, torch_rows, squares))
 
 
 def count_bytes(model_dir: Path, config: DecoderConfig, dtype: torch.dtype, form: WeightsForm) -> DecoderWeights:
@@ -108,7 +114,7 @@ def build(
         device=head.device,
         positions=None if positions is None else positions[_NUM_SPARE_POSITIONS:],
         num_bytes=dict(linears.num_bytes),
-        num_rounded_bytes=linears.num_rounded_bytes,
+        num_rounded_bytes=linears.num_rounded_bytes.total(),
     )
 
 

@@ -193,6 +193,20 @@ def test_no_group_loses_more_than_between_its_ends() -> None:
     assert lost[18:].sum() < 0.88 * of_plain[18:].sum()
 
 
+def test_errors_count_by_their_inputs() -> None:
+    """Summed over all weights, times the mean square of each input, float64; what is not known counts alike."""
+    weight = draw(200, 130, dtype=torch.float32)
+    squares = draw(130, dtype=torch.float32, seed=1).mul(2).exp()
+    squares[7] = 0
+    blind, found = (
+        ((stood_for(quantize(weight, 4, each)) - weight.double()).square() * squares.double()).sum()
+        for each in (None, squares)
+    )
+    assert found < 0.6 * blind
+    for same in (torch.full((130,), 4.0), squares * torch.inf):
+        assert torch.equal(stood_for(quantize(weight, 4, same)), stood_for(quantize(weight, 4)))
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_what_was_rounded_so_before_is_found_again(bits: int) -> None:
     """As files of GGUF have it: codes that use all of their range, scales of 11 bits."""

@@ -124,9 +124,9 @@ def test_experts_have_the_bits_of_the_widest_of_their_parts() -> None:
     four, eight = Quantized(4, has_codes=True), Quantized(8, has_codes=False)
     assert [linears.bits(stored) for stored in ((four, four), (four, eight), (four, None))] == [4, 8, None]
     assert linears.make(quantize(weight, 4), stored=(four, four)).format == "int4"
-    assert linears.num_rounded_bytes == 0
+    assert not linears.num_rounded_bytes
     assert linears.make(weight, stored=(four, four)).format == "int8", "its codes could not be had: never 4 bits then"
-    assert linears.num_rounded_bytes == linears.num_bytes["int8"] > 0
+    assert linears.num_rounded_bytes["int8"] == linears.num_bytes["int8"] > 0
     assert linears.make(weight, stored=(four, None)).format == "float32"
 
 
