@@ -113,7 +113,7 @@ CEILINGS = {
     "replicas/connector": 1400,
     "replicas/engine": 4450,
     "replicas/forest": 1950,
-    "replicas/model": 4800,
+    "replicas/model": 4900,
     "replicas/schedule": 1200,
     "replicas/sessions": 1250,
     "replicas/text": 3750,
