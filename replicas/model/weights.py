@@ -62,12 +62,15 @@ def load_weights(
         checked, trial = Checked(files, dtype), Linears(form)
         build(family, checked, config, linears=trial)
         checked.refuse_unread(family)
-        squares: Sequence[torch.Tensor | None] = ()
-        if trial.num_rounded_bytes["int4"]:
-            observed = Observed()
-            observe(config, build(family, files, config, linears=observed))
-            squares = observed.squares()
+        squares = _squares(family, files, config) if trial.num_rounded_bytes["int4"] else ()
         return build(family, files, config, on_progress, Linears(form, torch_rows, squares))
+
+
+def _squares(family: Family, files: Files, config: DecoderConfig) -> Sequence[torch.Tensor | None]:
+    """Return the mean squares of the inputs of each product; the dense weights are gone then."""
+    observed = Observed()
+    observe(config, build(family, files, config, linears=observed))
+    return observed.squares()
 
 
 def count_bytes(model_dir: Path, config: DecoderConfig, dtype: torch.dtype, form: WeightsForm) -> DecoderWeights:

@@ -48,7 +48,7 @@ class _Stored(NamedTuple):
 
 
 class QuantizedTensors:
-    """Reads matrices of other files, dequantized. What is not a matrix, or not quantized, is as it is."""
+    """Reads matrices of other files, dequantized or as their numbers. What is not quantized is as it is."""
 
     def __init__(
         self, files: RawFiles, quantization: Mapping[str, Any], device: torch.device, dtype: torch.dtype
