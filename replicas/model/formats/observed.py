@@ -2,8 +2,8 @@
 
 An error of a weight counts by the mean square of its input (the diagonal of GPTQ's Hessian, Frantar et al. 2022, and
 what AWQ's scales follow, Lin et al. 2023). The tokens are drawn from the vocabulary, always the same ones: they need no
-text of any language, and two replicas round alike. On SmolLM2 they leave 8% of perplexity lost of 17; Python's standard
-library, 2,000 tokens: 6.5 (benchmarks/results/2026-11-28-weights.md).
+text of any language, and two replicas round alike. On SmolLM2 they leave 9% of perplexity lost of 18; 2,000 tokens of
+Python's standard library: 6.5 (benchmarks/results/2026-11-28-weights.md).
 """
 
 from __future__ import annotations
