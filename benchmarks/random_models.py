@@ -57,7 +57,10 @@ class RandomSource:
         empty = torch.empty(shape, dtype=self._dtype, device=self._device)
         return empty.normal_(std=_STD, generator=self._generator)
 
-    def bits(self, _name: str) -> None:
+    def quantized(self, _name: str) -> None:
+        """Nothing is quantized."""
+
+    def codes(self, _name: str, _bits: int, *_shape: int) -> None:
         """Nothing is quantized."""
 
     def stored(self, name: str, *_shape: int) -> torch.Tensor:

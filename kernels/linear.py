@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, can_pack, native_function, num_threads
-from mneme.kernels.native.quantized import QuantizedLinear
 
 _PANEL = 32  # output features that are kept side by side
 _HALF_PART = 1 / 64  # exact but for what rounding to float16 loses beside 1e-5
@@ -65,18 +64,13 @@ class PlainLinear:
         return F.embedding(index, self._weight)
 
 
-def make_linear(
-    weight: Tensor, bias: Tensor | None = None, torch_rows: int | None = None, bits: int | None = None
-) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None = None, torch_rows: int | None = None) -> Linear:
     """weight [N, K], bias [N]: packed for the compiled kernel where there is one, else as torch has it.
 
-    bits        8 or 4: rounded to so many, where the compiled kernel multiplies those
     torch_rows  see `PackedLinear`
 
     A packed weight is a copy; the caller should drop its own.
     """
-    if bits is not None and can_pack(weight):
-        return QuantizedLinear(weight, bias, bits)
     return PackedLinear(weight, bias, torch_rows) if can_pack(weight) else PlainLinear(weight, bias)
 
 

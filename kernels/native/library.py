@@ -58,6 +58,7 @@ class LinearWeight(ctypes.Structure):
         *((name, POINTER) for name in ("packed", "bias")),
         *((name, COUNT) for name in ("num_features", "num_steps")),
         *((name, NUMBER) for name in ("dtype", "bits")),
+        ("order", POINTER),
     )
 
 

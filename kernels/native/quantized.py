@@ -1,14 +1,16 @@
 """`y = x W^T + bias` with weights of 8 or 4 bits, in groups of 32 inputs that have a scale and, in 4 bits, a minimum.
 
-8 bits: round(w / scale), scale = the largest of the group / 127. 4 bits: round((w - minimum) / scale), in as many steps
-as the group was rounded to before, else in 15, with the scale and the minimum of least squared error that a search
-finds. Scales and minima are float16, so what a GGUF file keeps as Q8_0, Q4_0 or Q4_1 is found again as it is there.
-Inputs are rounded to 8 bits, too, by row and group, when they are multiplied.
+8 bits: round(w / scale), scale = the largest of the group / 127. 4 bits: round((w - minimum) / scale), with the scale
+and the minimum of least squared error that a search finds, each error times the mean square of its input where that is
+known: the error of a product is a sum over them. Scales and minima are float16. `Codes` of a file that has such groups
+are multiplied as they are. Inputs are rounded to 8 bits, too, by row and group, when they are multiplied.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,51 @@ from mneme.kernels.native.library import DTYPE_NUMBERS, LinearWeight, can_pack, 
 GROUP = 32  # inputs that share a scale
 _PANEL = 32  # output features that are kept side by side
 _STEP = 4  # inputs of a feature that are kept side by side
-_MOST_STEPS, _FEWEST_STEPS = 15, 7  # between a group's smallest and largest number in 4 bits
-_OFF_GRID = 0.1  # of a step, of numbers that were rounded to bfloat16 behind their grid
-_NUM_SAMPLED = 256
+_MOST_STEPS = 15  # between the smallest and the largest number of a group in 4 bits
 _SHRINKS = (1.0, 0.92, 0.84)  # of a group's range, from which its grid is refined: large numbers may be cut
 _NUM_REFINED = 2  # times each: on SmolLM2, 32% of perplexity lost became 18; one range refined 3 times: 22
+_LEAST_SQUARE = 1e-4  # of the mean: an input that was never seen may be one all the same
+_LEAST_SPREAD = 1e-6  # of codes around their mean, below which it is rounding
 _NUM_AT_ONCE = 8192  # groups that are refined together, near the caches: 70 ns a weight, on a core that others use too
+
+
+class Codes(NamedTuple):
+    """A weight [N, K] in whole numbers: scale * value + minimum, the minimum in 8 bits being -128 * scale.
+
+    Inputs beyond K have weight 0 in 8 bits, and in 4 whatever their inputs, which are 0, make of it.
+    """
+
+    values: Tensor  # uint8 [N, G, 32]; G = ceil(K / 32)
+    scales: Tensor  # float16 [N, G]
+    minima: Tensor | None  # float16 [N, G]; None: 8 bits
+    num_inputs: int  # K
+    dtype: torch.dtype  # of inputs
+    order: Tensor | None = None  # int32 [K], the input that each value is for; None: they follow each other
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.minima is None else 4
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> Codes:
+        """Return the weight whose rows `change` chooses or moves: [N, ...] -> [M, ...]."""
+        minima = None if self.minima is None else change(self.minima)
+        return self._replace(values=change(self.values), scales=change(self.scales), minima=minima)
+
+
+def joined(parts: Sequence[Codes]) -> Codes | None:
+    """Join the rows of weights of the same bits; None where the inputs of their values follow in different orders."""
+    first, orders = parts[0], [each.order for each in parts]
+    if any((each is None) != (first.order is None) for each in orders):
+        return None
+    if first.order is not None and not all(torch.equal(first.order, each) for each in orders if each is not None):
+        return None
+    minima = None if first.minima is None else torch.cat([each.minima for each in parts if each.minima is not None])
+    values, scales = torch.cat([each.values for each in parts]), torch.cat([each.scales for each in parts])
+    return first._replace(values=values, scales=scales, minima=minima)
 
 
 class QuantizedLinear:
@@ -34,25 +75,29 @@ class QuantizedLinear:
     result is the same bits in every batch. An infinite or undefined input makes its row's results NaN.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int) -> None:
-        """weight [N, K], float32 or bfloat16; bias [N]; bits: 8 or 4. Raises ValueError for others."""
-        if weight.ndim != 2 or not can_pack(weight) or bits not in (4, 8):
-            raise ValueError(f"weight: no kernel for {bits} bits of {weight.dtype} {tuple(weight.shape)}")
-        self._num_features, self._num_inputs = weight.shape
-        if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
+    def __init__(self, codes: Codes, bias: Tensor | None = None) -> None:
+        """bias [N]. Raises ValueError for what no kernel multiplies."""
+        self._num_features, self._num_inputs, self._dtype = len(codes.values), codes.num_inputs, codes.dtype
+        if not can_pack(codes.values.new_empty(0, dtype=codes.dtype)):
+            raise ValueError(f"codes: no kernel for inputs of {codes.dtype} on {codes.values.device}")
+        if bias is not None and (bias.shape != (self._num_features,) or not bias.is_cpu):
             raise ValueError(f"bias: must have shape ({self._num_features},) on the CPU")
-        self._dtype, self.bits, self.format = weight.dtype, bits, f"int{bits}"
-        self._packed = _pack(*quantize(weight, bits))
+        self.bits, self.format = codes.bits, f"int{codes.bits}"
+        self._packed = _pack(codes.values, codes.scales, codes.minima)
         self.num_bytes = self._packed.nbytes
         self._bias = None if bias is None else bias.float().contiguous()
+        self._order = None if codes.order is None else codes.order.int().contiguous()
+        if self._order is not None and not torch.equal(self._order.sort().values, torch.arange(codes.num_inputs)):
+            raise ValueError("codes: order must have each input once")
         self._call = native_function("mneme_linear")
         self._struct = LinearWeight(
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self._num_features,
             self._num_inputs,
-            DTYPE_NUMBERS[weight.dtype],
-            bits,
+            DTYPE_NUMBERS[codes.dtype],
+            codes.bits,
+            None if self._order is None else self._order.data_ptr(),
         )
         self.address = ctypes.addressof(self._struct)
 
@@ -82,7 +127,12 @@ class QuantizedLinear:
             codes = torch.stack((codes & 15, codes >> 4), 3).flatten(2, 3)
         scales = halves[..., :1]
         values = codes.flatten(2) * scales + (-128 * scales if self.bits == 8 else halves[..., 1:])
-        return values.flatten(1)[:, : self._num_inputs].to(self._dtype).contiguous()
+        rows = values.flatten(1)[:, : self._num_inputs].to(self._dtype)
+        return (
+            rows.contiguous()
+            if self._order is None
+            else torch.empty_like(rows).index_copy_(1, self._order.long(), rows)
+        )
 
 
 def packed_bytes(num_features: int, num_inputs: int, bits: int) -> int:
@@ -92,82 +142,68 @@ def packed_bytes(num_features: int, num_inputs: int, bits: int) -> int:
     return num_groups * _PANEL * (GROUP * bits // 8 + 2 * num_halves)
 
 
-def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """weight [N, K] -> codes uint8 [N, G, 32], scales and, in 4 bits, minima float16 [N, G]; G = ceil(K / 32).
+def quantize(weight: Tensor, bits: int, squares: Tensor | None = None) -> Codes:
+    """weight [N, K], rounded to 8 or 4 bits; raises ValueError for others.
 
-    A weight is scale * code + minimum, the minimum in 8 bits being -128 * scale. Inputs beyond K have weight 0 in 8
-    bits, and in 4 whatever their inputs, which are 0, make of it.
+    squares  float32 [K], the mean square of each input, for 4 bits; None: not known, all count alike
     """
-    padded = F.pad(weight, (0, -weight.shape[1] % GROUP))
-    groups = padded.view(len(weight), -1, GROUP)
+    if weight.ndim != 2 or bits not in (4, 8):
+        raise ValueError(f"weight: no kernel for {bits} bits of {weight.dtype} {tuple(weight.shape)}")
+    num_inputs = weight.shape[1]
+    groups = F.pad(weight, (0, -num_inputs % GROUP)).view(len(weight), -1, GROUP)
     if bits == 8:
-        scales, minima = (groups.abs().amax(2).float() / 127).half(), None
-        codes = _rounded(groups.float(), scales).clamp_(-127, 127) + 128
-    else:
-        least, most = groups.amin(2), groups.amax(2)
-        minima = least.half()
-        num_steps, is_off_grid = _grids(groups, least, most)
-        scales = ((most.float() - minima.float()) / num_steps).half()
-        codes = _rounded(groups.float() - minima.float()[..., None], scales).clamp_(0, 15)
-        for some in torch.split(is_off_grid.nonzero(), _NUM_AT_ONCE):
-            at = tuple(some.unbind(1))
-            codes[at], scales[at], minima[at] = _refined(groups[at].float(), (codes[at], scales[at], minima[at]))
-    return codes.to(torch.uint8), scales, minima
+        scales = (groups.abs().amax(2).float() / 127).half()
+        values = _rounded(groups.float(), scales).clamp_(-127, 127) + 128
+        return Codes(values.to(torch.uint8), scales, None, num_inputs, weight.dtype)
+    if squares is None or not squares.isfinite().all():
+        squares = torch.ones(num_inputs)
+    counts = F.pad(squares.clamp_min(squares.mean() * _LEAST_SQUARE + 1e-30), (0, -num_inputs % GROUP), value=1e-30)
+    counts, flat = counts.view(-1, GROUP), groups.flatten(0, 1)
+    at_once = torch.split(torch.arange(len(flat)), _NUM_AT_ONCE)
+    parts = [_refined(flat[some].float(), counts[some % len(counts)]) for some in at_once]
+    values, scales, minima = (torch.cat(each) for each in zip(*parts, strict=True))
+    shape = groups.shape[:2]
+    return Codes(values.view(groups.shape), scales.view(shape), minima.view(shape), num_inputs, weight.dtype)
 
 
-def _grids(groups: Tensor, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [N, G] in how many steps the smallest and the largest of each group lie apart, and whether its numbers lie
-    elsewhere: 15, or fewer if they were rounded to 4 bits before and did not use all of them."""
-    found = torch.full(least.shape, float(_MOST_STEPS))
-    span = (most.float() - least.float())[..., None]
-    is_open = span[..., 0] > 0
-    for sample in (is_open.nonzero()[:: max(1, is_open.numel() // _NUM_SAMPLED)], None):
-        for steps in range(_MOST_STEPS, _FEWEST_STEPS - 1, -1):
-            where = is_open.nonzero() if sample is None else sample
-            rows, columns = where.unbind(1)
-            units = (
-                (groups[rows, columns].float() - least[rows, columns].float()[:, None]) * steps / span[rows, columns]
-            )
-            fits = (units - units.round()).abs().amax(1) < _OFF_GRID
-            found[rows[fits], columns[fits]] = steps
-            is_open[rows[fits], columns[fits]] = False
-        if (found == _MOST_STEPS).all():  # of those sampled none was rounded before
-            break
-    return found, is_open
-
-
-def _refined(groups: Tensor, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and minima of least squared error, of those given and of some that are refined.
+def _refined(groups: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 4 bits uint8 [G, 32], scales and minima float16 [G] of least squared error, of some that are refined.
 
     Refining is rounding to a grid, and then moving the grid to where it is nearest to the numbers of its codes.
 
     groups  float32 [G, 32]
-    given   codes float32 [G, 32], scales and minima float16 [G]
+    counts  float32 [G, 32], how much the squared error of each number counts
     """
-    least, most, total = groups.amin(1), groups.amax(1), groups.sum(1)
-    best, best_error = given, _squared_error(groups, given)
+    least, most, counts = groups.amin(1), groups.amax(1), counts / counts.sum(1, keepdim=True)
+    center = (counts * groups).sum(1)
+    minima = least.half()
+    scales = ((most - minima.float()) / _MOST_STEPS).half()
+    codes = _rounded(groups - minima.float()[:, None], scales).clamp_(0, _MOST_STEPS)
+    best = codes, scales, minima
+    best_error = _squared_error(groups, best, counts)
     for shrink in _SHRINKS:
         scales = (most - least) * (shrink / _MOST_STEPS)
         minima = (least + most - _MOST_STEPS * scales) / 2
         for _ in range(_NUM_REFINED):
             codes = _rounded(groups - minima[:, None], scales).clamp_(0, _MOST_STEPS)
-            sums, squares = codes.sum(1), (codes * codes).sum(1)
-            spread = GROUP * squares - sums * sums  # 0: one code alone
-            slopes = (GROUP * (codes * groups).sum(1) - total * sums) / spread
-            scales = torch.where(spread > 0, slopes, scales).half().float()
-            minima = ((total - scales * sums) / GROUP).half().float()
+            mean = (counts * codes).sum(1)
+            apart = (codes - mean[:, None]) * counts
+            spread = (apart * codes).sum(1)  # 0: one code alone
+            scales = torch.where(spread > _LEAST_SPREAD, (apart * groups).sum(1) / spread, scales).half().float()
+            minima = (center - scales * mean).half().float()
         found = (codes, scales.half(), minima.half())
-        error = _squared_error(groups, found)
+        error = _squared_error(groups, found, counts)
         is_better = error < best_error  # not if it is undefined
         masks = (is_better[:, None], is_better, is_better)
         codes, scales, minima = (torch.where(*each) for each in zip(masks, found, best, strict=True))
         best, best_error = (codes, scales, minima), torch.where(is_better, error, best_error)
-    return best
+    codes, scales, minima = best
+    return codes.to(torch.uint8), scales, minima
 
 
-def _squared_error(groups: Tensor, coded: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _squared_error(groups: Tensor, coded: tuple[Tensor, Tensor, Tensor], counts: Tensor) -> Tensor:
     codes, scales, minima = coded
-    return (codes * scales.float()[:, None] + minima.float()[:, None] - groups).square_().sum(1)
+    return (codes * scales.float()[:, None] + minima.float()[:, None] - groups).square_().mul_(counts).sum(1)
 
 
 def _rounded(values: Tensor, scales: Tensor) -> Tensor:

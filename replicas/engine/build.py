@@ -75,6 +75,7 @@ _GPU_DRIVER_BYTES = 3 << 29  # of an engine that has a part of a GPU, outside of
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
 # How long, when it ends; the others stand elsewhere.
+_ROUNDING = 2  # of weights; counts up when the numbers of a form change, so that KV of the former ones is not found
 _NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope", "local_rope")
 
 OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
@@ -198,7 +199,7 @@ def build_engine(
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
-    matrices = described_bytes(weights.num_bytes)
+    matrices = described_bytes(weights)
     told = "loaded %s in %s; dtype %s, matrices: %s, KV in %s, kernels: %s; documents: %s"
     logger.info(told, model_dir, start, runner.dtype, matrices, runner.kv_dtype, runner.kernels, gate.described())
     return engine
@@ -224,9 +225,11 @@ def expected_weights(model_dir: Path, config: DecoderConfig, device: str, form: 
     return count_bytes(model_dir, config, dtype, form if is_rounded else "dense")
 
 
-def described_bytes(num_bytes: Mapping[str, int]) -> str:
-    """Say what weights take by their format."""
-    return ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sorted(num_bytes.items()))
+def described_bytes(weights: DecoderWeights) -> str:
+    """Say what matrices take by their format, and how much of that is not as the checkpoint has it."""
+    by_format = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sorted(weights.num_bytes.items()))
+    rounded = weights.num_rounded_bytes
+    return f"{by_format}; {rounded / 2**20:.0f} MiB rounded at the start" if rounded else by_format
 
 
 def compiled_kernels() -> str | None:
@@ -563,7 +566,7 @@ def model_fingerprint(
     defaults = {field.name: field.default for field in fields(config)}
     given = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
     architecture = {name: value for name, value in given.items() if value != defaults[name]}
-    architecture |= {} if form == "dense" else {"weights": form}
+    architecture |= {} if form == "dense" else {"weights": form, "rounding": _ROUNDING}
     architecture |= {} if kv_dtype in (None, dtype) else {"computed_in": str(dtype).removeprefix("torch.")}
     ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
     return ModelFingerprint(

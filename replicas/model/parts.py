@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mneme.kernels.linear import Linear, PackedLinear
 from mneme.kernels.native.layers import DenseLayer, RmsWeights, can_run
-from mneme.kernels.native.quantized import QuantizedLinear
+from mneme.kernels.native.quantized import Codes, QuantizedLinear
 from mneme.kernels.ops import Activation, add_rms_norm, gated, rms_norm
 
 CLAMPED = "swiglu_clamped"
@@ -201,8 +201,8 @@ def activated(gate_up: Tensor, activation: str) -> Tensor:
 class ExpertTensors(NamedTuple):
     """The weights of one expert, as they are multiplied from the right."""
 
-    gate_up: Tensor  # [2 I, H], gates first
-    down: Tensor  # [H, I]
+    gate_up: Tensor | Codes  # [2 I, H], gates first
+    down: Tensor | Codes  # [H, I]
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -290,6 +290,7 @@ class DecoderWeights:
     device: torch.device
     positions: Tensor | None = None  # [max_context, H], added to embeddings
     num_bytes: Mapping[str, int] = field(default_factory=dict)  # of matrices, by format: float32, bfloat16, int8, int4
+    num_rounded_bytes: int = 0  # of those in int8 and int4, what is not the file's own numbers
 
     @property
     def num_all_bytes(self) -> int:

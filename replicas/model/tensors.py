@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mneme.kernels.linear import Linear, make_linear
-from mneme.kernels.native.quantized import packed_bytes
+from mneme.kernels.native.quantized import Codes, QuantizedLinear, joined, packed_bytes, quantize
 from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder_config import DecoderConfig, ExpertsConfig
 from mneme.replicas.model.parts import (
@@ -37,6 +37,14 @@ from mneme.replicas.model.parts import (
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's numbers, the sign apart
 _FP4_BLOCK = 32
+Weight = Tensor | Codes
+
+
+class Quantized(NamedTuple):
+    """What a file has a matrix as, if its numbers are in steps."""
+
+    bits: int  # 4 or 8, that kernels multiply it in
+    has_codes: bool  # `Source.codes` gives them, as far as headers tell; else it is rounded once more
 
 
 class Source(Protocol):
@@ -50,8 +58,11 @@ class Source(Protocol):
     def stored(self, name: str, *shape: int) -> Tensor:
         """Return its bytes as they are in the file, uint8; raises `CheckpointError`."""
 
-    def bits(self, name: str) -> int | None:
-        """Return in how many bits its numbers are in the file, in equal steps: 4 or 8; None: not quantized."""
+    def quantized(self, name: str) -> Quantized | None:
+        """Say whether a matrix is quantized, by headers."""
+
+    def codes(self, name: str, bits: int, *shape: int) -> Codes | None:
+        """Return a matrix's own numbers as they are multiplied in so many bits; None where that would round them."""
 
 
 class Files(Source, Protocol):
@@ -70,24 +81,51 @@ class Files(Source, Protocol):
 class Linears:
     """Makes products with weights in the form that was asked for, and counts their bytes by format."""
 
-    def __init__(self, form: WeightsForm = "dense", torch_rows: int | None = None) -> None:
-        """`torch_rows`: from so many rows on torch multiplies dense ones, see `mneme.kernels.linear.PackedLinear`."""
-        self._form, self._torch_rows = form, torch_rows
-        self.num_bytes: Counter[str] = Counter()
+    def __init__(
+        self, form: WeightsForm = "dense", torch_rows: int | None = None, squares: Sequence[Tensor | None] = ()
+    ) -> None:
+        """Make products in a form.
 
-    def make(
-        self, weight: Tensor, bias: Tensor | None = None, *, stored: Sequence[int | None], least: int = 4
-    ) -> Linear:
-        """stored: bits of its parts in the file; least: bits that it needs"""
+        torch_rows  from so many rows on torch multiplies dense ones, see `mneme.kernels.linear.PackedLinear`
+        squares     of inputs of each product, see `mneme.kernels.native.quantized.quantize`
+        """
+        self._form, self._torch_rows = form, torch_rows
+        self._squares = iter(squares)
+        self.num_bytes: Counter[str] = Counter()
+        self.num_rounded_bytes: Counter[str] = Counter()  # of those in 8 or 4 bits, what is not the file's own numbers
+
+    def bits(self, stored: Sequence[Quantized | None], least: int = 4) -> int | None:
+        """Return in how many bits a weight of such parts is multiplied; None: dense.
+
+        least  bits that it needs
+        """
         bits = {"dense": None, "int8": 8, "int4": 4}.get(self._form)
         if self._form == "auto" and None not in stored:
-            bits = max(each for each in stored if each is not None)
-        bits = None if bits is None else max(bits, least)
-        linear = make_linear(weight, bias, self._torch_rows, bits)
-        if weight.is_meta and bits is not None:  # on trial, see `weights.count_bytes`
-            self.num_bytes[f"int{bits}"] += packed_bytes(len(weight), weight.shape[1], bits)
-        else:
+            bits = max(each.bits for each in stored if each is not None)
+        return None if bits is None else max(bits, least)
+
+    def make(
+        self, weight: Weight, bias: Tensor | None = None, *, stored: Sequence[Quantized | None], least: int = 4
+    ) -> Linear:
+        """stored: what the file has its parts as; least: bits that it needs"""
+        bits, squares = self.bits(stored, least), next(self._squares, None)
+        if bits is None:
+            assert isinstance(weight, Tensor)
+            linear: Linear = make_linear(weight, bias, self._torch_rows)
             self.num_bytes[linear.format] += linear.num_bytes
+            return linear
+        is_own = isinstance(weight, Codes)
+        if isinstance(weight, Tensor) and weight.is_meta:  # on trial, see `weights.count_bytes`
+            is_own = all(each is not None and each == (bits, True) for each in stored)
+            linear, num_bytes = make_linear(weight, bias), packed_bytes(len(weight), weight.shape[1], bits)
+        else:
+            if isinstance(weight, Tensor):
+                weight = quantize(weight, 8 if self._form == "auto" else bits, squares)  # auto never rounds to 4
+            linear = QuantizedLinear(weight, bias)
+            bits, num_bytes = linear.bits, linear.num_bytes
+        self.num_bytes[f"int{bits}"] += num_bytes
+        if not is_own:
+            self.num_rounded_bytes[f"int{bits}"] += num_bytes
         return linear
 
 
@@ -101,9 +139,25 @@ class Tensors:
         """Return the tensors behind a further prefix."""
         return Tensors(self._source, self._config, self._linears, self._prefix + prefix)
 
-    def bits(self, *names: str) -> list[int | None]:
-        """Return in how many bits each of some matrices is in its file."""
-        return [self._source.bits(f"{self._prefix}{name}.weight") for name in names]
+    def quantized(self, *names: str) -> list[Quantized | None]:
+        """Return what the file has each of some matrices as."""
+        return [self._source.quantized(f"{self._prefix}{name}.weight") for name in names]
+
+    def matrix(
+        self, size_by_name: dict[str, int], num_inputs: int, *, stored: Sequence[Quantized | None] = (), least: int = 4
+    ) -> Weight:
+        """Join matrices of the same input, in order: the file's own numbers where those are what is multiplied.
+
+        stored, least  see `Linears.make`
+        """
+        named = [(f"{self._prefix}{name}.weight", size) for name, size in size_by_name.items()]
+        bits = self._linears.bits(stored, least) if stored else None
+        if bits is not None and all((each := self._source.quantized(name)) and each.has_codes for name, _ in named):
+            found = [codes for name, size in named if (codes := self._source.codes(name, bits, size, num_inputs))]
+            if len(found) == len(named) and (whole := joined(found)) is not None:
+                return whole
+        weights = [self._source.tensor(name, size, num_inputs) for name, size in named]
+        return weights[0] if len(weights) == 1 else _joined(weights)
 
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
@@ -127,12 +181,14 @@ class Tensors:
 
     def linear(self, size_by_name: dict[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
         """Join projections of the same input, in order, into one matrix."""
-        joined = self._joined(size_by_name, num_inputs, has_bias=has_bias)
-        return self._linears.make(*joined, stored=self.bits(*size_by_name))
+        stored = self.quantized(*size_by_name)
+        weight = self.matrix(size_by_name, num_inputs, stored=stored)
+        return self._linears.make(weight, self._bias(size_by_name) if has_bias else None, stored=stored)
 
     def gate(self, name: str, num_outputs: int, *, has_bias: bool = False) -> Linear:
         """Make what chooses or weighs experts, which is never rounded."""
-        return make_linear(*self._joined({name: num_outputs}, self._config.hidden_size, has_bias=has_bias))
+        weight = self.tensor(f"{name}.weight", num_outputs, self._config.hidden_size)
+        return make_linear(weight, self._bias({name: num_outputs}) if has_bias else None)
 
     def attention(
         self,
@@ -146,16 +202,18 @@ class Tensors:
         config = self._config
         sizes = (config.q_size, config.kv_size, config.kv_size)
         named = dict(zip(qkv, sizes if len(qkv) == len(sizes) else (sum(sizes),), strict=True))
-        weight, bias = self._joined(named, config.hidden_size, has_bias=config.qkv_bias)
+        stored, bias = self.quantized(*named), self._bias(named) if config.qkv_bias else None
+        weight = self.matrix(named, config.hidden_size, stored=stored)
         if by_group:
-            weight, bias = self._ungrouped(weight), None if bias is None else self._ungrouped(bias)
+            weight = weight.rows(self._ungrouped) if isinstance(weight, Codes) else self._ungrouped(weight)
+            bias = None if bias is None else self._ungrouped(bias)
         norms: dict[str, Any] = {}
         if config.qk_norm:
             norms = {n: self.rms_norm(n, size=config.head_dim, is_unit=has_unit_norms) for n in ("q_norm", "k_norm")}
         if config.has_sinks:
             norms["sinks"] = self.tensor("sinks", config.num_q_heads).float()
         out = self.linear({o: config.hidden_size}, config.q_size, has_bias=config.o_bias)
-        return Attention(qkv=self._linears.make(weight, bias, stored=self.bits(*named)), o=out, **norms)
+        return Attention(qkv=self._linears.make(weight, bias, stored=stored), o=out, **norms)
 
     def gated_mlp(
         self, *, gate_up: tuple[str, ...] = ("gate_proj", "up_proj"), down: str = "down_proj", size: int | None = None
@@ -180,15 +238,16 @@ class Tensors:
     def experts(self, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Experts:
         """Build experts whose tensors have a number each."""
         hidden, own, shared, found = self._config.hidden_size, self._own_experts, None, []
+        names = [f"experts.{index}.{name}" for index in range(own.num_experts) for name in (gate, up, down)]
+        stored, inner = self.quantized(*names), own.intermediate_size
         for index in range(own.num_experts):
             each = self.under(f"experts.{index}.")
-            gate_up, _ = each._joined(dict.fromkeys((gate, up), own.intermediate_size), hidden)
-            found.append(ExpertTensors(gate_up, each.tensor(f"{down}.weight", hidden, own.intermediate_size)))
+            gate_up = each.matrix(dict.fromkeys((gate, up), inner), hidden, stored=stored)
+            found.append(ExpertTensors(gate_up, each.matrix({down: hidden}, inner, stored=stored)))
         if own.shared_size is not None:
             mlp = self.under("shared_expert.").gated_mlp(size=own.shared_size)
             shared = SharedExpert(mlp, self.gate("shared_expert_gate", 1))
-        names = [f"experts.{index}.{name}" for index in range(own.num_experts) for name in (gate, up, down)]
-        return self._experts(self.gate("gate", own.num_experts), found, shared, self.bits(*names))
+        return self._experts(self.gate("gate", own.num_experts), found, shared, stored)
 
     def fused_experts(self) -> Experts:
         """Build gpt-oss's experts: one tensor of all, in MXFP4 or not, with gates and ups in turns."""
@@ -209,12 +268,12 @@ class Tensors:
         router: Linear,
         found: list[ExpertTensors],
         shared: SharedExpert | None = None,
-        stored: Sequence[int | None] = (None,),
+        stored: Sequence[Quantized | None] = (None,),
     ) -> Experts:
         own, activation, first = self._own_experts, self._config.activation, found[0].down
         experts: GroupedExperts | SeparateExperts
         if can_group(first.device, first.dtype):
-            experts = GroupedExperts(found, activation)
+            experts = GroupedExperts(found, activation)  # no kernel has codes there
             self._linears.num_bytes[str(first.dtype).removeprefix("torch.")] += experts.num_bytes
         else:
             make = partial(self._linears.make, stored=stored)
@@ -225,13 +284,9 @@ class Tensors:
             router=router, experts=experts, num_chosen=num_chosen, is_normalized=is_normalized, shared=shared
         )
 
-    def _joined(
-        self, size_by_name: dict[str, int], num_inputs: int, *, has_bias: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        weights = [self.tensor(f"{name}.weight", size, num_inputs) for name, size in size_by_name.items()]
-        biases = [self.tensor(f"{name}.bias", size) for name, size in size_by_name.items()] if has_bias else None
-        weight = weights[0] if len(weights) == 1 else _joined(weights)
-        return weight, None if biases is None else biases[0] if len(biases) == 1 else _joined(biases)
+    def _bias(self, size_by_name: dict[str, int]) -> Tensor:
+        biases = [self.tensor(f"{name}.bias", size) for name, size in size_by_name.items()]
+        return biases[0] if len(biases) == 1 else _joined(biases)
 
     def _ungrouped(self, rows: Tensor) -> Tensor:
         """Put the queries of all groups first, then the keys, then the values."""

@@ -7,7 +7,7 @@ neither a large allocation nor a wrong model.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, shown
+from mneme.kernels.native.library import can_pack
+from mneme.kernels.native.quantized import Codes
 from mneme.replicas.card import GGUF, read_json, shard_paths
 from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder_config import DecoderConfig
@@ -27,9 +29,10 @@ from mneme.replicas.model.directory import Progress, silent
 from mneme.replicas.model.families.family import Family
 from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.formats.gguf_file import ROTATIONS, GgufFile
+from mneme.replicas.model.formats.observed import Observed, observe
 from mneme.replicas.model.formats.quantized import QuantizedTensors
 from mneme.replicas.model.parts import DecoderWeights
-from mneme.replicas.model.tensors import Files, Linears, Source, Tensors
+from mneme.replicas.model.tensors import Files, Linears, Quantized, Source, Tensors
 
 _PIECE_BYTES = 8 << 20  # that is read and copied at once
 _SMALL_BYTES = 1 << 20  # a tensor that is not worth a piece
@@ -55,10 +58,19 @@ def load_weights(
     family = FAMILIES[config.family]
     with ExitStack() as stack:
         files = open_files(model_dir, device, dtype, stack)
-        checked = Checked(files, dtype)
-        build(family, checked, config)
+        form = form if can_pack(torch.empty(0, dtype=dtype, device=device)) else "dense"
+        checked, trial = Checked(files, dtype), Linears(form)
+        build(family, checked, config, linears=trial)
         checked.refuse_unread(family)
-        return build(family, files, config, on_progress, Linears(form, torch_rows))
+        squares = _squares(family, files, config) if trial.num_rounded_bytes["int4"] else ()
+        return build(family, files, config, on_progress, Linears(form, torch_rows, squares))
+
+
+def _squares(family: Family, files: Files, config: DecoderConfig) -> Sequence[torch.Tensor | None]:
+    """Return the mean squares of the inputs of each product; the dense weights are gone then."""
+    observed = Observed()
+    observe(config, build(family, files, config, linears=observed))
+    return observed.squares()
 
 
 def count_bytes(model_dir: Path, config: DecoderConfig, dtype: torch.dtype, form: WeightsForm) -> DecoderWeights:
@@ -86,24 +98,26 @@ def build(
     for index in range(config.num_layers):
         layers.append(family.layer(tensors.under(f"{family.layers}{index}."), config, index))
         on_progress("loading weights", (index + 1) / config.num_layers)
-    embedding, head = tensors.tensor(family.embedding, config.vocab_size, hidden), None
-    stored = tensors.bits(family.embedding.removesuffix(".weight"))
+    of_head, name, embedding = tensors, family.embedding.removesuffix(".weight"), None
     if not config.tied_embeddings:
+        embedding = tensors.tensor(family.embedding, config.vocab_size, hidden)
         of_head = tensors if tensors.has(family.head) else Tensors(source, config, linears)
-        head = of_head.tensor(family.head, config.vocab_size, hidden)
-        stored = of_head.bits(family.head.removesuffix(".weight"))
+        name = family.head.removesuffix(".weight")
+    stored = of_head.quantized(name)
+    head = of_head.matrix({name: config.vocab_size}, hidden, stored=stored, least=8)
     positions = None
     if family.positions is not None:
         positions = tensors.tensor(family.positions, config.max_context + _NUM_SPARE_POSITIONS, hidden)
     return DecoderWeights(
-        embedding=None if head is None else embedding,
+        embedding=embedding,
         layers=layers,
         norm=family.norm(tensors, config),
-        head=linears.make(embedding if head is None else head, stored=stored, least=8),
-        dtype=embedding.dtype,
-        device=embedding.device,
+        head=linears.make(head, stored=stored, least=8),
+        dtype=head.dtype,
+        device=head.device,
         positions=None if positions is None else positions[_NUM_SPARE_POSITIONS:],
         num_bytes=dict(linears.num_bytes),
+        num_rounded_bytes=linears.num_rounded_bytes.total(),
     )
 
 
@@ -212,7 +226,10 @@ class SafetensorsFiles:
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; must be uint8")
         return self._there(tensor)
 
-    def bits(self, _name: str) -> None:
+    def quantized(self, _name: str) -> None:
+        """See `Source`."""
+
+    def codes(self, _name: str, _bits: int, *_shape: int) -> None:
         """See `Source`."""
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -273,9 +290,21 @@ class GgufTensors:
         """See `Source`."""
         raise CheckpointError(f"{self._file.path}: {name} is not offered")
 
-    def bits(self, name: str) -> int | None:
+    def quantized(self, name: str) -> Quantized | None:
         """See `Source`."""
-        return self._file.bits(self._name_of(name)[0])
+        found = self._file.bits(self._name_of(name)[0])
+        return None if found is None else Quantized(*found)
+
+    def codes(self, name: str, bits: int, *shape: int) -> Codes | None:
+        """See `Source`."""
+        stored, expert = self._name_of(name)
+        found = self._file.codes(stored, bits, expert)
+        if found is None:
+            return None
+        values, scales, minima = (None if each is None else torch.from_numpy(each) for each in found)
+        assert values is not None
+        assert scales is not None
+        return Codes(values, scales, minima, shape[-1], self._dtype)
 
 
 class Checked:
@@ -295,8 +324,11 @@ class Checked:
     def stored(self, name: str, *shape: int) -> torch.Tensor:
         return self.tensor(name, *shape).to(torch.uint8)
 
-    def bits(self, name: str) -> int | None:
-        return self._files.bits(name)
+    def quantized(self, name: str) -> Quantized | None:
+        return self._files.quantized(name)
+
+    def codes(self, _name: str, _bits: int, *_shape: int) -> None:
+        """See `Source`: tensors are checked, and have no numbers."""
 
     def refuse_unread(self, family: Family) -> None:
         """Raise `CheckpointError` for tensors that have no place in the model."""

@@ -61,7 +61,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("Llama", {"rope_parameters": _LINEAR_ROPE}),
-    "llama-blocks": ("Llama", {"intermediate_size": 96}),  # rows that quantized files cut into blocks of 32
+    "llama-blocks": ("Llama", {"intermediate_size": 192}),  # rows that quantized files cut into blocks of 32 or 64
     "llama-yarn": ("Llama", {"rope_parameters": _YARN_ROPE}),
     "ministral": (
         "Ministral",

@@ -11,6 +11,7 @@ struct MnemeLinear {
   int64_t num_steps;  // of inputs: of two in bfloat16, else of one
   int32_t dtype;      // of x; y has it too, or float32 if `float_out`
   int32_t bits;       // of a weight's number, 8 or 4; 0: as many as `dtype` has
+  const int32_t* order;  // [num_steps] of which input each code is; null: they follow each other. With `bits` alone
 };
 
 namespace mneme::attention {

@@ -133,10 +133,13 @@ void round_group(const float* x, int8_t* rounded, float* scale, int32_t* sum) {
 }
 
 template <class T>
-void round_row(const T* x, int64_t num_inputs, int8_t* rounded, float* scales, int32_t* sums) {
+void round_row(const T* x, const int32_t* order, int64_t num_inputs, int8_t* rounded, float* scales, int32_t* sums) {
   for (int64_t first = 0; first < num_inputs; first += kGroup) {
-    alignas(64) float values[kGroup];
-    for (int i = 0; i < kGroup; i += kLanes)
+    alignas(64) float values[kGroup] = {};
+    if (order)
+      for (int64_t i = first; i < std::min(first + kGroup, num_inputs); ++i)
+        values[i - first] = to_float(x[order[i]]);
+    for (int i = 0; i < kGroup && !order; i += kLanes)
       store(values + i, load_float(x + first + i, std::max<int64_t>(0, num_inputs - first - i)));
     round_group(values, rounded + first, scales++, sums++);
   }
@@ -260,11 +263,11 @@ extern "C" void mneme_linear_quantized(const MnemeLinear* weight, const void* x,
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t at = row * num_groups;
     if (is_float)
-      round_row(static_cast<const float*>(x) + row * x_stride, weight->num_steps, rounded + at * kGroup, scales + at,
-                sums + at);
+      round_row(static_cast<const float*>(x) + row * x_stride, weight->order, weight->num_steps, rounded + at * kGroup,
+                scales + at, sums + at);
     else
-      round_row(static_cast<const bf16*>(x) + row * x_stride, weight->num_steps, rounded + at * kGroup, scales + at,
-                sums + at);
+      round_row(static_cast<const bf16*>(x) + row * x_stride, weight->order, weight->num_steps, rounded + at * kGroup,
+                scales + at, sums + at);
   }
   const Output output{weight->bias, y, weight->num_features, is_float || float_out};
   const Problem problem{static_cast<const uint8_t*>(weight->packed), output, rounded, scales, sums, num_rows, num_groups};

@@ -27,6 +27,7 @@ from mneme.errors import CheckpointError, shown
 from mneme.replicas.card import GGUF
 
 FloatArray = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 ROTATIONS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # no weights of layers
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -35,6 +36,8 @@ _KINDS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS"),
 )
+_CODED = ("Q4_0", "Q4_1", "Q4_K", "Q8_0")  # in groups of 32, each with a scale that kernels have, too
+_BLOCK = 32
 _MAX_DIMS = 4
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _HEADS_BY_PART = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
@@ -116,13 +119,49 @@ class GgufFile:
             raise CheckpointError(f"{path}: general.architecture must be one of {names} (got {shown(name)})")
         self.dialect = _DIALECTS[known]
 
-    def bits(self, name: str) -> int | None:
-        """Return how many bits a tensor's numbers have, if they are in equal steps: 4 or 8; None: any other."""
-        import gguf
+    def bits(self, name: str) -> tuple[int, bool] | None:
+        """Return in how many bits a tensor's numbers are multiplied, 4 or 8, and whether `codes` gives them.
 
-        kind = gguf.GGMLQuantizationType(self.tensors[name].kind).name
+        None: they are not in equal steps.
+        """
+        kind = self._kind(name)
         found = re.match(r"Q(\d)_", kind)  # the others are floats, or of a table's numbers
-        return None if found is None else 4 if found[1] == "4" else 8  # fewer bits have groups of 16
+        return None if found is None else (4 if found[1] == "4" else 8, kind in _CODED)
+
+    def codes(self, name: str, bits: int, expert: int | None = None) -> tuple[Array, Array, Array | None] | None:
+        """Return a matrix's numbers in groups of 32: uint8 [N, G, 32], scales and, in 4 bits, minima float16 [N, G].
+
+        See `mneme.kernels.native.quantized.Codes`. None: what the file has would have to be rounded to so many bits.
+        """
+        kind, (raw, shape) = self._kind(name), self._raw(name, expert)
+        if kind not in (_CODED if bits == 4 else ("Q4_0", "Q8_0")) or (bits == 4 and kind == "Q8_0"):
+            return None
+        rows, num_groups = shape[0], shape[1] // _BLOCK
+        if kind == "Q4_K":
+            import gguf
+
+            blocks = raw.reshape(rows, num_groups // 8, -1)  # of 8 groups: two factors, 6 bits of each group, numbers
+            factors = blocks[..., :4].copy().view(np.float16).astype(np.float32).reshape(-1, 2)
+            parts = gguf.quants.Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
+            scales, minima = (part.astype(np.float32) * factors[:, i : i + 1] for i, part in enumerate(parts))
+            pairs = blocks[..., 16:].reshape(rows, -1, 1, _BLOCK)  # of groups
+            found = np.concatenate((pairs & 15, pairs >> 4), 2), scales.astype(np.float16), -minima.astype(np.float16)
+        else:
+            blocks = raw.reshape(rows, num_groups, -1)
+            num_halves = 2 if kind == "Q4_1" else 1
+            halves = blocks[..., : 2 * num_halves].copy().view(np.float16)
+            values = blocks[..., 2 * num_halves :]
+            if kind != "Q8_0":  # the first 16 numbers, then the others
+                values = np.concatenate((values & 15, values >> 4), 2)
+            if bits == 8:
+                values = values + np.uint8(120 if kind == "Q4_0" else 128)
+            minima = halves[..., 1] if kind == "Q4_1" else -8 * halves[..., 0]
+            found = values, halves[..., 0], minima
+        values, scales, minima = (
+            self._in_order(name, each.reshape(rows, num_groups, *end))
+            for each, end in zip(found, ((_BLOCK,), (), ()), strict=True)
+        )
+        return values, scales, None if bits == 8 else minima
 
     def array(self, name: str, expert: int | None = None) -> FloatArray:
         """Return a tensor dequantized, as the family's own checkpoints have it: float32, rows first.
@@ -131,21 +170,33 @@ class GgufFile:
         """
         import gguf  # here: it brings all of its tables along
 
-        info = self.tensors[name]
-        raw = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.start)
-        shape = info.shape if expert is None else info.shape[1:]
-        raw = raw if expert is None else raw.reshape(info.shape[0], -1)[expert]
-        kind = gguf.GGMLQuantizationType(info.kind)
+        raw, shape = self._raw(name, expert)
+        kind = gguf.GGMLQuantizationType(self.tensors[name].kind)
         width = raw.size // prod(shape[:-1])
         found: FloatArray = gguf.dequantize(raw.reshape(-1, width), kind).reshape(shape).astype(np.float32, copy=False)
-        if self.dialect.has_whole_norms and "norm" in name:
-            return found - 1
+        return found - 1 if self.dialect.has_whole_norms and "norm" in name else self._in_order(name, found)
+
+    def _kind(self, name: str) -> str:
+        import gguf
+
+        return str(gguf.GGMLQuantizationType(self.tensors[name].kind).name)
+
+    def _raw(self, name: str, expert: int | None) -> tuple[Array, tuple[int, ...]]:
+        """Return the bytes of a tensor, or of an expert's part of it, and its shape."""
+        info = self.tensors[name]
+        raw = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.start)
+        if expert is None:
+            return raw, info.shape
+        return raw.reshape(info.shape[0], -1)[expert], info.shape[1:]
+
+    def _in_order(self, name: str, rows: Array) -> Array:
+        """Put rows of queries and keys as the family has them."""
         heads = _HEADS_BY_PART.get(name.split(".")[-2])
-        if self.dialect.turns_pairs and heads is not None:
-            num_heads = self.metadata[f"{self.architecture}.{heads}"]
-            pairs = found.reshape(num_heads, -1, 2, *found.shape[1:])
-            return pairs.swapaxes(1, 2).reshape(found.shape)
-        return found
+        if not self.dialect.turns_pairs or heads is None:
+            return rows
+        num_heads = self.metadata[f"{self.architecture}.{heads}"]
+        pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
 
     def names_of(self) -> Callable[[str], tuple[str, int | None]]:
         """Return what tells a tensor's name here by its name in the family, and of which expert it is a part."""

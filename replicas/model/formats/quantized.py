@@ -1,27 +1,30 @@
-"""Quantized checkpoints, read to the engine's dtype: FP8, compressed-tensors, AWQ and GPTQ.
+"""Quantized checkpoints: FP8, compressed-tensors, AWQ and GPTQ, read to the engine's dtype or as their own numbers.
 
 A matrix `x.weight` is found in the form that its file has: with scales beside it (FP8 of a tensor, a row or a block;
-integers), or packed into words of 32 bits with scales, and offsets, of groups of inputs.
+integers), or packed into words of 32 bits with scales, and zeros, of groups of inputs. Groups that are a multiple of
+the kernels' 32 are given as so many of 32; inputs whose groups are not neighbours (`desc_act`) are put in their order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mneme.errors import CheckpointError
+from mneme.kernels.native.quantized import GROUP, Codes
 from mneme.replicas.model.directory import weights_of_groups
-from mneme.replicas.model.tensors import Files
+from mneme.replicas.model.tensors import Files, Quantized
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight numbers of a word lie
 _SCALES = ("weight_scale", "weight_scale_inv", "scale")
 _OTHERS = ("input_scale", "k_scale", "v_scale", "bias_scale", "activation_scale", "input_zero_point")  # of products
 _WORD = 32
-_GROUP = 32  # inputs that have a scale where 4 bits are multiplied
+_HALF_ERROR = 2.0**-11  # of a number in float16
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _INTEGERS = ("I32", "I64")
@@ -35,8 +38,17 @@ class RawFiles(Files, Protocol):
     def header(self, name: str) -> tuple[tuple[int, ...], str]: ...
 
 
+class _Stored(NamedTuple):
+    """A matrix [N, K]: (number - zero) * scale, each input with the zeros and scales of its group."""
+
+    numbers: Tensor  # [N, K], whole or FP8
+    zeros: Tensor | None  # whole, as scales; None: 0
+    scales: Tensor  # floats [N, groups], or fewer rows, or one number
+    groups: Tensor | None = None  # int64 [K] of each input; None: neighbours, all groups of the same size
+
+
 class QuantizedTensors:
-    """Reads matrices of other files, dequantized. What is not a matrix, or not quantized, is as it is."""
+    """Reads matrices of other files, dequantized or as their numbers. What is not quantized is as it is."""
 
     def __init__(
         self, files: RawFiles, quantization: Mapping[str, Any], device: torch.device, dtype: torch.dtype
@@ -48,6 +60,7 @@ class QuantizedTensors:
         self._bits: int = weights["num_bits"] if weights else quantization.get("bits", 4)
         group = weights.get("group_size") if weights else quantization.get("group_size")
         self._group = group if group and group > 0 else None  # inputs; None: not said, or all of a row
+        self._is_reordered = bool(quantization.get("desc_act")) and self._group is not None
         self._zero = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1  # that GPTQ's offsets lack
         self._block: list[int] | None = quantization.get("weight_block_size")
         parts = ("qweight", "weight_packed", *_SCALES)
@@ -77,10 +90,15 @@ class QuantizedTensors:
             self._part(f"{stem}scales", _FLOATS, (num_groups, rows))
             if self._files.has(f"{stem}g_idx"):
                 self._part(f"{stem}g_idx", _INTEGERS, (columns,))
+            elif self._is_reordered:
+                said = "config.json says desc_act, so it has to name the group of each input"
+                raise CheckpointError(f"{self.model_dir}: {stem}g_idx is missing; {said}")
             return tuple(found)
         zeros = f"{stem}weight_zero_point"
         if form == "packed":
             self._part(f"{stem}weight_packed", _INTEGERS, (rows, -(-columns * self._bits // _WORD)))
+            if self._files.has(f"{stem}weight_g_idx"):
+                self._part(f"{stem}weight_g_idx", _INTEGERS, (columns,))
             if self._files.has(zeros):
                 num_groups = self._num_groups(self._scale_of(stem), columns, axis=1)
                 self._part(zeros, _INTEGERS, (-(-rows * self._bits // _WORD), num_groups))
@@ -108,7 +126,7 @@ class QuantizedTensors:
         shape = self._files.header(name)[0]
         found = shape[axis] if len(shape) == 2 else 0
         groups = -(-columns // self._group) if self._group else found
-        if not groups or columns % groups:
+        if not groups or (columns % groups and not self._group):
             raise CheckpointError(f"{self.model_dir}: {name} has shape {list(shape)}: no groups of {columns} inputs")
         return groups
 
@@ -127,29 +145,54 @@ class QuantizedTensors:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """See `Source`."""
-        form, stem = self._form(name), name.removesuffix("weight")
-        if form is None:
+        if self._form(name) is None:
             return self._files.tensor(name, *shape)
-        if form == "scaled":
-            found = self._scaled(self._integers(name, stem), stem)
-        elif form == "packed":
-            found = self._unpacked(stem, *shape)
-        else:
-            found = self._grouped(stem, *shape)
-        return found.to(self._device, self._dtype)
+        stored = self._stored(name, *shape)
+        found = stored.numbers.float()
+        if stored.zeros is not None:
+            found = found - self._spread(stored.zeros, stored)
+        return (found * self._spread(stored.scales, stored)).to(self._device, self._dtype)
 
     def stored(self, name: str, *shape: int) -> Tensor:
         """See `Source`."""
         return self._files.stored(name, *shape)
 
-    def bits(self, name: str) -> int | None:
-        """See `Source`. What is no 4 bits in groups of neighbours that 32 divides is rounded once more, to 8 bits."""
+    def quantized(self, name: str) -> Quantized | None:
+        """See `Source`. What is in no groups that 32 divides, in FP8 or in blocks is rounded once more, to 8 bits."""
         form = self._form(name)
         if form is None:
             return None
-        is_reordered = self._method != "awq" and self._files.has(name.removesuffix("weight") + "g_idx")
-        has_groups = self._group is None or self._group % _GROUP == 0
-        return 4 if form != "scaled" and self._bits <= 4 and has_groups and not is_reordered else 8
+        if form == "scaled":
+            return Quantized(8, has_codes=self._block is None and self._files.header(name)[1] == "I8")
+        has_codes = self._group is None or self._group % GROUP == 0
+        return Quantized(4 if self._bits == 4 and has_codes else 8, has_codes)
+
+    def codes(self, name: str, bits: int, *shape: int) -> Codes | None:
+        """See `Source`. 8 bits have no zeros of their own: numbers are taken less theirs, if they fit then."""
+        stored = self._stored(name, *shape)
+        rows, columns = shape
+        groups = self._groups_of(stored)
+        order = groups.argsort(stable=True)
+        is_ordered = bool((groups.diff() >= 0).all())
+        by_block = F.pad(groups[order], (0, -columns % GROUP), value=int(groups[order[-1]])).view(-1, GROUP)
+        scales = _of_groups(stored.scales.float(), rows, by_block[:, 0])
+        halves = scales.half()
+        is_kept = ((halves.float() - scales).abs() <= scales.abs() * _HALF_ERROR).all()  # not one beyond float16
+        if (by_block != by_block[:, :1]).any() or not is_kept:
+            return None
+        numbers = stored.numbers if is_ordered else stored.numbers[:, order]
+        values = F.pad(numbers.short(), (0, -columns % GROUP)).reshape(rows, -1, GROUP)
+        zeros = _of_groups(torch.tensor(0) if stored.zeros is None else stored.zeros, rows, by_block[:, 0])
+        if bits == 4:
+            minima = (zeros.float() * -scales).half()
+            if self._bits != 4 or not minima.isfinite().all():
+                return None
+        else:
+            values, minima = values - zeros.short()[..., None] + 128, None
+            if not 0 <= int(values.min()) <= int(values.max()) <= 255:
+                return None
+        found_order = None if is_ordered else order.int()
+        return Codes(values.to(torch.uint8), halves, minima, columns, self._dtype, found_order)
 
     def _form(self, name: str) -> str | None:
         stem = name.removesuffix("weight")
@@ -161,53 +204,67 @@ class QuantizedTensors:
             return "packed"
         return "scaled" if any(self._files.has(stem + scale) for scale in _SCALES) else None
 
-    def _integers(self, name: str, stem: str) -> Tensor:
-        """Read a matrix of 8 bits, less its offsets, which have the form of its scales."""
-        weight, zeros = self._read(name).float(), f"{stem}weight_zero_point"
-        return weight - self._spread(self._read(zeros), weight.shape) if self._files.has(zeros) else weight
-
     def _read(self, name: str) -> Tensor:
         return self._files.read(name)
 
-    def _scaled(self, weight: Tensor, stem: str) -> Tensor:
-        """Multiply by the scale of the whole, of rows, of groups of inputs, or of blocks."""
-        return weight * self._spread(self._read(self._scale_of(stem)), weight.shape)
+    def _stored(self, name: str, rows: int, columns: int) -> _Stored:
+        form, stem = self._form(name), name.removesuffix("weight")
+        zeros = f"{stem}weight_zero_point"
+        if form == "scaled":
+            found_zeros = self._read(zeros) if self._files.has(zeros) else None
+            return _Stored(self._read(name), found_zeros, self._read(self._scale_of(stem)))
+        if form == "grouped":
+            return self._grouped(stem, columns)
+        # compressed-tensors: numbers of a row follow each other, with an offset of half their range.
+        bits, scales = self._bits, self._read(self._scale_of(stem))
+        numbers = _words(self._read(f"{stem}weight_packed"), bits)[:, :columns]
+        offsets = torch.tensor(2 ** (bits - 1))
+        if self._files.has(zeros):
+            offsets = _words(self._read(zeros).mT.contiguous(), bits).mT[:rows]
+        return _Stored(numbers, offsets, scales, self._groups(f"{stem}weight_g_idx", scales.shape[-1]))
 
-    def _spread(self, part: Tensor, shape: torch.Size) -> Tensor:
-        """Return a matrix's scales, or its offsets, for each of its numbers; float32, as large or of one number."""
+    def _grouped(self, stem: str, columns: int) -> _Stored:
+        """Read AWQ's and GPTQ's words: inputs by outputs, with a scale and a zero of each group of inputs."""
+        weight, zeros, scales = (self._read(stem + part) for part in ("qweight", "qzeros", "scales"))
+        if self._method == "awq":
+            return _Stored(_words(weight, 4, _AWQ_ORDER).mT, _words(zeros, 4, _AWQ_ORDER).mT, scales.mT)
+        groups = self._groups(f"{stem}g_idx", len(scales))
+        numbers = _words(weight.mT.contiguous(), self._bits)
+        return _Stored(numbers, (_words(zeros, self._bits).short() + self._zero).mT, scales.mT, groups)
+
+    def _groups(self, name: str, num_groups: int) -> Tensor | None:
+        """Read the group of each input, where a file names it; compressed-tensors has -1 where it is not used."""
+        groups = self._read(name).long() if self._files.has(name) else None
+        if groups is None or (name.endswith("weight_g_idx") and (groups == -1).all()):
+            return None
+        if not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
+            raise CheckpointError(f"{self.model_dir}: {name} names groups that are not among its {num_groups}")
+        return groups
+
+    def _groups_of(self, stored: _Stored) -> Tensor:
+        """int64 [K]: the group of each input."""
+        if stored.groups is not None:
+            return stored.groups
+        columns, num_groups = stored.numbers.shape[1], stored.scales.shape[1] if stored.scales.ndim == 2 else 1
+        return torch.arange(columns) // (self._group or -(-columns // num_groups))
+
+    def _spread(self, part: Tensor, stored: _Stored) -> Tensor:
+        """Return a matrix's scales, or its zeros, for each of its numbers; float32, as large or of one number."""
         part = part.float()
         if part.numel() == 1:
             return part.reshape(())
         part = part[:, None] if part.ndim == 1 else part
-        rows, columns = shape
-        height, width = self._block or (-(-rows // part.shape[0]), -(-columns // part.shape[1]))
+        rows, columns = stored.numbers.shape
+        if self._block is None:
+            return part[:, self._groups_of(stored)] if part.shape[1] > 1 else part
+        height, width = self._block
         return part.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
 
-    def _unpacked(self, stem: str, rows: int, columns: int) -> Tensor:
-        """Read compressed-tensors' words: numbers of a row follow each other, with an offset of half their range."""
-        bits = self._bits
-        numbers = _words(self._read(f"{stem}weight_packed"), bits)[:, :columns].float() - 2 ** (bits - 1)
-        zeros = f"{stem}weight_zero_point"
-        if self._files.has(zeros):
-            offsets = _words(self._read(zeros).mT.contiguous(), bits).mT[:rows].float() - 2 ** (bits - 1)
-            numbers = numbers - offsets.repeat_interleave(columns // offsets.shape[1], 1)
-        return self._scaled(numbers, stem)
 
-    def _grouped(self, stem: str, rows: int, columns: int) -> Tensor:
-        """Read AWQ's and GPTQ's words: inputs by outputs, with a scale and an offset of each group of inputs."""
-        weight, zeros, scales = (self._read(stem + part) for part in ("qweight", "qzeros", "scales"))
-        if self._method == "awq":
-            numbers, offsets = _words(weight, 4, _AWQ_ORDER), _words(zeros, 4, _AWQ_ORDER)
-        else:
-            numbers = _words(weight.mT.contiguous(), self._bits).mT
-            offsets = _words(zeros, self._bits) + self._zero
-        group = torch.arange(columns) // -(-columns // len(scales))
-        if self._method != "awq" and self._files.has(f"{stem}g_idx"):
-            group = self._read(f"{stem}g_idx").long()
-        if not 0 <= int(group.min()) <= int(group.max()) < len(scales):
-            raise CheckpointError(f"{self.model_dir}: {stem}g_idx names groups that {stem}scales has not")
-        found: Tensor = (numbers - offsets[group]).float() * scales.float()[group]
-        return found.mT
+def _of_groups(part: Tensor, rows: int, groups: Tensor) -> Tensor:
+    """[rows or 1, num_groups or 1], [rows] or one number -> [rows, len(groups)]"""
+    part = part.reshape(1, 1) if part.numel() == 1 else part[:, None] if part.ndim == 1 else part
+    return part.expand(rows, len(groups)) if part.shape[1] == 1 else part.expand(rows, -1)[:, groups]
 
 
 def _parts_of(form: str) -> tuple[str, ...]:
@@ -217,9 +274,9 @@ def _parts_of(form: str) -> tuple[str, ...]:
 
 
 def _words(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [rows, words] -> the numbers of each word, the lowest bits first unless `order` says where they lie."""
+    """int32 [rows, words] -> uint8, the numbers of each word, the lowest bits first unless `order` says otherwise."""
     shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
     if order is not None:
         shifts = shifts[list(order)]
-    found: Tensor = ((packed.int()[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    found: Tensor = ((packed.int()[..., None] >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)
     return found

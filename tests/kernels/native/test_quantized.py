@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mneme.kernels.native.quantized import GROUP, QuantizedLinear, quantize
+from mneme.kernels.native.quantized import GROUP, Codes, QuantizedLinear, joined, quantize
 from tests.kernels.native.native_variants import VARIANTS, use_variant
 from tests.kernels.test_linear import DTYPES, draw
 
@@ -29,9 +29,16 @@ def in_groups(x: Tensor) -> Tensor:
 
 def meant(weight: Tensor, bits: int) -> Tensor:
     """What the codes stand for, float64 [N, K]."""
-    codes, scales, minima = quantize(weight, bits)
-    least = -128 * scales.double() if minima is None else minima.double()
-    return (codes.double() * scales.double()[..., None] + least[..., None]).flatten(1)[:, : weight.shape[1]]
+    return stood_for(quantize(weight, bits))
+
+
+def stood_for(codes: Codes) -> Tensor:
+    least = -128 * codes.scales.double() if codes.minima is None else codes.minima.double()
+    values = (codes.values.double() * codes.scales.double()[..., None] + least[..., None]).flatten(1)
+    values = values[:, : codes.num_inputs]
+    if codes.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, codes.order.long(), values)
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -44,7 +51,8 @@ def rounded(x: Tensor) -> Tensor:
 
 def assert_close(y: Tensor, x: Tensor, weight: Tensor, bits: int, bias: Tensor | None = None) -> None:
     """Within rounding of float32 sums of groups, and of the result; a minimum times a sum may cancel a lot."""
-    _, scales, minima = quantize(weight, bits)
+    codes = quantize(weight, bits)
+    scales, minima = codes.scales, codes.minima
     terms = rounded(x).abs() @ meant(weight, bits).abs().T
     if minima is not None:
         of_groups = (scales.double() * 15 + minima.double().abs()).repeat_interleave(GROUP, 1)[:, : x.shape[1]]
@@ -63,7 +71,7 @@ def test_products_equal_float64(bits: int, dtype: torch.dtype, rows: int, inputs
     x = (draw(2 * rows, inputs + 5, dtype=torch.float32) + 1e-4).to(dtype)[::2, 2 : inputs + 2]
     weight, bias = draw(outputs, inputs, dtype=dtype, seed=1), draw(outputs, dtype=dtype, seed=2)
     for each in (None, bias):
-        linear = QuantizedLinear(weight, each, bits)
+        linear = QuantizedLinear(quantize(weight, bits), each)
         y = linear(x, torch.float32)
         assert (y.dtype, linear(x).dtype) == (torch.float32, dtype)
         assert torch.equal(linear(x), y.to(dtype))
@@ -80,7 +88,7 @@ def _step(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_bits_in_every_batch(bits: int, dtype: torch.dtype) -> None:
-    x, linear = draw(77, 130, dtype=dtype), QuantizedLinear(draw(70, 130, dtype=dtype, seed=1), None, bits)
+    x, linear = draw(77, 130, dtype=dtype), QuantizedLinear(quantize(draw(70, 130, dtype=dtype, seed=1), bits))
     together = linear(x)
     for begin, end in ((0, 1), (3, 7), (10, 22), (49, 50), (1, 50), *((0, size) for size in range(2, 20))):
         assert torch.equal(linear(x[begin:end]), together[begin:end])
@@ -88,10 +96,39 @@ def test_a_row_is_the_same_bits_in_every_batch(bits: int, dtype: torch.dtype) ->
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [1, 33, 128])
+def test_inputs_in_another_order(bits: int, dtype: torch.dtype, inputs: int) -> None:
+    """Files of GPTQ with `desc_act`: the same bits as of inputs that are put in order before."""
+    weight, x = draw(40, inputs, dtype=dtype, seed=1), draw(9, inputs + 3, dtype=dtype)[:, 2 : inputs + 2]
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(5))
+    plain = quantize(weight[:, order], bits)
+    linear = QuantizedLinear(plain._replace(order=order))
+    assert torch.equal(linear(x), QuantizedLinear(plain)(x[:, order].contiguous()))
+    wanted = stood_for(plain._replace(order=order))
+    assert torch.equal(linear.weight_rows(torch.arange(40)), wanted.float().to(dtype))
+
+
+def test_rows_are_joined_of_one_order() -> None:
+    first, second = quantize(draw(5, 64, dtype=torch.float32), 4), quantize(draw(3, 64, dtype=torch.float32, seed=1), 4)
+    whole = joined([first, second])
+    assert whole is not None
+    assert torch.equal(stood_for(whole), torch.cat((stood_for(first), stood_for(second))))
+    order = torch.randperm(64)
+    assert joined([first._replace(order=order), second]) is None
+    assert joined([first, second._replace(order=order)]) is None
+    assert joined([first._replace(order=order), second._replace(order=order.flip(0))]) is None
+    both = joined([each._replace(order=order) for each in (first, second)])
+    assert both is not None
+    assert torch.equal(stood_for(both), torch.empty_like(stood_for(whole)).index_copy_(1, order, stood_for(whole)))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("bits", BITS)
 def test_more_rows_than_a_cache_holds(bits: int) -> None:
     x, linear = (
         draw(1100, 1024, dtype=torch.bfloat16),
-        QuantizedLinear(draw(40, 1024, dtype=torch.bfloat16), None, bits),
+        QuantizedLinear(quantize(draw(40, 1024, dtype=torch.bfloat16), bits)),
     )
     y = linear(x)
     for row in (0, 300, 513, 1099):
@@ -102,7 +139,7 @@ def test_more_rows_than_a_cache_holds(bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_numbers_that_are_none_stay_in_their_rows(bits: int) -> None:
     x, weight = draw(9, 70, dtype=torch.float32), draw(40, 70, dtype=torch.float32, seed=1)
-    linear = QuantizedLinear(weight, None, bits)
+    linear = QuantizedLinear(quantize(weight, bits))
     clean = linear(x)
     x[2, 3], x[4, 69], x[5] = torch.nan, -torch.inf, 0
     y = linear(x)
@@ -119,7 +156,7 @@ def test_one_large_input_costs_its_group_alone(bits: int) -> None:
     error = (rounded(x) - x.double()).abs()
     assert error[0, 32:64].max() > 0.1
     assert error[0, torch.arange(96) // 32 != 1].max() < 0.02
-    assert_close(QuantizedLinear(weight, None, bits)(x), x, weight, bits)
+    assert_close(QuantizedLinear(quantize(weight, bits))(x), x, weight, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -129,7 +166,7 @@ def test_rounding_is_within_about_half_a_step(bits: int) -> None:
     weight = draw(70, 130, dtype=torch.float32)
     weight[3], weight[4], weight[5, 7] = 0, 0.25, 30
     before = weight.clone()
-    codes, scales, _ = quantize(weight, bits)
+    codes, scales = quantize(weight, bits)[:2]
     step = scales.double().repeat_interleave(GROUP, 1)[:, :130]
     error = (meant(weight, bits) - weight.double()).abs()
     is_inside = (
@@ -156,16 +193,28 @@ def test_no_group_loses_more_than_between_its_ends() -> None:
     assert lost[18:].sum() < 0.88 * of_plain[18:].sum()
 
 
+def test_errors_count_by_their_inputs() -> None:
+    """Summed over all weights, times the mean square of each input, float64; what is not known counts alike."""
+    weight = draw(200, 130, dtype=torch.float32)
+    squares = draw(130, dtype=torch.float32, seed=1).mul(2).exp()
+    squares[7] = 0
+    blind, found = (
+        ((stood_for(quantize(weight, 4, each)) - weight.double()).square() * squares.double()).sum()
+        for each in (None, squares)
+    )
+    assert found < 0.6 * blind
+    for same in (torch.full((130,), 4.0), squares * torch.inf):
+        assert torch.equal(stood_for(quantize(weight, 4, same)), stood_for(quantize(weight, 4)))
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_what_was_rounded_so_before_is_found_again(bits: int) -> None:
     """As files of GGUF have it: codes that use all of their range, scales of 11 bits."""
     codes = torch.randint(1, 16 if bits == 4 else 256, (40, 3, GROUP), generator=torch.Generator().manual_seed(3))
     codes[..., 0], codes[..., 1] = (0, 15) if bits == 4 else (1, 255)
-    if bits == 4:  # some groups do not use all codes
-        codes[5:9] = codes[5:9].clamp(0, 11)
     scales, minima = draw(40, 3, dtype=torch.float16).abs() + 0.1, draw(40, 3, dtype=torch.float16, seed=1)
     least = minima.float() if bits == 4 else -128 * scales.float()
-    found, of_scales, _ = quantize((codes * scales.float()[..., None] + least[..., None]).flatten(1), bits)
+    found, of_scales = quantize((codes * scales.float()[..., None] + least[..., None]).flatten(1), bits)[:2]
     assert torch.equal(found, codes.to(torch.uint8))
     assert torch.allclose(of_scales.float(), scales.float(), rtol=2e-3)
 
@@ -174,14 +223,14 @@ def test_what_was_rounded_so_before_is_found_again(bits: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_the_weight_come_back(bits: int, dtype: torch.dtype) -> None:
     weight = draw(70, 33, dtype=dtype)
-    linear, index = QuantizedLinear(weight, None, bits), torch.tensor([0, 69, 31, 32, 32])
+    linear, index = QuantizedLinear(quantize(weight, bits)), torch.tensor([0, 69, 31, 32, 32])
     found = linear.weight_rows(index)
     assert torch.equal(found, meant(weight, bits).float().to(dtype)[index])
     assert found.is_contiguous(), "layers in one call read it as packed"
 
 
 def test_threads_change_nothing() -> None:
-    x, linear = draw(30, 64, dtype=torch.bfloat16), QuantizedLinear(draw(200, 64, dtype=torch.bfloat16), None, 4)
+    x, linear = draw(30, 64, dtype=torch.bfloat16), QuantizedLinear(quantize(draw(200, 64, dtype=torch.bfloat16), 4))
     alone, before = linear(x), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -190,14 +239,19 @@ def test_threads_change_nothing() -> None:
         torch.set_num_threads(before)
 
 
+ZEROS = quantize(torch.zeros(4, 4), 8)
+
+
 @pytest.mark.parametrize(
     ("said", "make"),
     [
-        ("no kernel for 3 bits", lambda: QuantizedLinear(torch.zeros(4, 4), None, 3)),
-        ("no kernel for 8 bits", lambda: QuantizedLinear(torch.zeros(4, 4, dtype=torch.float16), None, 8)),
-        (r"bias: must have shape \(4,\)", lambda: QuantizedLinear(torch.zeros(4, 4), torch.zeros(5), 8)),
-        ("x: must be", lambda: QuantizedLinear(torch.zeros(4, 4), None, 8)(torch.zeros(2, 5))),
-        ("out_dtype: ", lambda: QuantizedLinear(torch.zeros(4, 4), None, 8)(torch.zeros(2, 4), torch.float16)),
+        ("no kernel for 3 bits", lambda: quantize(torch.zeros(4, 4), 3)),
+        ("no kernel for inputs of", lambda: QuantizedLinear(quantize(torch.zeros(4, 4, dtype=torch.float16), 8))),
+        (r"bias: must have shape \(4,\)", lambda: QuantizedLinear(ZEROS, torch.zeros(5))),
+        ("order must have each input once", lambda: QuantizedLinear(ZEROS._replace(order=torch.tensor([0, 1, 1, 3])))),
+        ("order must have each input once", lambda: QuantizedLinear(ZEROS._replace(order=torch.tensor([1, 2, 3, 4])))),
+        ("x: must be", lambda: QuantizedLinear(ZEROS)(torch.zeros(2, 5))),
+        ("out_dtype: ", lambda: QuantizedLinear(ZEROS)(torch.zeros(2, 4), torch.float16)),
     ],
 )
 def test_what_it_cannot_do_is_refused(said: str, make: object) -> None:

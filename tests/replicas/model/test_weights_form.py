@@ -12,14 +12,14 @@ import torch
 from mneme.config import parse
 from mneme.errors import ConfigError
 from mneme.kernels.linear import PlainLinear
-from mneme.kernels.native.quantized import QuantizedLinear
+from mneme.kernels.native.quantized import QuantizedLinear, quantize
 from mneme.replicas.blend.gate import measured_on
 from mneme.replicas.config import EngineConfig, WeightsForm
 from mneme.replicas.engine.build import build_engine, form_of, model_fingerprint
 from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.formats.quantized import QuantizedTensors
 from mneme.replicas.model.parts import DecoderWeights, Experts, GatedMlp, Mlp, SeparateExperts
-from mneme.replicas.model.tensors import Linears
+from mneme.replicas.model.tensors import Linears, Quantized
 from mneme.replicas.model.weights import count_bytes, load_weights
 from tests.kernels.native.native_variants import use_library
 from tests.replicas.checkpoints import write_checkpoint
@@ -121,21 +121,23 @@ def test_experts_have_the_bits_of_the_widest_of_their_parts() -> None:
     """Files often have the matrices that lead out of experts in more bits."""
     linears = Linears("auto")
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-    assert [linears.make(weight, stored=stored).format for stored in ((4, 4), (4, 8), (4, None))] == [
-        "int4", "int8", "float32",
-    ]  # fmt: skip
-    assert linears.num_bytes.keys() == {"int4", "int8", "float32"}
+    four, eight = Quantized(4, has_codes=True), Quantized(8, has_codes=False)
+    assert [linears.bits(stored) for stored in ((four, four), (four, eight), (four, None))] == [4, 8, None]
+    assert linears.make(quantize(weight, 4), stored=(four, four)).format == "int4"
+    assert not linears.num_rounded_bytes
+    assert linears.make(weight, stored=(four, four)).format == "int8", "its codes could not be had: never 4 bits then"
+    assert linears.num_rounded_bytes["int8"] == linears.num_bytes["int8"] > 0
+    assert linears.make(weight, stored=(four, None)).format == "float32"
 
 
-@pytest.mark.parametrize(
-    ("group", "is_reordered", "bits"), [(128, False, 4), (32, False, 4), (16, False, 8), (128, True, 8)]
-)
-def test_groups_that_are_not_neighbours_have_8_bits(group: int, is_reordered: bool, bits: int) -> None:
-    """Their 4 bits are on no grid of 32 inputs that follow each other."""
-    files = SimpleNamespace(model_dir=Path(), names=["a.qweight", *(["a.g_idx"] if is_reordered else [])])
+@pytest.mark.parametrize(("group", "bits"), [(128, 4), (32, 4), (-1, 4), (16, 8), (48, 8)])
+def test_groups_that_32_does_not_divide_have_8_bits(group: int, bits: int) -> None:
+    """Their 4 bits are on no grid of 32 inputs."""
+    files = SimpleNamespace(model_dir=Path(), names=["a.qweight"])
     files.has = files.names.__contains__
     said = {"quant_method": "gptq", "bits": 4, "group_size": group}
-    assert QuantizedTensors(files, said, torch.device("cpu"), torch.float32).bits("a.weight") == bits
+    found = QuantizedTensors(files, said, torch.device("cpu"), torch.float32).quantized("a.weight")
+    assert found == (bits, bits == 4)
 
 
 def test_a_form_is_part_of_the_fingerprint(llama: Path) -> None:

@@ -165,6 +165,38 @@ def test_each_quantization_is_what_the_gguf_package_makes_of_it(tmp_path: Path, 
         assert np.array_equal(found, gguf.dequantize(gguf.quantize(tensor.numpy(), number), number))
 
 
+@pytest.mark.parametrize(
+    ("kind", "bits", "most"), [("Q4_0", 4, 0), ("Q4_0", 8, 0), ("Q4_1", 4, 0), ("Q8_0", 8, 0), ("Q4_K", 4, 2.0**-10)]
+)
+def test_numbers_of_a_file_are_given_as_they_are(tmp_path: Path, kind: str, bits: int, most: float) -> None:
+    """Exact, but for products of two scales, which Q4_K has, in float16; rows of keys lie as the family has them."""
+    number, rng = getattr(gguf.GGMLQuantizationType, kind), np.random.default_rng(2)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    raw = rng.integers(0, 256, (64, 512 // per_block, block_bytes), np.uint8)
+    halves = 1 if kind in ("Q4_0", "Q8_0") else 2
+    raw[..., : 2 * halves] = rng.uniform(0.01, 0.02, (*raw.shape[:2], halves)).astype(np.float16).view(np.uint8)
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    writer.add_uint32("llama.attention.head_count_kv", 2)
+    for name in ("token_embd.weight", "blk.0.ffn_up.weight", "blk.0.attn_k.weight"):
+        writer.add_tensor(name, raw.reshape(64, -1), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "m.gguf")
+    for name in ("blk.0.ffn_up.weight", "blk.0.attn_k.weight"):
+        found = file.codes(name, bits)
+        assert found is not None
+        values, scales, minima = (None if each is None else each.astype(np.float32) for each in found)
+        assert values is not None
+        assert scales is not None
+        assert (values.shape, (minima is None)) == ((64, 16, 32), bits == 8)
+        numbers = values * scales[..., None] + (-128 * scales if minima is None else minima)[..., None]
+        meant = file.array(name)
+        assert np.abs(numbers.reshape(64, -1) - meant).max() <= most * np.abs(meant).max()
+    assert (file.codes("blk.0.ffn_up.weight", 12 - bits) is None) == (kind != "Q4_0")
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", *rarer(["Q4_0", "F16", "BF16"])])
 def test_a_quantized_file_answers_as_the_model_of_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
     """Prefill and decode, from the file to the logits."""

@@ -16,9 +16,16 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mneme.errors import CheckpointError
+from mneme.kernels.linear import Linear
+from mneme.kernels.native.quantized import QuantizedLinear
+from mneme.replicas.config import WeightsForm
+from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.directory import load_model_config
-from mneme.replicas.model.weights import load_weights
+from mneme.replicas.model.parts import DecoderWeights, GatedMlp
+from mneme.replicas.model.weights import count_bytes, load_weights
+from tests.replicas import tiered_engine
 from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.tiered_engine import make_engine, run, submit
 
 pytestmark = pytest.mark.engine
 
@@ -52,23 +59,43 @@ def fp8_of_blocks(weight: Tensor) -> Written:
 
 
 def int8_of_rows(weight: Tensor) -> Written:
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    small = (weight / scale).round().to(torch.int8)
-    return {"weight": small, "weight_scale": scale}, small.float() * scale
+    scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    small = (weight / scale).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": small, "weight_scale": scale}, small.float() * scale.float()
 
 
-def packed_int4(weight: Tensor) -> Written:
+def packed_ints(weight: Tensor, bits: int = 4, group: int = GROUP, *, is_even: bool = True) -> Written:
+    """compressed-tensors' pack-quantized: signed numbers plus half their range, zeros packed along the outputs."""
     rows, columns = weight.shape
-    scale = weight.reshape(rows, -1, GROUP).abs().amax(-1) / 7
-    spread = scale.repeat_interleave(GROUP, 1)
-    small = (weight / spread).round().clamp(-8, 7)
-    shape = torch.tensor([rows, columns])
-    return {"weight_packed": packed(small + 8, 4), "weight_scale": scale, "weight_shape": shape}, small * spread
+    grouped, most = weight.reshape(rows, -1, group), 2 ** (bits - 1) - 1
+    if is_even:
+        scale = (grouped.abs().amax(-1) / most).bfloat16()
+        zeros = torch.zeros_like(scale)
+    else:
+        scale = ((grouped.amax(-1) - grouped.amin(-1)) / (2 * most + 1)).bfloat16()
+        zeros = (-grouped.amin(-1) / scale).round() - most - 1
+    small = (grouped / scale[..., None] + zeros[..., None]).round().clamp(-most - 1, most)
+    parts = {"weight_packed": packed((small + most + 1).flatten(1), bits), "weight_scale": scale}
+    if not is_even:
+        parts["weight_zero_point"] = packed((zeros + most + 1).mT, bits).mT
+    meant = ((small - zeros[..., None]) * scale[..., None].float()).flatten(1)
+    return {**parts, "weight_shape": torch.tensor([rows, columns])}, meant
 
 
-def _asymmetric(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def packed_reordered(weight: Tensor) -> Written:
+    """`actorder: group`: columns as they were, and the group of each beside them."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+    parts, meant = packed_ints(weight[:, order], 4, 32)
+    numbers = meant / parts["weight_scale"].float().repeat_interleave(32, 1) + 8
+    place = order.argsort()
+    groups = (torch.arange(weight.shape[1]) // 32)[place].int()
+    parts = {**parts, "weight_packed": packed(numbers[:, place].round(), 4), "weight_g_idx": groups}
+    return parts, meant[:, place]
+
+
+def _asymmetric(weight: Tensor, bits: int, group: int = GROUP) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of groups of inputs: numbers [in, out], offsets and scales [groups, out], and what they stand for [out, in]."""
-    inputs = weight.mT.reshape(-1, GROUP, len(weight))
+    inputs = weight.mT.reshape(-1, group, len(weight))
     low, high = inputs.amin(1), inputs.amax(1)
     scale = ((high - low) / (2**bits - 1)).half().float()
     offset = (-low / scale).round().clamp(1, 2**bits - 1)
@@ -77,48 +104,91 @@ def _asymmetric(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tens
     return numbers.reshape(-1, len(weight)), offset, scale, meant
 
 
-def awq(weight: Tensor) -> Written:
-    numbers, offset, scale, meant = _asymmetric(weight, 4)
+def awq(weight: Tensor, group: int = GROUP) -> Written:
+    numbers, offset, scale, meant = _asymmetric(weight, 4, group)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     parts = {"qweight": packed(numbers, 4, order), "qzeros": packed(offset, 4, order), "scales": scale.half()}
     return parts, meant
 
 
-def gptq(weight: Tensor, bits: int = 4) -> Written:
-    numbers, offset, scale, meant = _asymmetric(weight, bits)
-    groups = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
-    parts = {"qweight": packed(numbers.mT, bits).mT.contiguous(), "qzeros": packed(offset - 1, bits)}
+def gptq(weight: Tensor, bits: int = 4, group: int = GROUP, *, is_even: bool = False, zero: int = 1) -> Written:
+    """zero: that offsets are stored without; 0 with `checkpoint_format: gptq_v2`"""
+    if is_even:
+        numbers, offset, scale, meant = _symmetric(weight, bits, group)
+    else:
+        numbers, offset, scale, meant = _asymmetric(weight, bits, group)
+    groups = torch.arange(weight.shape[1], dtype=torch.int32) // group
+    parts = {"qweight": packed(numbers.mT, bits).mT.contiguous(), "qzeros": packed(offset - zero, bits)}
     return {**parts, "scales": scale.half(), "g_idx": groups}, meant
 
 
-def gptq_reordered(weight: Tensor) -> Written:
-    """Inputs in another order (`desc_act`)."""
-    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
-    parts, _ = gptq(weight[:, order])
-    numbers, offset, scale, _ = _asymmetric(weight[:, order], 4)
+def _symmetric(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `_asymmetric`: all offsets are half the range (`sym`)."""
+    inputs, half = weight.mT.reshape(-1, group, len(weight)), 2 ** (bits - 1)
+    scale = (2 * inputs.abs().amax(1) / (2**bits - 1)).half().float()
+    numbers = (inputs / scale[:, None] + half).round().clamp(0, 2**bits - 1)
+    meant = ((numbers - half) * scale[:, None]).reshape(-1, len(weight)).mT
+    return numbers.reshape(-1, len(weight)), torch.full_like(scale, half), scale, meant
+
+
+def gptq_reordered(weight: Tensor, group: int = GROUP) -> Written:
+    """Inputs in another order (`desc_act`), the same for all matrices of the same inputs."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+    numbers, offset, scale, meant = _asymmetric(weight[:, order], 4, group)
     place = order.argsort()
-    groups = (torch.arange(weight.shape[1]) // GROUP)[place].int()
-    meant = ((numbers - offset.repeat_interleave(GROUP, 0)) * scale.repeat_interleave(GROUP, 0))[place].mT
-    parts["qweight"] = packed(numbers[place].mT, 4).mT.contiguous()
-    return {**parts, "g_idx": groups}, meant
+    groups = (torch.arange(weight.shape[1]) // group)[place].int()
+    parts = {"qweight": packed(numbers[place].mT, 4).mT.contiguous(), "qzeros": packed(offset - 1, 4)}
+    return {**parts, "scales": scale.half(), "g_idx": groups}, meant[:, place]
+
+
+def in_groups(bits: int, group: int | None) -> dict[str, Any]:
+    """What compressed-tensors says of packed numbers."""
+    weights = {"num_bits": bits, "group_size": group, "strategy": "group" if group else "channel"}
+    config_groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": config_groups}
 
 
 FORMATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
     "fp8 of tensors": (fp8_of_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8 of blocks": (fp8_of_blocks, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
     "compressed-tensors, int8": (int8_of_rows, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
-    "compressed-tensors, 4 bits": (
-        packed_int4,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": GROUP}}},
-        },
-    ),
+    "compressed-tensors, 4 bits": (packed_ints, in_groups(4, GROUP)),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
     "gptq, 8 bits": (lambda w: gptq(w, 8), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
     "gptq, reordered": (gptq_reordered, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
+}
+# Formats whose groups the kernels have, and in how many bits: a group is as many of 32 as it takes.
+OWN: dict[str, tuple[int, Callable[[Tensor], Written], dict[str, Any]]] = {
+    "awq": (4, lambda w: awq(w, 64), {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}),
+    "gptq": (4, lambda w: gptq(w, 4, 32), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "gptq, symmetric": (
+        4,
+        lambda w: gptq(w, 4, 64, is_even=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 64},
+    ),
+    "gptq, version 2": (
+        4,
+        lambda w: gptq(w, 4, 64, zero=0),
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq, whole rows": (
+        4,
+        lambda w: gptq(w, 4, w.shape[1]),
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True},
+    ),
+    "gptq, 8 bits": (8, lambda w: gptq(w, 8, 64, is_even=True), {"quant_method": "gptq", "bits": 8, "group_size": 64}),
+    "gptq, reordered": (
+        4,
+        lambda w: gptq_reordered(w, 32),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+    ),
+    "compressed-tensors, 4 bits": (4, lambda w: packed_ints(w, 4, 64), in_groups(4, 64)),
+    "compressed-tensors, zeros": (4, lambda w: packed_ints(w, 4, 32, is_even=False), in_groups(4, 32)),
+    "compressed-tensors, whole rows": (4, lambda w: packed_ints(w, 4, w.shape[1]), in_groups(4, None)),
+    "compressed-tensors, reordered": (4, packed_reordered, in_groups(4, 32)),
+    "compressed-tensors, 8 bits packed": (8, lambda w: packed_ints(w, 8, 32), in_groups(8, 32)),
+    "compressed-tensors, int8": (8, int8_of_rows, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
 }
 
 
@@ -131,7 +201,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantize(plain: Path, directory: Path, name: str) -> Path:
     """Write a checkpoint, and the plain one that it stands for beside it; returns the latter's directory."""
-    write, said = FORMATS[name]
+    return written(plain, directory, *FORMATS[name])
+
+
+def written(plain: Path, directory: Path, write: Callable[[Tensor], Written], said: dict[str, Any]) -> Path:
     tensors, stored, meant = load_file(plain / "model.safetensors"), {}, {}
     for key, tensor in tensors.items():
         if not key.endswith("proj.weight"):
@@ -165,6 +238,157 @@ def test_a_format_is_read_as_what_it_stands_for(plain: Path, tmp_path: Path, nam
     for layer, exact in zip(ours.layers, theirs.layers, strict=True):
         assert torch.allclose(layer.attention.qkv(x), exact.attention.qkv(x), atol=1e-4)
         assert torch.allclose(layer.mlp(x, x.dtype), exact.mlp(x, x.dtype), atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that groups of 64 divide."""
+    directory = tmp_path_factory.mktemp("wide")
+    write_checkpoint("llama-blocks", directory)
+    return directory
+
+
+def codes_of(linear: Linear) -> Tensor:
+    assert isinstance(linear, QuantizedLinear)
+    return linear.weight_rows(torch.arange(linear._num_features))  # of all, the only way to see them
+
+
+def loaded(directory: Path, form: WeightsForm, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+    return load_weights(directory, load_model_config(directory), torch.device("cpu"), dtype, form=form)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_numbers_of_a_file_are_multiplied_as_they_are(wide: Path, tmp_path: Path, name: str) -> None:
+    """Each is (number - zero) * scale, and so found bit for bit where the zero times the scale is a float16; else
+    within what that rounds."""
+    bits, write, said = OWN[name]
+    other = written(wide, tmp_path / "quantized", write, said)
+    ours, dense = loaded(tmp_path / "quantized", "auto"), loaded(other, "dense")
+    expected = count_bytes(tmp_path / "quantized", load_model_config(tmp_path / "quantized"), torch.float32, "auto")
+    assert (expected.num_bytes, expected.num_rounded_bytes) == (ours.num_bytes, 0)
+    assert ours.num_rounded_bytes == 0
+    assert ours.num_bytes.keys() == {f"int{bits}", "float32"}
+    x = torch.randn(30, load_model_config(other).hidden_size, generator=torch.Generator().manual_seed(2))
+    for layer, exact in zip(ours.layers, dense.layers, strict=True):
+        assert isinstance(layer.mlp, GatedMlp)
+        assert isinstance(exact.mlp, GatedMlp)
+        pairs = ((layer.attention.qkv, exact.attention.qkv), (layer.attention.o, exact.attention.o))
+        for one, wanted in (*pairs, (layer.mlp.gate_up, exact.mlp.gate_up), (layer.mlp.down, exact.mlp.down)):
+            found, meant = codes_of(one), wanted.weight_rows(torch.arange(len(codes_of(one))))
+            most = meant.abs().max() * (2.0**-11 if bits == 4 else 2.0**-23)
+            assert (found - meant).abs().max() <= most
+        error = layer.attention.qkv(x) - exact.attention.qkv(x)
+        assert error.norm() < 0.01 * exact.attention.qkv(x).norm(), "of inputs that are rounded"
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if "symmetric" in name or "compressed-tensors, 4" in name])
+def test_symmetric_numbers_are_found_bit_for_bit(wide: Path, tmp_path: Path, name: str) -> None:
+    """8 times the scale has no more digits than the scale. In 8 bits they are, too, whatever their zeros."""
+    _, write, said = OWN[name]
+    other = written(wide, tmp_path / "quantized", write, said)
+    dense = loaded(other, "dense")
+    forms: tuple[WeightsForm, ...] = ("auto", "int4", "int8")
+    for form in forms:
+        ours = loaded(tmp_path / "quantized", form)
+        for layer, exact in zip(ours.layers, dense.layers, strict=True):
+            assert torch.equal(codes_of(layer.attention.qkv), exact.attention.qkv.weight_rows(torch.arange(128)))
+
+
+def test_4_bits_with_zeros_are_exact_in_8(wide: Path, tmp_path: Path) -> None:
+    _, write, said = OWN["awq"]
+    other = written(wide, tmp_path / "quantized", write, said)
+    ours, dense = loaded(tmp_path / "quantized", "int8"), loaded(other, "dense")
+    assert ours.num_bytes.keys() == {"int8"}
+    for layer, exact in zip(ours.layers, dense.layers, strict=True):
+        assert torch.equal(codes_of(layer.attention.o), exact.attention.o.weight_rows(torch.arange(64)))
+
+
+def test_what_kernels_cannot_have_is_rounded_to_8_bits(wide: Path, tmp_path: Path) -> None:
+    """Zeros of their own in 8 bits; queries and keys whose inputs follow in different orders; scales beyond float16."""
+    said = {"quant_method": "gptq", "bits": 8, "group_size": 64}
+    other = written(wide, tmp_path / "zeros" / "quantized", lambda w: gptq(w, 8, 64), said)
+    _rounded(tmp_path / "zeros" / "quantized", other, {"int8", "float32"})
+    bits, write, said = OWN["gptq, reordered"]
+    other = written(wide, tmp_path / "orders" / "quantized", write, said)
+    path = tmp_path / "orders" / "quantized" / "model.safetensors"
+    tensors, meant = load_file(path), load_file(other / "model.safetensors")
+    for key in [key for key in tensors if key.endswith("k_proj.g_idx")]:
+        tensors[key] = tensors[key].flip(0)  # other groups of the same size
+        stem, groups = key.removesuffix("g_idx"), tensors[key].long()
+        numbers = (tensors[f"{stem}qweight"].mT[..., None] >> torch.arange(0, 32, 4)) & 15
+        zeros = ((tensors[f"{stem}qzeros"][..., None] >> torch.arange(0, 32, 4)) & 15).flatten(1) + 1
+        scales = tensors[f"{stem}scales"].float()
+        meant[f"{stem}weight"] = ((numbers.flatten(1).mT - zeros[groups]) * scales[groups]).mT.contiguous()
+    save_file(tensors, path)
+    save_file(meant, other / "model.safetensors")
+    _rounded(tmp_path / "orders" / "quantized", other, {f"int{bits}", "int8", "float32"})
+    large = written(wide, tmp_path / "large" / "quantized", lambda w: packed_ints(w * 3e6, 4, 32), in_groups(4, 32))
+    _rounded(tmp_path / "large" / "quantized", large, {"int8", "float32"})
+
+
+def _rounded(directory: Path, other: Path, formats: set[str]) -> None:
+    ours, dense = loaded(directory, "auto"), loaded(other, "dense")
+    assert ours.num_bytes.keys() == formats
+    assert 0 < ours.num_rounded_bytes <= ours.num_bytes["int8"]
+    for layer, exact in zip(ours.layers, dense.layers, strict=True):
+        found, meant = codes_of(layer.attention.qkv), exact.attention.qkv.weight_rows(torch.arange(128))
+        step = meant.abs().amax() / 127
+        assert (found - meant).abs().max() < step
+
+
+def logits_of(directory: Path, form: WeightsForm, ids: list[int]) -> Tensor:
+    """float32 [1, vocab] behind a prompt, by the engine."""
+    engine = make_engine(Decoder(load_model_config(directory), loaded(directory, form)), num_host_pages=0)
+    submit(engine, "one", ids, 1)
+    run(engine)
+    return tiered_engine.logits_of(engine, "one")
+
+
+def test_logits_are_those_of_what_the_file_stands_for(wide: Path, tmp_path: Path) -> None:
+    """Up to the rounding of inputs: as far from the reference as dense int8 products of the same weights are."""
+    _, write, said = OWN["gptq, reordered"]
+    other = written(wide, tmp_path / "quantized", write, said)
+    ids = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    ours, dense, eight = (
+        logits_of(directory, form, ids)
+        for directory, form in ((tmp_path / "quantized", "auto"), (other, "dense"), (other, "int8"))
+    )
+    error, of_inputs = ((each - dense).norm() / dense.norm() for each in (ours, eight))
+    assert error < 1.2 * of_inputs < 0.1
+
+
+def test_groups_of_the_last_inputs_may_be_smaller(tmp_path: Path, wide: Path) -> None:
+    """GPTQ of 192 inputs in groups of 128, as AutoGPTQ writes it."""
+
+    def write(weight: Tensor) -> Written:
+        parts, meant = gptq(weight, 4, 64)
+        if weight.shape[1] % 128 == 0 or weight.shape[1] < 128:
+            return gptq(weight, 4, min(128, weight.shape[1]))
+        for name in ("scales", "qzeros"):
+            parts[name] = parts[name][::2].clone()  # of two groups of 64 the first's, and the last one's
+        groups = torch.arange(weight.shape[1], dtype=torch.int32) // 128
+        numbers = (parts["qweight"].mT[..., None] >> torch.arange(0, 32, 4)) & 15
+        zeros = ((parts["qzeros"][..., None] >> torch.arange(0, 32, 4)) & 15).flatten(1) + 1
+        meant = ((numbers.flatten(1).mT - zeros[groups.long()]) * parts["scales"].float()[groups.long()]).mT
+        return {**parts, "g_idx": groups}, meant
+
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    other = written(wide, tmp_path / "quantized", write, said)
+    ours, dense = loaded(tmp_path / "quantized", "auto"), loaded(other, "dense")
+    assert ours.num_rounded_bytes == 0
+    for layer, exact in zip(ours.layers, dense.layers, strict=True):
+        found = codes_of(layer.mlp.down)  # type: ignore[union-attr]
+        meant = exact.mlp.down.weight_rows(torch.arange(64))  # type: ignore[union-attr]
+        assert (found - meant).abs().max() <= meant.abs().max() * 2.0**-11
+
+
+def test_an_order_that_is_not_there_is_refused(wide: Path, tmp_path: Path) -> None:
+    _, write, said = OWN["gptq, reordered"]
+    written(wide, tmp_path / "quantized", write, said)
+    path = tmp_path / "quantized" / "model.safetensors"
+    save_file({key: value for key, value in load_file(path).items() if not key.endswith("g_idx")}, path)
+    with pytest.raises(CheckpointError, match=r"g_idx is missing; config\.json says desc_act"):
+        loaded(tmp_path / "quantized", "auto")
 
 
 @pytest.mark.parametrize(
