@@ -62,6 +62,16 @@ def test_no_host_makes_a_path_open(keyed: Server, host: str, path: str) -> None:
     assert status_of(keyed, head.encode() + b'{"prompt":"a"}') in (400, 401, 404, 405)
 
 
+@pytest.mark.parametrize("twice", [None, "Authorization", "X-API-Key", "Content-Type", "X-Session-ID"])
+def test_what_a_proxy_may_have_judged_is_given_once(keyed: Server, twice: str | None) -> None:
+    """Of a request that is right but for that."""
+    fields = {"Authorization": "Bearer secret-a", "X-API-Key": "secret-a"}
+    fields |= {"Content-Type": "application/json", "X-Session-ID": "s", "Content-Length": "14", "Connection": "close"}
+    lines = [f"{name}: {value}" for name, value in fields.items() for _ in range(1 + (name == twice))]
+    request = "\r\n".join(["POST /tokenize HTTP/1.1", "Host: x", *lines, "", '{"prompt":"a"}'])
+    assert status_of(keyed, request.encode()) == (200 if twice is None else 400)
+
+
 def test_a_session_in_a_header_may_be_any_text() -> None:
     """Headers are Latin-1 to servers; clients send UTF-8, and name the session so in a path, too."""
     with serving() as server:
