@@ -169,6 +169,15 @@ def test_a_limit_is_a_429_that_says_when_to_come_back(tmp_path: Path) -> None:
     assert not [name for name in get("/v1/models").headers if name.startswith("x-ratelimit")]
 
 
+def test_a_prompt_of_several_choices_is_charged_once(tmp_path: Path) -> None:
+    config = HttpConfig(keys_file=keys_file(tmp_path, key(tokens_per_min=1000)))
+    app = build_api([Backend(FakeEngineClient(TOKENIZER), MODEL, TOKENIZER)], config, clock=Clock())
+    client = TestClient(app, "http://api", headers={"Authorization": "Bearer secret-a"})
+    usage = client.post("/v1/chat/completions", json={**CHAT, "n": 3}).json()["usage"]
+    left = int(client.post("/v1/chat/completions", json=CHAT).headers["x-ratelimit-remaining-tokens"])
+    assert left == 1000 - usage["total_tokens"] - usage["prompt_tokens"]  # of the second one its prompt, so far
+
+
 def test_a_stream_counts_until_its_end(tmp_path: Path) -> None:
     clock, engine = Clock(), FakeEngineClient(TOKENIZER, is_endless=True)
     config = HttpConfig(keys_file=keys_file(tmp_path, key(tokens_per_min=60)))

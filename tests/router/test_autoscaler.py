@@ -145,6 +145,15 @@ def test_a_clock_that_is_set_back_begins_the_delays_anew() -> None:
     assert played.run(1, ReplicaLoad(backlog_s=3.0)) == 3
 
 
+def test_a_clock_that_is_put_forward_begins_the_delays_anew() -> None:
+    """As where a machine was suspended: an hour without a look is no hour without load."""
+    played = Played(num=3)
+    played.run(2, ReplicaLoad())
+    played.now_s += 3600.0
+    assert played.run(int(CONFIG.downscale_delay_s), ReplicaLoad()) == 3
+    assert played.run(2, ReplicaLoad()) == 2
+
+
 def test_replicas_that_cannot_start_are_given_up() -> None:
     """A cluster with room for fewer: those that run would never be too many."""
     autoscaler, target = Autoscaler(CONFIG), 8

@@ -49,3 +49,15 @@ def test_a_successor_has_nothing_of_the_dead_whatever_was_recorded_meanwhile() -
         index.record(chain[:100], "alive")
     index.record([5000], "successor")
     assert index.match(chain).blocks == {"alive": 1000}
+
+
+def test_a_successor_has_nothing_of_what_was_sent_to_the_dead() -> None:
+    """That is forgotten by its age, so bits come free later than those of what is held."""
+    index, chain = PrefixIndex(), list(range(1, 101))
+    index.record_sent(chain, "dead", 0.0)
+    index.forget("dead")
+    for turn in range(5):
+        now_s = SENT_S * turn
+        index.record([9000 + turn], "alive")  # the sweep goes on
+        index.record([5000], f"successor {turn}")
+        assert index.match(chain, now_s).blocks == {}

@@ -182,6 +182,23 @@ def test_copies_that_waited_when_an_actor_was_killed_are_made_by_the_next(play) 
     play("ab", scene)
 
 
+def test_a_copy_that_nobody_could_take_is_made_later(play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(cluster: LogCluster) -> None:
+        writer, (peer,) = cluster.nodes["a"], in_order(cluster, "a", KEY)
+
+        async def num_failed() -> int:
+            return int((await writer.logs.stats())["copies"].get("copy_failed", 0))
+
+        peer.hangs = True
+        await say(writer, KEY, 0, 2)
+        await eventually(num_failed)
+        peer.hangs = False
+        await eventually(lambda: _is_at(peer, 2))
+
+    monkeypatch.setattr(ray_session_logs, "_AGAIN_S", 0.05)
+    play("ab", scene)
+
+
 def test_a_folder_that_cannot_be_used_is_tried_again(play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then nobody knows what it holds."""
 

@@ -354,6 +354,42 @@ def test_waiting_requests_are_bounded_in_number_and_age() -> None:
     assert node.stats()["waiting"] == 1
 
 
+def test_a_request_that_was_forgotten_before_it_was_known_does_not_wait() -> None:
+    """The node took longer to look than its client waited: what it wanted would be kept for nobody."""
+    clock = Clock()
+    node = make_node(clock=clock)
+    put(node, chunk_of([1]))
+    node.forget(["r", "s"])
+    found(node, [1], request_id="r")
+    assert node.stats()["waiting"] == 0
+    found(node, [1], request_id="r")  # another of its name
+    assert node.stats()["waiting"] == 1
+    clock.now_s += 60
+    found(node, [1], request_id="s")
+    assert node.stats()["waiting"] == 2
+
+
+def test_a_chunk_that_cannot_be_brought_up_holds_up_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = ProcessMemory()
+    node = on_disk(tmp_path, [chunk_of([number]) for number in (1, 2)], memory=memory)
+    for number in (1, 2):
+        assert found(node, [number], request_id=str(number)) == [("disk", 1)]
+
+    def fails(layers: object) -> object:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(memory, "keep", fails)
+        with pytest.raises(RuntimeError):  # the thread's edge counts it
+            node.step()
+    prefetch(node)
+    assert (found(node, [1]), found(node, [2])) == ([("disk", 1)], [("host", 1)])
+    assert node.stats()["host"]["bytes"] == BLOCK
+    node.close(flush=False)
+
+
 def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> None:
     """Until memory is full of what waiting requests want."""
     chains = [chain_of([root, *range(15)]) for root in (50, 60, 70, 80)]

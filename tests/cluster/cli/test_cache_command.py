@@ -91,6 +91,20 @@ def test_chunks_are_summed_up_by_lineage_and_tenant(tmp_path: Path, capsys: pyte
     assert tenants == {tenant_id("tenant").hex(): 4, tenant_id("other").hex(): 1}
 
 
+def test_a_file_that_cannot_be_removed_is_not_counted_as_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for chunk in filled(tmp_path):
+        os.truncate(path_of(tmp_path, chunk), 100)
+
+    def refuse(path: str, **_: object) -> None:
+        raise PermissionError(13, "no", path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    found = run(capsys, "verify", tmp_path, "--delete", status=1)
+    assert (found["bad"], found["removed"], len(chunk_files(tmp_path))) == (5, 0, 5)
+
+
 def test_a_link_in_a_folders_place_is_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled(tmp_path)
     inside, moved = next(path.parent for path in chunk_files(tmp_path)), tmp_path / "moved"

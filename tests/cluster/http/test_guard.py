@@ -63,6 +63,24 @@ def test_no_host_makes_a_path_open(keyed: Server, host: str, path: str) -> None:
     assert status_of(keyed, head.encode() + b'{"prompt":"a"}') in (400, 401, 404, 405)
 
 
+@pytest.mark.parametrize("twice", [None, "Authorization", "X-API-Key", "Content-Type", "X-Session-ID"])
+def test_what_a_proxy_may_have_judged_is_given_once(keyed: Server, twice: str | None) -> None:
+    """Of a request that is right but for that."""
+    fields = {"Authorization": "Bearer secret-a", "X-API-Key": "secret-a"}
+    fields |= {"Content-Type": "application/json", "X-Session-ID": "s", "Content-Length": "14", "Connection": "close"}
+    lines = [f"{name}: {value}" for name, value in fields.items() for _ in range(1 + (name == twice))]
+    request = "\r\n".join(["POST /tokenize HTTP/1.1", "Host: x", *lines, "", '{"prompt":"a"}'])
+    assert status_of(keyed, request.encode()) == (200 if twice is None else 400)
+
+
+def test_a_session_in_a_header_may_be_any_text() -> None:
+    """Headers are Latin-1 to servers; clients send UTF-8, and name the session so in a path, too."""
+    with serving() as server:
+        headers = {"X-Session-ID": "gr\u00fc\u00df".encode()}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
+        assert httpx.get(f"{server.url}/v1/sessions/gr%C3%BC%C3%9F").json()["id"] == "gr\u00fc\u00df"
+
+
 def test_a_trailer_is_no_key(keyed: Server) -> None:
     for before, behind, status in (("", "secret-a", 401), ("Authorization: Bearer secret-a\r\n", "x", 200)):
         body = f'e\r\n{{"prompt":"a"}}\r\n0\r\nAuthorization: Bearer {behind}\r\n\r\n'

@@ -115,6 +115,23 @@ def test_what_is_of_several_figures() -> None:
     assert (found["mneme_cache_nodes"], found["mneme_cache_nodes_without_disk"]) == (3, 1)
 
 
+def test_faults_of_the_directory_and_of_session_logs_are_of_nodes() -> None:
+    logs = {"sessions": 5, "used_bytes": 4096, "counters": {"damaged": 1}, "copies": {"copy_failed": 3}}
+    nodes = [{"node": "a", "directory": {"told_all": 2, "lookup_unanswered": 1}, "session_logs": logs}]
+    found = samples(cache_metrics(nodes, []))
+    assert (
+        found.items()
+        >= {
+            'mneme_cache_directory_faults_total{fault="told_all",node="a"}': 2,
+            'mneme_cache_directory_faults_total{fault="lookup_unanswered",node="a"}': 1,
+            'mneme_session_logs{node="a"}': 5,
+            'mneme_session_log_bytes{node="a"}': 4096,
+            'mneme_session_log_faults_total{fault="damaged",node="a"}': 1,
+            'mneme_session_log_copies_total{node="a",outcome="copy_failed"}': 3,
+        }.items()
+    )
+
+
 def test_every_label_is_bounded() -> None:
     """What a node says beside is no sample: labels come from here, never from a report."""
     nodes = [{"node": "a", "host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]

@@ -447,11 +447,14 @@ def test_the_head_keeps_its_place_among_the_running(store: FakeStore, options: A
 
 
 def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
-    """The pool has 64 pages of 4 tokens: the stream has 3 or 4, the reserve 7, the head 9: 44 are left."""
+    """The pool has 64 pages of 4 tokens: the stream has 3 or 4, the reserve 7, the head 9: 44 are left.
+
+    Each of the others takes 12: without the head's pages there would be room for a fourth.
+    """
     queue = Queue(store, max_batch_tokens=256)
     for index in range(6):
-        queue.case.submit(f"b{index}", [index % 5, index // 5, 3] * 12, session_id=str(index))
-    assert len(queue.step()) == 4
+        queue.case.submit(f"b{index}", [index % 5, index // 5, 3] * 15, session_id=str(index))
+    assert len(queue.step()) == 3
     left = queue.case.engine.forest.device.num_available
     assert left >= 9 + queue.case.engine.forest.num_reserved
     queue.finish()

@@ -92,6 +92,23 @@ def test_a_half_that_was_chosen_goes_on_to_its_end() -> None:
     assert (num_found(forest, [2] * 24), num_found(forest, [3] * 16)) == (12, 12)
 
 
+def test_a_run_ends_where_another_sessions_path_does() -> None:
+    """Else a session would weigh, and take along, the history of another that goes on from there."""
+    forest = make_forest(40)
+    long, short = hold(forest, [2] * 24), hold(forest, [2] * 16)
+    forest.release(short, forest.owner["", "short"])
+    forest.release(long, forest.owner["", "long"])
+
+    def num_pages() -> list[int]:
+        forest.device.rank()
+        return [candidate.num_pages for candidate in forest.device.policy.candidates.values()]
+
+    assert num_pages() == [2]
+    forest.abandon(None, owner=forest.owner["", "short"])
+    assert num_pages() == [6]
+    forest.check()
+
+
 def test_without_sharing_nothing_is_pinned_or_owned() -> None:
     forest = make_forest(8, sharing=False)
     path = hold(forest, [1] * 8)

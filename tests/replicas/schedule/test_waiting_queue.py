@@ -254,6 +254,19 @@ def test_who_overtakes_the_head_leaves_it_the_head() -> None:
     assert names(queue) == names(drained(queue)) == names([head, last, again])
 
 
+def test_the_head_stays_the_head_whoever_is_due_sooner() -> None:
+    """Else a large one, for which there are no pages yet, would be overtaken in its own flow without end."""
+    queue, arrive = WaitingQueue(), Arrivals()
+    head, later, urgent = (arrive("a", 10, priority=priority) for priority in (0, 0, -60))
+    head.due_s = 5.0
+    queue.add(head)
+    assert queue.head is head
+    for sequence in (later, urgent):
+        queue.add(sequence)
+        assert queue.head is head
+    assert names(queue) == names(drained(queue)) == names([head, urgent, later])
+
+
 PRIORITIES = st.one_of(st.integers(-70, 70), st.sampled_from([-(2**40), 2**40]))
 
 

@@ -75,6 +75,13 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
         assert any(text.startswith(stop, len(stream.text)) for stop in stops)
 
 
+@pytest.mark.parametrize("stops", [["ps", "um"], ["um", "ps"]])
+def test_of_two_stop_strings_in_one_token_the_one_that_comes_first_ends_the_text(stops: list[str]) -> None:
+    (jumps,) = TOKENIZER.encode(" jumps", add_special_tokens=False)
+    stream = TextStream(TOKENIZER, stops)
+    assert (stream.push([jumps]), stream.stop_string, stream.finish()) == (" j", "um", "")
+
+
 @settings(max_examples=examples(200))
 @given(SPLITTABLE, STOPS, st.randoms(use_true_random=False))
 def test_the_text_does_not_depend_on_how_ids_are_grouped(text: str, stops: list[str], rng: random.Random) -> None:

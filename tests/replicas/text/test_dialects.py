@@ -430,7 +430,15 @@ def test_a_call_behind_reasoning_is_found() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
-    "text", ['{"name": "other", "arguments": {}}', '{"name": "now"', "}{", "[[[", '{"name": {"f": 1}}', "f[ARGS]", "\\"]
+    "text",
+    [
+        *(
+            '{"name": "other", "arguments": {}}',
+            '{"arguments": {}, "name": "other"}',
+            '{"function": {"name": "other"}}',
+        ),
+        *('{"name": "now"', "}{", "[[[", '{"name": {"f": 1}}', "f[ARGS]", "\\"),
+    ],
 )
 def test_what_is_no_call_is_content_as_it_was_written(name: str, text: str) -> None:
     opening, closing = (marks[0] if marks else "" for marks in (FORMATS[name].openings, FORMATS[name].closings))
