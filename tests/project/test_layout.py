@@ -103,7 +103,7 @@ CEILINGS = {
     "kernels/native": 1200,
     "kernels/torch": 200,
     "kernels/triton": 3000,
-    "lab": 550,
+    "lab": 570,
     "lab/bench": 1250,
     "lab/cache": 1500,
     "lab/cluster": 1650,
