@@ -79,7 +79,7 @@ def relative_times(response: RunResponse[Any, Any], request: Request) -> Request
     return {
         "queued": None if begun_s is None else max(begun_s - choice.usage.queue_s - start_s, 0.0) * 1e3,
         "begun": None if begun_s is None else (begun_s - start_s) * 1e3,
-        "tokens": [(num_tokens, round((at_s - start_s) * 1e3, 1)) for num_tokens, at_s in choice.times],
+        "tokens": [(num_tokens, round((at_s - start_s) * 1e3, 3)) for num_tokens, at_s in choice.times],
         "ended": (response.api.clock() - start_s) * 1e3,
     }
 
