@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
@@ -40,6 +41,17 @@ def over_both(large: FakeEngineClient, small: FakeEngineClient) -> TestClient:
 
 def chat(client: TestClient, model: str, status: int = 200, **more: Any) -> Any:
     return body_of(client.post("/v1/chat/completions", json={**CHAT, "model": model, **more}), status)
+
+
+def test_figures_carry_the_name_of_their_model(client: TestClient) -> None:
+    """Each family stands once on the page, whatever many models there are: else no scraper reads it."""
+    chat(client, SMALL)
+    families = list(text_string_to_metric_families(client.get("/metrics").text))
+    assert len({family.name for family in families}) == len(families)
+    samples = {(each.name, each.labels.get("model_name")): each.value for family in families for each in family.samples}
+    assert {model for name, model in samples if name == "vllm:num_requests_running"} == {LARGE, SMALL}
+    name = "vllm:time_to_first_token_seconds_count"
+    assert (samples[name, LARGE], samples[name, SMALL]) == (0, 1)
 
 
 def test_each_request_runs_on_the_model_that_it_names(
