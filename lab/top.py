@@ -62,6 +62,7 @@ def _watch(http: httpx.Client, args: argparse.Namespace, clock: Callable[[], flo
         threading.Thread(target=events.listen, daemon=True).start()
     with Live(console=console, auto_refresh=False, screen=False) if is_live else _Printed(console) as shown:
         while True:
+            events.has_come.clear()
             try:
                 look = _look(http, clock(), with_sessions=args.json)
             except ChatFailed as error:
@@ -70,11 +71,10 @@ def _watch(http: httpx.Client, args: argparse.Namespace, clock: Callable[[], flo
                 shown.update(Text(f"{error}; asking again"), refresh=True)
                 time.sleep(args.every)
                 continue
-            events.has_come.clear()
             if args.json:
                 print(json.dumps(look), flush=True)
             else:
-                shown.update(Group(_drawn(look, before), *map(Text, events.lines)), refresh=True)
+                shown.update(Group(_drawn(look, before), *map(Text, tuple(events.lines))), refresh=True)
             if args.once:
                 return
             before = look

@@ -83,8 +83,10 @@ class RequestLog:
 
     def saved(self, since_s: float) -> SavedPrefill:
         """Count what requests of all tenants need not compute of their prompts, since then or for the last day."""
+        now_s = self.clock()
+        since_s = min(max(since_s, self._began_s, now_s - _MAX_QUARTERS * _QUARTER_S), now_s)
         tokens = sum(tokens for at, tokens in self._saved.items() if at >= since_s // _QUARTER_S)
-        return {"since": max(since_s, self._began_s), "tokens": tokens}
+        return {"since": since_s, "tokens": tokens}
 
     def close(self) -> None:
         """End every listener's events at once: a server that stops waits for what it has open."""

@@ -169,6 +169,9 @@ class QuantizedTensors:
 
     def codes(self, name: str, bits: int, *shape: int) -> Codes | None:
         """See `Source`. 8 bits have no zeros of their own: numbers are taken less theirs, if they fit then."""
+        found = self.quantized(name)
+        if found is None or not found.has_codes or bits < found.bits:  # a file may have several: `found` is this one's
+            return None
         stored = self._stored(name, *shape)
         rows, columns = shape
         groups = self._groups_of(stored)
@@ -185,7 +188,7 @@ class QuantizedTensors:
         zeros = _of_groups(torch.tensor(0) if stored.zeros is None else stored.zeros, rows, by_block[:, 0])
         if bits == 4:
             minima = (zeros.float() * -scales).half()
-            if self._bits != 4 or not minima.isfinite().all():
+            if not minima.isfinite().all():
                 return None
         else:
             values, minima = values - zeros.short()[..., None] + 128, None
@@ -221,7 +224,8 @@ class QuantizedTensors:
         offsets = torch.tensor(2 ** (bits - 1))
         if self._files.has(zeros):
             offsets = _words(self._read(zeros).mT.contiguous(), bits).mT[:rows]
-        return _Stored(numbers, offsets, scales, self._groups(f"{stem}weight_g_idx", scales.shape[-1]))
+        num_groups = scales.shape[1] if scales.ndim > 1 else 1
+        return _Stored(numbers, offsets, scales, self._groups(f"{stem}weight_g_idx", num_groups))
 
     def _grouped(self, stem: str, columns: int) -> _Stored:
         """Read AWQ's and GPTQ's words: inputs by outputs, with a scale and a zero of each group of inputs."""

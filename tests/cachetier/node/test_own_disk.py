@@ -110,11 +110,50 @@ def test_a_folder_that_no_server_had_for_a_week_is_removed(state: Path, held: Ex
         for _ in range(3):
             taken(all_three)
     for number in (1, 2):
-        for path in (*(state / f"kv-{number}").rglob("*"), state / f"kv-{number}"):
-            os.utime(path, (0, 0))
+        age(state / f"kv-{number}")
     (state / "kv-2" / "mneme-kv-1" / "chunk").touch()
     taken(held)
     assert sorted(path.name for path in state.iterdir()) == ["kv-0", "kv-2"]
+
+
+@pytest.mark.parametrize("lock", ["lock", "mneme-kv-1/lock"])
+def test_a_folder_that_somebody_has_is_not_removed_however_old(lock: str, state: Path, held: ExitStack) -> None:
+    """A server that wrote nothing for a week, or a process that one left behind."""
+    with ExitStack() as both:
+        for _ in range(2):
+            taken(both)
+    held.callback(HeldLock(FileOperations(), str(state / "kv-1" / lock)).close)
+    age(state / "kv-1")
+    taken(held)
+    assert sorted(path.name for path in state.iterdir()) == ["kv-0", "kv-1"]
+
+
+def test_a_week_begins_when_a_folder_is_given_back(state: Path, held: ExitStack) -> None:
+    with ExitStack() as both:
+        for _ in range(2):
+            taken(both)
+        age(state / "kv-1")
+    taken(held)
+    assert (state / "kv-1").is_dir()
+
+
+def test_a_full_disk_keeps_nothing_that_is_abandoned(
+    state: Path, monkeypatch: pytest.MonkeyPatch, held: ExitStack
+) -> None:
+    with ExitStack() as both:
+        for _ in range(2):
+            taken(both)
+    age(state / "kv-0")
+    age(state / "kv-1")
+    (state / "kv-3.gone-17").mkdir()  # of a server that was killed while it removed one
+    disk_of(monkeypatch, 4 * GIB)
+    assert "nearly full" in refused(held)
+    assert [*state.iterdir()] == []
+
+
+def age(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (0, 0))
 
 
 def refused(held: ExitStack) -> str:

@@ -133,13 +133,19 @@ def test_the_log_is_bounded() -> None:
 
 
 def test_saved_prefill_is_counted_by_the_quarter_of_an_hour_for_a_day() -> None:
-    log, midnight = window.RequestLog(lambda: 900.0 * 50), 900.0 * 100
+    now_s = [900.0 * 50]
+    log, midnight = window.RequestLog(lambda: now_s[0]), 900.0 * 100
+    now_s[0] = midnight + 1_000
     for number, (at_s, cached_tokens) in enumerate(((-1, 100), (0, 20), (899, 3), (900, 4_000))):
         log.add(ended(number, midnight + at_s, cached_tokens))
     assert log.saved(midnight) == {"since": midnight, "tokens": 4_023}
     assert log.saved(0) == {"since": 900.0 * 50, "tokens": 4_123}  # the ingress is no older
+    assert log.saved(10**9) == {"since": now_s[0], "tokens": 4_000}
     log.add(ended(9, midnight + 90_000, 1))
-    assert log.saved(0)["tokens"] == 4_001  # what is older than 25 hours is forgotten
+    now_s[0] = midnight + 91_000  # what is older than 25 hours is forgotten, and said to be
+    assert log.saved(0) == {"since": midnight + 1_000, "tokens": 4_001}
+    now_s[0] += 900_000  # nobody asked for days
+    assert log.saved(0) == {"since": now_s[0] - 90_000, "tokens": 0}
 
 
 def test_the_forest_is_shown_to_who_it_belongs_to(tmp_path: Path) -> None:

@@ -294,6 +294,18 @@ def test_symmetric_numbers_are_found_bit_for_bit(wide: Path, tmp_path: Path, nam
             assert torch.equal(codes_of(layer.attention.qkv), exact.attention.qkv.weight_rows(torch.arange(128)))
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_numbers_of_8_bits_are_rounded_to_4_and_not_taken_for_them(wide: Path, tmp_path: Path, name: str) -> None:
+    """Also where the file says nothing of their bits, or has some of 4 beside them."""
+    _, write, said = OWN[name]
+    other = written(wide, tmp_path / "quantized", write, said)
+    ours, dense = loaded(tmp_path / "quantized", "int4"), loaded(other, "dense")
+    for layer, exact in zip(ours.layers, dense.layers, strict=True):
+        found = codes_of(layer.attention.qkv)
+        meant = exact.attention.qkv.weight_rows(torch.arange(len(found)))
+        assert (found - meant).norm() < 0.15 * meant.norm()
+
+
 def test_4_bits_with_zeros_are_exact_in_8(wide: Path, tmp_path: Path) -> None:
     _, write, said = OWN["awq"]
     other = written(wide, tmp_path / "quantized", write, said)
