@@ -106,7 +106,7 @@ def _remove_abandoned(base: str) -> None:
             path = os.path.join(base, name)
             if _GONE.fullmatch(name):
                 shutil.rmtree(path, ignore_errors=True)
-            elif re.fullmatch(r"kv-\d+", name):
+            elif re.fullmatch(r"kv-\d+", name) and is_private_folder(os.lstat(path)):  # what a link leads to stays
                 with suppress(OSError, ConfigError), ExitStack() as locks:
                     if time.time() - _newest_s(path) < _KEPT_S:
                         continue

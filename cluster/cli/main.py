@@ -236,17 +236,29 @@ def _serve(args: argparse.Namespace) -> int:
         given["http.api_keys"] = [given["http.api_keys"]]
     with ExitStack() as held:  # until this process ends
         own_disk = partial(take_own_disk, held, lambda why: print(f"mneme serve: {why}", file=sys.stderr))
-        disk = {} if args.print_config else {"own_disk": own_disk}  # printing takes nothing
-        config = load_config(args.config, args.set, given | _foreign_keys(args), **disk)
-        return _serve_as(args, config)
+        if args.print_config:
+            return _print_config(partial(load_config, args.config, args.set, given | _foreign_keys(args)))
+        return _serve_as(args, load_config(args.config, args.set, given | _foreign_keys(args), own_disk))
+
+
+def _print_config(load: Callable[[Callable[[], None]], ClusterConfig]) -> int:
+    """Print what holds. Of a disk that nobody named nothing: it is taken at a start, and null would be none."""
+    import yaml
+
+    is_named = True
+
+    def unnamed() -> None:
+        nonlocal is_named
+        is_named = False
+
+    shown = load(unnamed).as_mapping()
+    if not is_named:
+        del shown["cache"]["disk"]
+    print(yaml.safe_dump(shown, sort_keys=False), end="")
+    return 0
 
 
 def _serve_as(args: argparse.Namespace, config: ClusterConfig) -> int:
-    if args.print_config:
-        import yaml
-
-        print(yaml.safe_dump(config.as_mapping(), sort_keys=False), end="")
-        return 0
     from mneme.cluster.cli.serve import serve, serve_local
 
     return serve_local(config) if args.local else serve(config)

@@ -28,6 +28,7 @@ IDLE_S = 60.0  # until it begins: a client's think time, or the pause between tw
 BUDGET_S = 1800.0  # of processor time, for all of it
 LIMIT_S = 8 * BUDGET_S  # by the clock: of one that hangs
 PAUSE_S = 300.0  # without an idle engine, after which its memory is given back
+_MOST_BEGUN = 5  # that it begins anew: a server that is never idle for long has none made
 MOST_BYTES = 1 << 30  # of weights: the budget is too small for larger models, which are measured by hand
 _CORES = 4  # of so many it uses one
 _SPARE_BYTES = 2 << 30  # beside the weights twice: its KV, and torch
@@ -54,7 +55,7 @@ class FirstReport:
         self._command, self._folder, self._read, self._clock = command, folder, read, clock
         self._weights_bytes = weights_bytes
         self._idle_since_s, self._busy_since_s, self._began_s = math.inf, math.inf, math.inf
-        self._is_over = self._goes = False
+        self._is_over, self._goes, self._num_begun = False, False, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._held = ExitStack()  # the lock, the pipe
 
@@ -99,6 +100,8 @@ class FirstReport:
     def _begin(self) -> Gate | None:
         """Begin, unless another process of this machine measures: one at a time, whatever its model is."""
         self._idle_since_s = self._clock()  # if not now, then in a minute
+        if self._num_begun == _MOST_BEGUN:
+            return self._ended(Gate(why="quality was not measured: this server is never idle for long enough"))
         if self._weights_bytes > MOST_BYTES:
             return self._ended(Gate(why="a model of this size is measured by hand: mneme quality"))
         if available_bytes() < 2 * self._weights_bytes + _SPARE_BYTES:
@@ -123,7 +126,7 @@ class FirstReport:
         self._held.enter_context(suppress(OSError))  # of closing a pipe that nobody reads
         self._held.enter_context(self._process.stdin)
         os.set_blocking(self._process.stdin.fileno(), False)  # one that hangs reads nothing, and no step waits for it
-        self._goes, self._began_s = False, self._clock()
+        self._goes, self._began_s, self._num_begun = False, self._clock(), self._num_begun + 1
         logger.info("measuring what reusing documents does to answers, behind traffic: %s", " ".join(self._command))
         self._say(True)
         return _MEASURING

@@ -140,7 +140,7 @@ def build_engine(
     num_pages = choose_num_pages(config, model_config, device, kv_dtype, device_share)
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_bytes is None:
         with _fitting("engine.max_batch_tokens: a step of so many does not", device):
-            step_bytes = largest_step_bytes(decoder_of(num_pages), tokenizer, config, report)
+            step_bytes = largest_step_bytes(decoder_of(num_pages), kv_dtype, tokenizer, config, report)
         num_pages = choose_num_pages(config, model_config, device, kv_dtype, device_share, step_bytes)
     decoder = decoder_of(num_pages)
     make_graphs = step_graphs_for(decoder, config.max_running, config.max_batch_tokens) if config.cuda_graphs else None
@@ -186,10 +186,11 @@ def build_engine(
     is_asked = cache is not None and config.blend.mode == "auto" and model_config.immovable is None
     if is_asked and not gate.has_report and kept.is_dir():  # an engine of batches is not there when the report is
         name = str(dtype).removeprefix("torch.")
+        # Whoever rounds to 4 bits has the dense weights first.
+        dense_bytes = sum(size * (4 if kind == "int4" else 1) for kind, size in weights.num_bytes.items())
         first_report = FirstReport(
-            measuring(model, name, form, config.kv_dtype, kept),
-            folder=kept, read=reports, weights_bytes=sum(weights.num_bytes.values()),
-        )  # fmt: skip
+            measuring(model, name, form, config.kv_dtype, kept), folder=kept, read=reports, weights_bytes=dense_bytes
+        )
     engine = Engine(
         runner, tokenizer, config,
         eos_token_ids=eos_token_ids, max_new_tokens=defaults.get("max_tokens"), connector=connector, costs=costs,

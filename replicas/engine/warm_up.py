@@ -56,7 +56,9 @@ def warm_up(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, r
             )
 
 
-def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress) -> int:
+def largest_step_bytes(
+    decoder: Decoder, kv_dtype: torch.dtype, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress
+) -> int:
     """Run the largest step, over a small pool, and count the bytes of the GPU that it takes; kernels are compiled.
 
     As many sequences as may run share its rows, and each draws a token with all options. Raises as `warm_up` does.
@@ -66,7 +68,8 @@ def largest_step_bytes(decoder: Decoder, tokenizer: Tokenizer | None, config: En
     )
     num_rows = config.max_batch_tokens // config.max_running
     num_pages = config.max_running * (-(-num_rows // config.page_size) + 1)
-    runner = Runner(decoder, max(num_pages, 4 * _PREFILL_ROWS // config.page_size), config.page_size)
+    num_pages = max(num_pages, 4 * _PREFILL_ROWS // config.page_size)
+    runner = Runner(decoder, num_pages, config.page_size, kv_dtype=kv_dtype)
     with _saying_trouble():
         _compile(runner, tokenizer, config, report)
         _run_once(runner, tokenizer, config)

@@ -56,6 +56,25 @@ def test_it_looks_again_when_something_happened(
     assert looks == [0, looks[-1]]
 
 
+def test_it_listens_again_when_a_stream_of_events_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do after five minutes. The second one here is the last: its client is closed then."""
+    monkeypatch.setattr("mneme.lab.top._LEAST_S", 0.0)
+    num_asked = 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:
+            client.close()
+        event = {"type": "fault", "at": 0.0, "data": {"number": num_asked}}
+        return httpx.Response(200, text=f"data: {json.dumps(event)}\n\n")
+
+    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://test") as client:
+        events = _Events(client)
+        events.listen()
+    assert [line[10:] for line in events.lines] == ["fault  number 1", "fault  number 2"]
+
+
 def test_events_of_replicas_and_faults_are_lines() -> None:
     events = _Events(httpx.Client())
     for kind in ("request.ended", "replica.left", "fault"):

@@ -124,6 +124,8 @@ class GgufFile:
 
         None: they are not in equal steps.
         """
+        if name not in self.tensors:  # which is said when it is read
+            return None
         kind = self._kind(name)
         found = re.match(r"Q(\d)_", kind)  # the others are floats, or of a table's numbers
         return None if found is None else (4 if found[1] == "4" else 8, kind in _CODED)

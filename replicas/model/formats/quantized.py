@@ -160,7 +160,7 @@ class QuantizedTensors:
     def quantized(self, name: str) -> Quantized | None:
         """See `Source`. What is in no groups that 32 divides, in FP8 or in blocks is rounded once more, to 8 bits."""
         form = self._form(name)
-        if form is None:
+        if form is None or (form == "scaled" and not self._files.has(name)):  # one is missing: said when it is read
             return None
         if form == "scaled":
             return Quantized(8, has_codes=self._block is None and self._files.header(name)[1] == "I8")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import mneme
 from mneme.cluster.cli.main import main
@@ -27,6 +29,18 @@ def test_throughput_is_what_happened_between_two_looks() -> None:
     assert throughput_line(before, before, 10.0) is None
     assert throughput_line(before, service(0, 0, 0), 10.0) is None  # the replicas were replaced
     assert throughput_line(before, service(100, 40, 50, running=1), 10.0) is not None
+
+
+def test_a_configuration_that_is_printed_takes_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The printed file is to be somebody's: a folder in it would be two servers'."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert main(["serve", "--print-config"]) == 0
+    assert "disk" not in yaml.safe_load(capsys.readouterr().out)["cache"]  # null would be none at all
+    assert main(["serve", "--print-config", "--set", "cache.disk=null"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["cache"]["disk"] is None
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_shell_completes_commands_and_options() -> None:

@@ -186,6 +186,19 @@ def test_one_that_pauses_for_long_gives_its_memory_back_and_begins_anew(begin: B
     assert end(play) == ALLOWED
 
 
+def test_a_server_that_is_never_idle_for_long_stops_beginning_anew(begin: Begin) -> None:
+    play, told = begin(), None
+    for _ in range(6):
+        play.idle()
+        told = play.idle(IDLE_S)
+        play.report.poll(is_idle=False)
+        play.now_s += PAUSE_S
+        play.report.poll(is_idle=False)
+    assert told is not None
+    assert "never idle for long enough" in told.why
+    assert play.idle(10 * IDLE_S) is None
+
+
 def test_one_that_takes_for_ever_is_ended(begin: Begin) -> None:
     play = begin()
     play.idle()

@@ -153,7 +153,9 @@ def test_the_largest_step_is_run_before_the_pool_is_made(checkpoint: Path, monke
 
     monkeypatch.setattr(Runner, "forward", noted)
     decoder = decoder_of(checkpoint, share="auto")
-    assert largest_step_bytes(decoder, None, CONFIG, lambda _what, _share: None) == CONFIG.max_batch_tokens
+    assert (
+        largest_step_bytes(decoder, torch.float32, None, CONFIG, lambda _what, _share: None) == CONFIG.max_batch_tokens
+    )
     assert rows == [(CONFIG.max_batch_tokens, CONFIG.max_running)]
 
 

@@ -118,6 +118,7 @@ function drawFigures(cluster, tiers) {
   );
   $("sources").replaceChildren(sourceBar(tiers.prompt_tokens));
   flow.tiers = tiers.tiers;
+  if (flow.samples.length && now.at - flow.samples.at(-1).at > 60_000) flow.samples = []; // a hidden tab asked for nothing
   flow.samples.push({ at: performance.now(), moved: tiers.moved_bytes });
   while (flow.samples.length > 2 && now.at - flow.samples[1].at > 60_000) flow.samples.shift();
   drawFlow();
