@@ -94,7 +94,9 @@ class Throughput(Behind):
             "R12": Ours(f"{over(NONE, 'ShareGPT')} no sharing, {over(PS, 'ShareGPT')} prefix sharing{beside}"),
             "R13": Ours(f"{shapes}, over no sharing"),
             "C15": Ours(
-                f"first tokens come {spread(firsts)} as soon as over prefix sharing alone", False, "one machine of a kind"
+                f"first tokens come {spread(firsts)} as soon as over prefix sharing alone",
+                False,
+                "one machine of a kind",
             ),
         }
 
