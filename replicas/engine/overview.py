@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mneme.replicas.engine.engine import Engine
 
 _MAX_PAGES, _RUN_COST = 20_000, 12  # that are walked between two steps of the engine: 22 ms
+_RUN_PAGES = 20  # of a run, on average: a walk of longer ones ends before it has as many as are asked for
 _MAX_FIRST_IDS = 24
 
 
@@ -34,7 +35,7 @@ class TreeWalk:
     _num_parts: int = field(init=False)  # that are left
 
     def __post_init__(self) -> None:
-        self._num_parts = 1 + self.query.max_runs * (_RUN_COST + 1) // _MAX_PAGES
+        self._num_parts = 1 + self.query.max_runs * (_RUN_COST + _RUN_PAGES) // _MAX_PAGES
 
     def go_on(self, engine: Engine) -> bool:
         """Walk the next part; returns whether there is another one."""

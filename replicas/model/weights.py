@@ -19,9 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
-from mneme.errors import CheckpointError, shown
+from mneme.errors import CheckpointError, ConfigError, shown
 from mneme.kernels.native.library import can_pack
 from mneme.kernels.native.quantized import Codes
+from mneme.machine import available_bytes
 from mneme.replicas.card import GGUF, read_json, shard_paths
 from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder_config import DecoderConfig
@@ -50,7 +51,7 @@ def load_weights(
     torch_rows: int | None = None,
     form: WeightsForm = "dense",
 ) -> DecoderWeights:
-    """Read every tensor; raises `CheckpointError` that names the file and the tensor.
+    """Read every tensor; raises `CheckpointError` that names the file and the tensor, or `ConfigError`.
 
     torch_rows  see `mneme.kernels.linear.PackedLinear`
     form        what matrices are multiplied as
@@ -62,12 +63,19 @@ def load_weights(
         checked, trial = Checked(files, dtype), Linears(form)
         build(family, checked, config, linears=trial)
         checked.refuse_unread(family)
-        squares = _squares(family, files, config) if trial.num_rounded_bytes["int4"] else ()
+        squares = _squares(family, files, config, dtype) if trial.num_rounded_bytes["int4"] else ()
         return build(family, files, config, on_progress, Linears(form, torch_rows, squares))
 
 
-def _squares(family: Family, files: Files, config: DecoderConfig) -> Sequence[torch.Tensor | None]:
-    """Return the mean squares of the inputs of each product; the dense weights are gone then."""
+def _squares(family: Family, files: Files, config: DecoderConfig, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
+    """Return the mean squares of the inputs of each product; the dense weights are gone then.
+
+    Raises `ConfigError` if there is no memory for these.
+    """
+    needed = sum(build(family, Checked(files, dtype), config, linears=Linears()).num_bytes.values())
+    if needed > (found := available_bytes()):
+        rule = f"4 bits are rounded of the dense model, {needed / 2**30:.1f} GiB, and {found / 2**30:.1f} GiB are free"
+        raise ConfigError(f"engine.weights: {rule}; int8 needs no such room")
     observed = Observed()
     observe(config, build(family, files, config, linears=observed))
     return observed.squares()

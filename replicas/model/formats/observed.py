@@ -2,8 +2,8 @@
 
 An error of a weight counts by the mean square of its input (the diagonal of GPTQ's Hessian, Frantar et al. 2022, and
 what AWQ's scales follow, Lin et al. 2023). The tokens are drawn from the vocabulary, always the same ones: they need no
-text of any language, and two replicas round alike. On SmolLM2 they leave 9% of perplexity lost of 18; 2,000 tokens of
-Python's standard library: 6.5 (benchmarks/results/2026-11-28-weights.md).
+text of any language, and two replicas on one kind of processor round alike. On SmolLM2 they leave 9% of perplexity lost
+of 18; 2,000 tokens of Python's standard library: 6.5 (benchmarks/results/2026-11-28-weights.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mneme.replicas.model.tensors import Linears, Quantized, Weight
 
 _NUM_TOKENS, _PAGE_SIZE = 512, 16
 _ROWS_A_LOGIT = 4
-_PER_OCTAVE = 4  # so that rounding of sums, which differs between processors, changes no square
+_PER_OCTAVE = 4  # so that rounding of sums, which differs between processors, changes few squares (60 of 12,800)
 
 
 class ObservedLinear:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mneme.errors import ConfigError
 from mneme.kernels.native.quantized import QuantizedLinear, quantize
 from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.directory import load_model_config
@@ -75,6 +76,17 @@ def test_an_input_that_nobody_had_is_not_known() -> None:
     linear(torch.full((3, 32), 2.0))
     linear(torch.zeros(1, 32))
     assert torch.equal(linear.squares(), torch.full((32,), 2 ** (round(4 * torch.tensor(3.0).log2().item()) / 4)))
+
+
+def test_a_dense_model_for_which_there_is_no_room_is_not_rounded_to_4_bits(
+    uneven: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is read: in 8 bits it is never dense as a whole."""
+    monkeypatch.setattr("mneme.replicas.model.weights.available_bytes", lambda: 1 << 10)
+    config = load_model_config(uneven)
+    with pytest.raises(ConfigError, match=r"engine.weights: 4 bits are rounded of the dense model, 0.0 GiB"):
+        load_weights(uneven, config, CPU, torch.float32, form="int4")
+    load_weights(uneven, config, CPU, torch.float32, form="int8")
 
 
 def test_rounding_is_better_for_what_the_model_reads(uneven: Path) -> None:
