@@ -98,7 +98,7 @@ class PlayedStreams:
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype)
+        return torch.full(shape, torch.nan if dtype.is_floating_point else 85, dtype=dtype)
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
         address = memory.data_ptr()

@@ -85,9 +85,17 @@ class Scene:
         return attend(q, *pool, self.rope, plan, **(self.options | changes))
 
 
-def assert_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], backend: str = "native") -> None:
-    """Both out and lse, within the tolerance of out's type (and of the backend); -inf must match exactly."""
-    tolerance = TOLERANCE[wanted[0].dtype]
+def assert_close(
+    got: tuple[Tensor, Tensor],
+    wanted: tuple[Tensor, Tensor],
+    backend: str = "native",
+    weights: torch.dtype | None = None,
+) -> None:
+    """Both out and lse, within the tolerance of out's type (and of the backend); -inf must match exactly.
+
+    weights  what a value's weight is rounded to, if to another type than out's
+    """
+    tolerance = TOLERANCE[weights or wanted[0].dtype]
     lse_tolerance = tolerance.lse_of_unrounded if backend == "torch" else tolerance.lse
     assert got[0].dtype == wanted[0].dtype
     assert got[1].dtype == torch.float32
