@@ -234,11 +234,12 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(f"--served-model-name: {names[-1]} is a directory; the model stands before this option")
     if "http.api_keys" in given:
         given["http.api_keys"] = [given["http.api_keys"]]
+    load = partial(load_config, args.config, args.set, given | _foreign_keys(args))
+    if args.print_config:
+        return _print_config(load)
     with ExitStack() as held:  # until this process ends
         own_disk = partial(take_own_disk, held, lambda why: print(f"mneme serve: {why}", file=sys.stderr))
-        if args.print_config:
-            return _print_config(partial(load_config, args.config, args.set, given | _foreign_keys(args)))
-        return _serve_as(args, load_config(args.config, args.set, given | _foreign_keys(args), own_disk))
+        return _serve_as(args, load(own_disk))
 
 
 def _print_config(load: Callable[[Callable[[], None]], ClusterConfig]) -> int:
