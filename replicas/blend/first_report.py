@@ -65,10 +65,11 @@ class FirstReport:
             return None
         if not is_idle:
             self._idle_since_s = math.inf
-            self._busy_since_s = min(self._busy_since_s, self._clock())
-            self._say(False)
-            if self._clock() - self._busy_since_s >= PAUSE_S:
-                self._stop()
+            if self._process is not None:  # else a step has nothing to do here
+                self._busy_since_s = min(self._busy_since_s, now_s := self._clock())
+                self._say(False)
+                if now_s - self._busy_since_s >= PAUSE_S:
+                    self._stop()
             return None
         self._idle_since_s, self._busy_since_s = min(self._idle_since_s, self._clock()), math.inf
         if self._process is None:
