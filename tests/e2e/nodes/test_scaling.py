@@ -101,17 +101,24 @@ def test_scale_down_and_redeploys_fail_no_request(served: Served) -> None:
 
 
 def change_under_load(served: Served, expected: dict[str, str], short: str, **change: object) -> float:
-    """Return how many more prompt tokens replicas of one moment had from the tier than those of the first."""
-    begun = threading.Barrier(len(expected) + 1, timeout=ANSWER_LIMIT_S)
+    """Return how many more prompt tokens replicas of one moment had from the tier than those of the first.
+
+    Each of `expected` is asked for until the change is done: a replica that goes has streams, however fast they are.
+    """
+    begun, has_changed = threading.Barrier(len(expected) + 1, timeout=ANSWER_LIMIT_S), threading.Event()
     seen, asked = [served.from_tier()], list[Future[str]]()
     with ThreadPoolExecutor(len(expected) + MAX_IN_FLIGHT + 1) as pool:
 
-        def stream(prompt: str) -> str:
-            return served.stream(prompt, LONG, lambda number: number == WORTH_ASKING and begun.wait())
+        def stream(prompt: str) -> set[str]:
+            texts = {served.stream(prompt, LONG, lambda number: number == WORTH_ASKING and begun.wait())}
+            while not has_changed.is_set():
+                texts.add(served.stream(prompt, LONG))
+            return texts
 
         streams = {prompt: pool.submit(stream, prompt) for prompt in expected}
         begun.wait()
         deploying = pool.submit(served.deploy, **change)
+        deploying.add_done_callback(lambda _: has_changed.set())
         while not deploying.done() or len(asked) < 16:
             if sum(not each.done() for each in asked) < MAX_IN_FLIGHT:
                 asked.append(pool.submit(served.stream, PROMPT, SHORT))
@@ -120,7 +127,9 @@ def change_under_load(served: Served, expected: dict[str, str], short: str, **ch
         deploying.result()
         time.sleep(5)  # then one: none of those that went was the last to be asked
         asked.append(pool.submit(served.stream, PROMPT, SHORT))
-        assert {prompt: each.result() for prompt, each in streams.items()} == expected
+        assert {prompt: each.result() for prompt, each in streams.items()} == {
+            prompt: {text} for prompt, text in expected.items()
+        }
         assert {each.result() for each in asked} == {short}
     return max(seen) - seen[0]
 
