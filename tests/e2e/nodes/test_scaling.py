@@ -12,13 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 from ray import serve
+from ray.util import list_named_actors
 
 from mneme.cluster.app import build
 from mneme.cluster.run.local_cluster import APPLICATION
 from tests.e2e.metrics import read_metrics
 from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, eventually
 from tests.e2e.server_process import free_port
+from tests.e2e.test_cache_tier import await_saved
+from tests.e2e.test_documents import TEXTS, ask, check_documents
 
 pytestmark = MARKS
 
@@ -76,7 +80,8 @@ class Served:
 @pytest.fixture(scope="module")
 def served(cluster: CacheCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     disk = {"folder": f"{tmp_path_factory.mktemp('kv')}/%n", "capacity_bytes": 1 << 30}
-    made = Served(engine=ENGINE, cache={"load": "always", "disk": disk}, replicas=2, drain_grace_s=0.2)
+    cache = {"load": "always", "disk": disk}
+    made = Served(engine=ENGINE, cache=cache, replicas=2, cpus_per_replica=0.6, drain_grace_s=0.2)  # a node each
     try:
         made.deploy()
         yield made
@@ -132,6 +137,22 @@ def change_under_load(served: Served, expected: dict[str, str], short: str, **ch
         }
         assert {each.result() for each in asked} == {short}
     return max(seen) - seen[0]
+
+
+@pytest.mark.slow
+def test_documents_are_read_from_the_node_that_computed_them(served: Served) -> None:
+    """In another order, by the replica of the other node, as theirs is gone."""
+    with httpx.Client(base_url=served.url, timeout=ANSWER_LIMIT_S) as http:
+        first = ask(http, [0, 1], "first")
+        check_documents(first, "computed")
+        for text, told in zip(TEXTS, first["usage"]["kv_details"]["blend"]["documents"], strict=True):
+            await_saved(http, told["tokens"], model=MODEL, document=text)
+        (choice,) = http.get(f"/v1/kv/explain/{first['id']}").raise_for_status().json()["choices"]
+        actors = list_named_actors(all_namespaces=True)
+        (home,) = (each for each in actors if each["name"].endswith(choice["replica"]))
+        ray.kill(ray.get_actor(home["name"], home["namespace"]))
+        check_documents(ask(http, [1, 0], "elsewhere"), "peer")
+    eventually(lambda: served.states() == {"RUNNING": 2})
 
 
 def test_the_first_request_brings_back_a_replica_where_there_is_none(served: Served) -> None:
