@@ -80,8 +80,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(cluster: CacheCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     disk = {"folder": f"{tmp_path_factory.mktemp('kv')}/%n", "capacity_bytes": 1 << 30}
-    cache = {"load": "always", "disk": disk}
-    made = Served(engine=ENGINE, cache=cache, replicas=2, cpus_per_replica=0.6, drain_grace_s=0.2)  # a node each
+    made = Served(engine=ENGINE, cache={"load": "always", "disk": disk}, replicas=2, drain_grace_s=0.2)
     try:
         made.deploy()
         yield made
@@ -142,6 +141,7 @@ def change_under_load(served: Served, expected: dict[str, str], short: str, **ch
 @pytest.mark.slow
 def test_documents_are_read_from_the_node_that_computed_them(served: Served) -> None:
     """In another order, by the replica of the other node, as theirs is gone."""
+    served.deploy(replicas=2, cpus_per_replica=0.6)  # a node has room for one
     with httpx.Client(base_url=served.url, timeout=ANSWER_LIMIT_S) as http:
         first = ask(http, [0, 1], "first")
         check_documents(first, "computed")
