@@ -370,12 +370,15 @@ def card_of(
 ) -> Path:
     """Return a model directory for a GGUF file, made in `folder` where it is not there yet.
 
-    A file that changed has another directory. `check` is given the configuration and the file's name, and raises
+    A file that changed has another directory. A `chat_template.jinja` beside it goes before the file's own, which not
+    all have. `check` is given the configuration and the file's name, and raises
     `CheckpointError` for one that is not served, as this does for what is not sound. `sampling`: how its author draws.
     """
+    beside = path.parent / _TEMPLATE
+    template = beside.read_text(encoding="utf-8", errors="replace") if beside.is_file() else ""
     path = path.resolve()
     status = path.stat()
-    identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{_VERSION}"
+    identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{_VERSION}\0{template}"
     stem = re.sub(r"[^\w.-]", "_", path.stem)[:80]
     directory = folder / f"{stem}-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}"
     if (directory / "config.json").exists():
@@ -388,6 +391,8 @@ def card_of(
         begun = Path(made) / "model"
         begun.mkdir()
         _write_tokenizer(path, begun)
+        if template:
+            (begun / _TEMPLATE).write_text(template, encoding="utf-8")
         (begun / GGUF).symlink_to(path)
         eos = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"], **(sampling or {})}
         (begun / "generation_config.json").write_text(json.dumps({k: v for k, v in eos.items() if v is not None}))
@@ -402,6 +407,7 @@ def card_of(
 
 
 _VERSION = 2  # of what is written
+_TEMPLATE = "chat_template.jinja"
 
 
 def _write_tokenizer(path: Path, directory: Path) -> None:

@@ -12,13 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 from ray import serve
+from ray.util import list_named_actors
 
 from mneme.cluster.app import build
 from mneme.cluster.run.local_cluster import APPLICATION
 from tests.e2e.metrics import read_metrics
 from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, eventually
 from tests.e2e.server_process import free_port
+from tests.e2e.test_cache_tier import await_saved
+from tests.e2e.test_documents import TEXTS, ask, check_documents
 
 pytestmark = MARKS
 
@@ -76,7 +80,8 @@ class Served:
 @pytest.fixture(scope="module")
 def served(cluster: CacheCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     disk = {"folder": f"{tmp_path_factory.mktemp('kv')}/%n", "capacity_bytes": 1 << 30}
-    made = Served(engine=ENGINE, cache={"load": "always", "disk": disk}, replicas=2, drain_grace_s=0.2)
+    cache = {"load": "always", "disk": disk}
+    made = Served(engine=ENGINE, cache=cache, replicas=2, cpus_per_replica=0.6, drain_grace_s=0.2)  # a node each
     try:
         made.deploy()
         yield made
@@ -101,17 +106,24 @@ def test_scale_down_and_redeploys_fail_no_request(served: Served) -> None:
 
 
 def change_under_load(served: Served, expected: dict[str, str], short: str, **change: object) -> float:
-    """Return how many more prompt tokens replicas of one moment had from the tier than those of the first."""
-    begun = threading.Barrier(len(expected) + 1, timeout=ANSWER_LIMIT_S)
+    """Return how many more prompt tokens replicas of one moment had from the tier than those of the first.
+
+    Each of `expected` is asked for until the change is done: a replica that goes has streams, however fast they are.
+    """
+    begun, has_changed = threading.Barrier(len(expected) + 1, timeout=ANSWER_LIMIT_S), threading.Event()
     seen, asked = [served.from_tier()], list[Future[str]]()
     with ThreadPoolExecutor(len(expected) + MAX_IN_FLIGHT + 1) as pool:
 
-        def stream(prompt: str) -> str:
-            return served.stream(prompt, LONG, lambda number: number == WORTH_ASKING and begun.wait())
+        def stream(prompt: str) -> set[str]:
+            texts = {served.stream(prompt, LONG, lambda number: number == WORTH_ASKING and begun.wait())}
+            while not has_changed.is_set():
+                texts.add(served.stream(prompt, LONG))
+            return texts
 
         streams = {prompt: pool.submit(stream, prompt) for prompt in expected}
         begun.wait()
         deploying = pool.submit(served.deploy, **change)
+        deploying.add_done_callback(lambda _: has_changed.set())
         while not deploying.done() or len(asked) < 16:
             if sum(not each.done() for each in asked) < MAX_IN_FLIGHT:
                 asked.append(pool.submit(served.stream, PROMPT, SHORT))
@@ -120,9 +132,27 @@ def change_under_load(served: Served, expected: dict[str, str], short: str, **ch
         deploying.result()
         time.sleep(5)  # then one: none of those that went was the last to be asked
         asked.append(pool.submit(served.stream, PROMPT, SHORT))
-        assert {prompt: each.result() for prompt, each in streams.items()} == expected
+        assert {prompt: each.result() for prompt, each in streams.items()} == {
+            prompt: {text} for prompt, text in expected.items()
+        }
         assert {each.result() for each in asked} == {short}
     return max(seen) - seen[0]
+
+
+@pytest.mark.slow
+def test_documents_are_read_from_the_node_that_computed_them(served: Served) -> None:
+    """In another order, by the replica of the other node, as theirs is gone."""
+    with httpx.Client(base_url=served.url, timeout=ANSWER_LIMIT_S) as http:
+        first = ask(http, [0, 1], "first")
+        check_documents(first, "computed")
+        for text, told in zip(TEXTS, first["usage"]["kv_details"]["blend"]["documents"], strict=True):
+            await_saved(http, told["tokens"], model=MODEL, document=text)
+        (choice,) = http.get(f"/v1/kv/explain/{first['id']}").raise_for_status().json()["choices"]
+        actors = list_named_actors(all_namespaces=True)
+        (home,) = (each for each in actors if each["name"].endswith(choice["replica"]))
+        ray.kill(ray.get_actor(home["name"], home["namespace"]))
+        check_documents(ask(http, [1, 0], "elsewhere"), "peer")
+    eventually(lambda: served.states() == {"RUNNING": 2})
 
 
 def test_the_first_request_brings_back_a_replica_where_there_is_none(served: Served) -> None:

@@ -237,6 +237,10 @@ def test_a_card_has_the_tokenizer_and_the_template(tmp_path: Path) -> None:
     assert ours.eos_token_ids == (3,)
     assert card_of(tmp_path / "m.gguf", tmp_path / "cards", parse_model_config) == directory
     assert model_directory(str(directory)) == directory
+    (tmp_path / "chat_template.jinja").write_text("<{{ messages[0]['content'] }}>")
+    with_template = card_of(tmp_path / "m.gguf", tmp_path / "cards", parse_model_config)
+    assert with_template != directory
+    assert Tokenizer.load(with_template).render_chat(talk) == f"<{talk[0]['content']}>"
 
 
 @pytest.mark.parametrize(
