@@ -271,12 +271,12 @@ class Places(Served):
 class Load(Served):
     """Fig. 14: first tokens by request rate, questions over 32 documents; the first half warms up."""
 
-    name, title, minutes = "cache-blend-load", "CacheBlend Fig. 14: first tokens by request rate", 60
+    name, title, minutes = "cache-blend-load", "CacheBlend Fig. 14: first tokens by request rate", 40
     rows = ("B23",)
     arms = (FULL, PREFIX, "hkvd 0.15", "query 0.15")
 
     def points(self) -> Iterable[Point]:
-        return [{"rate": rate} for rate in ((2.0,) if self.is_quick else (0.1, 0.2, 0.4, 0.8, 1.6))]
+        return [{"rate": rate} for rate in ((2.0,) if self.is_quick else (0.2, 0.4, 0.8, 1.6, 3.2))]
 
     def measure(self, point: Point) -> Point:
         count, length = (6, 32) if self.is_quick else (60, 256)
