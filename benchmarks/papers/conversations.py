@@ -196,7 +196,7 @@ class Histories(Experiment):
     rows: tuple[str, ...] = ("P16", "A15", "A16")
     model, is_served = REAL, True
     answer = 32  # tokens
-    batch, pool_windows, num_fillers = 1, 1.5, 2
+    batch, pool_windows, num_fillers, host_bytes = 1, 1.5, 2, 1 << 30
 
     def points(self) -> Iterable[Point]:
         histories = (256,) if self.is_quick else (4096, 1024, 2048, 7168)
@@ -209,7 +209,7 @@ class Histories(Experiment):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mneme-")))
         sizes = {
             "pool_bytes": int(self.pool_windows * window * KV_BYTES[model]),
-            "host_bytes": 1 << 30,
+            "host_bytes": self.host_bytes,
             "folder": folder,
             "window": window,
         }
@@ -260,7 +260,7 @@ class Batches(Histories):
 
     name, title, minutes = "histories-batch", "AttentionStore Fig. 18: sixteen turns of 1,000 tokens at once", 10
     rows = ("A23",)
-    batch, pool_windows, num_fillers = 16, 2.25, 3
+    batch, pool_windows, num_fillers, host_bytes = 16, 2.25, 3, 6 << 30  # all points' histories and fillers
 
     def points(self) -> Iterable[Point]:
         histories = (500,) if self.is_quick else (500, 600, 700, 800, 900)
