@@ -227,6 +227,34 @@ class FirstTokens(Served):
         }
 
 
+class WeightForms(Served):
+    """7.1, where the large models' weights have 8 bits: first tokens by form of the weights, 6 documents of 512."""
+
+    name, title, minutes = "cache-blend-weights", "CacheBlend 7.1: first tokens with weights in 8 and 4 bits", 10
+    rows = ("B25",)
+    forms = ("dense", "int8", "int4")
+
+    def points(self) -> Iterable[Point]:
+        return [{"weights": form, "round": number} for number in range(1 if self.is_quick else 3)
+                for form in (self.forms[:1] if self.is_quick else self.forms)]  # fmt: skip
+
+    def open(self, stack: ExitStack) -> None:
+        settings = {form: {"engine.weights": form} for form in self.forms}
+        self._servers = start(stack, TINY if self.is_quick else self.model, settings)
+
+    def measure(self, point: Point) -> Point:
+        shape = (2, 64) if self.is_quick else (6, 512)
+        server = self._servers[point["weights"]]
+        return {f"{arm} ms": self.ask(server, arm, f"{point['round']}", *shape) for arm in self.arms}
+
+    def ours(self, found: Found) -> dict[str, Ours]:
+        def median(form: str, arm: str) -> float:
+            return statistics.median(row[f"{arm} ms"] for row in found if row["weights"] == form)
+
+        told = ", ".join(f"{form} {times(median(form, FULL) / median(form, 'query 0.15'))}" for form in self.forms)
+        return {"B25": Ours(f"`query` 0.15 sooner than full recompute: {told}", note="weights by form; SmolLM2")}
+
+
 class Places(Served):
     """Fig. 17: documents on the device, in memory, on a disk."""
 
@@ -271,12 +299,12 @@ class Places(Served):
 class Load(Served):
     """Fig. 14: first tokens by request rate, questions over 32 documents; the first half warms up."""
 
-    name, title, minutes = "cache-blend-load", "CacheBlend Fig. 14: first tokens by request rate", 60
+    name, title, minutes = "cache-blend-load", "CacheBlend Fig. 14: first tokens by request rate", 40
     rows = ("B23",)
     arms = (FULL, PREFIX, "hkvd 0.15", "query 0.15")
 
     def points(self) -> Iterable[Point]:
-        return [{"rate": rate} for rate in ((2.0,) if self.is_quick else (0.1, 0.2, 0.4, 0.8, 1.6))]
+        return [{"rate": rate} for rate in ((2.0,) if self.is_quick else (0.2, 0.4, 0.8, 1.6, 3.2))]
 
     def measure(self, point: Point) -> Point:
         count, length = (6, 32) if self.is_quick else (60, 256)
@@ -319,4 +347,4 @@ class Load(Served):
              lambda axes: lines(axes, series, "requests/s", "first token, ms", is_log=True))  # fmt: skip
 
 
-EXPERIMENTS = (Quality, Chunks, FirstTokens, Places, Load)
+EXPERIMENTS = (Quality, Chunks, FirstTokens, WeightForms, Places, Load)
