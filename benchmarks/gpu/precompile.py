@@ -19,7 +19,7 @@ from attention.scenes import Heads, prefix_scene
 from gpu.model import Model, Prompts
 from gpu.smoke import backend_of
 from gpu.steps import Job, Row, Run
-from gpu.tune import timed, wide_arms
+from gpu.tune import config_arms, timed, wide_arms
 
 from mneme.kernels.triton.configs import WIDE_CANDIDATES, Config, Kind, candidates
 from mneme.kernels.triton.modules import triton_trouble
@@ -69,7 +69,7 @@ def _candidate(run: Run, kind: Kind, config: Config, rows: int) -> Iterator[Row]
     """One configuration that tuning will try: of a private decode, of one over a shared prefix, or of a prefill."""
     shared, options = 512 if kind == "mixed" and rows == 1 else 0, {"heads": _GQA, "dtype": torch.bfloat16}
     scene = prefix_scene(1 if rows > 1 else 8, shared, 512, rows_per_sequence=rows, device=run.device, **options)
-    timed(scene, [config], 0.0)
+    timed(config_arms(scene, [config]), scene, 0.0)
     return
     yield
 

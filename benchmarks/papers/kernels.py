@@ -28,7 +28,6 @@ from papers.experiment import Experiment, Found, Ours, Point, at, spread, times
 
 BFLOAT16 = torch.bfloat16
 HEADS = {"32/8": Heads(32, 8, 128), "52/52": Heads(52, 52, 128), "32/32": Heads(32, 32, 128), "8/8": Heads(8, 8, 128)}
-MOST_BYTES = 6 << 30  # that a call may read
 
 
 class Kernel(Experiment):
@@ -38,13 +37,12 @@ class Kernel(Experiment):
         torch.set_num_threads(1)
         cpu = torch.device("cpu")
         self.bench = Bench(
-            device=cpu, quick=self.is_quick, num_threads=1, point_s=0.15 if self.is_quick else 2.0, seed=self.seed,
+            device=cpu, quick=self.is_quick, point_s=0.15 if self.is_quick else 2.0, seed=self.seed,
             ceilings=measure_ceilings(cpu, [BFLOAT16], now_s=time.process_time), now_s=time.process_time,
         )  # fmt: skip
-        self.bench.begin_part(1e9)
 
     def options(self, heads: str) -> dict[str, Any]:
-        return self.bench.options(HEADS[heads], BFLOAT16)
+        return self.bench.options(HEADS[heads])
 
 
 class Relay(Kernel):
