@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plots import caption_of, lines, save
+from servers import Played, Server, alone, play, start, told, words
 
 from mneme.lab.bench.workloads import Session, Turn, arrive
 from mneme.lab.cache.costs import Prices
 from papers.experiment import Experiment, Found, Ours, Point, percent, spread, times
-from papers.served import Played, Server, alone, play, start, told, words
 
 NONE, DEVICE, HOST, DISK = "none", "device", "+host", "+disk"
 REAL, TINY = "smollm2", "mneme-tiny"

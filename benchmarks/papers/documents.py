@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from plots import caption_of, lines, save
+from servers import Server, alone, play, start, told, words
 
 from mneme.lab.bench.workloads import Piece, Session, Turn, arrive
 from mneme.lab.quality.measure import Arm, measure
@@ -32,7 +33,6 @@ from mneme.replicas.text.tokenizer import Tokenizer
 from papers import musique
 from papers.conversations import KV_BYTES, REAL, TINY
 from papers.experiment import Experiment, Found, Ours, Point, spread, times
-from papers.served import Server, alone, play, start, told, words
 
 FULL, PREFIX, REUSE = "full", "prefix", "full reuse"
 SELECTORS: tuple[Selector, ...] = ("hkvd", "query")

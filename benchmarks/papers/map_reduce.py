@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import httpx
 from plots import caption_of, lines, save
+from servers import start
 
 from mneme.lab.quality.retrieval import Hidden, hidden_codes
 from papers.conversations import REAL, TINY
 from papers.documents import BLENDS, OFF
 from papers.experiment import Experiment, Found, Ours, Point, percent, times
-from papers.served import start
 
 FULL, BLEND, REDUCE, RERANK = "full", "query 0.15", "map-reduce", "map-rerank"
 SUMMARY_TOKENS, ANSWER_TOKENS, PART_CASES = 32, 24, 5

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from plots import caption_of, lines, save
+from servers import Passage, Server, alone, play, start, start_vllm, told, words
 
 from mneme.lab.bench.workloads import Session, Turn
 from mneme.lab.quality.measure import best_scores
 from mneme.lab.quality.retrieval import hidden_codes
 from papers.experiment import Experiment, Found, Ours, Point, percent, spread, times
-from papers.served import Passage, Server, alone, play, start, start_vllm, told, words
 
 NONE, PS, RELAY, VLLM = "none", "PS", "relay", "vLLM"
 ARMS: dict[str, dict[str, Any]] = {NONE: {"engine.prefix_sharing": False}, PS: {"share": "never"}, RELAY: {}}
@@ -41,7 +41,7 @@ class Behind(Experiment):
     def open(self, stack: ExitStack) -> None:
         self._servers = start(stack, TINY if self.is_quick else self.model, ARMS)
         if self.vllm and not self.is_quick:
-            self._servers[VLLM] = start_vllm(stack, self.vllm, self.model)
+            self._servers |= start_vllm(stack, self.vllm, self.model, {VLLM: ()})
 
     def batch(
         self, servers: dict[str, Server], point: Point, system: int, user: Sequence[int], new: Sequence[int]
