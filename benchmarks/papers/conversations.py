@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plots import caption_of, lines, save
+from plots import Points
 from servers import Played, Server, alone, play, start, told, words
 
 from mneme.lab.bench.workloads import Session, Turn, arrive
@@ -90,6 +90,7 @@ class Hierarchy(Experiment):
 
     name, title, minutes = "attention-store-served", "AttentionStore Fig. 14 to 17: its workload, served", 60
     rows = ("A19", "A20", "A21", "A22")
+    axes = ("0: none, 1: device, 2: +host, 3: +disk", "first token, ms")
     model, is_served = REAL, True
     window, num_places, num_sessions, rounds = 2048, 8, 24, 3
     arms = (NONE, DEVICE, HOST, DISK)
@@ -147,11 +148,9 @@ class Hierarchy(Experiment):
             "A22": Ours(f"{cost(DISK) / cost(NONE) - 1:+.0%}", note=f"{note}; {bound}"),
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
+    def series(self, found: Found) -> Mapping[str, Points]:
         places = {arm: place for place, arm in enumerate(self.arms)}
-        series = {"mneme": sorted((places[row["arm"]], row["ttft_ms"]) for row in closing["results"])}
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "0: none, 1: device, 2: +host, 3: +disk", "first token, ms"))  # fmt: skip
+        return {"mneme": sorted((places[row["arm"]], row["ttft_ms"]) for row in found)}
 
 
 class Overflow(Experiment):
@@ -194,6 +193,7 @@ class Histories(Experiment):
 
     name, title, minutes = "histories", "Pensieve Fig. 3, AttentionStore Fig. 18, 25, 26: a turn behind N tokens", 45
     rows = ("P16", "A15", "A16", "A23")
+    axes, is_log = ("history, tokens", "first token, ms"), True
     model, is_served = REAL, True
     answer = 32  # tokens
 
@@ -250,12 +250,10 @@ class Histories(Experiment):
             "A23": Ours(f"first token {min(grid):+.0%} to {max(grid):+.0%}", False, "one at a time, not 16"),
         }  # fmt: skip
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = [row for row in closing["results"] if row["new"] == 64 and row["round"] == 0]
+    def series(self, found: Found) -> Mapping[str, Points]:
+        rows = [row for row in found if row["new"] == 64 and row["round"] == 0]
         names = {NONE: "computed anew", HOST: "mneme, from memory", DEVICE: "mneme, on the device"}
-        series = {names[arm]: sorted((row["history"], row[f"{arm} ttft_ms"]) for row in rows) for arm in names}
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "history, tokens", "first token, ms", is_log=True))  # fmt: skip
+        return {names[arm]: sorted((row["history"], row[f"{arm} ttft_ms"]) for row in rows) for arm in names}
 
 
 class Chats(Experiment):

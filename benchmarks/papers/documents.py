@@ -13,12 +13,11 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
-from plots import caption_of, lines, save
+from plots import Points
 from servers import Server, alone, play, start, told, words
 
 from mneme.lab.bench.workloads import Piece, Session, Turn, arrive
@@ -51,6 +50,7 @@ class Quality(Experiment):
 
     name, title, minutes = "cache-blend-quality", "CacheBlend Fig. 2, 12, 16: quality by selector and ratio", 240
     rows = ("B18", "B19", "B21")
+    axes, bounds = ("share", "F1"), (FULL, REUSE)
     model, is_timed = "smollm2 and mneme-tiny", False
     tasks: dict[str, Sequence[str]] = {  # noqa: RUF012  # read only
         TINY: ("coreference:4x8", "coreference:8x4", "coreference:16x2"),
@@ -123,17 +123,16 @@ class Quality(Experiment):
             ),
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = [row for row in closing["results"] if row["task"] == "retrieval:4x60"]
+    def series(self, found: Found) -> Mapping[str, Points]:
+        rows = [row for row in found if row["task"] == "retrieval:4x60"]
         if not rows:
-            return
+            return {}
         shares = {name: [(ratio, statistics.mean(row[f"{name} {ratio:g} F1"] for row in rows)) for ratio in RATIOS]
                   for name in SELECTORS}  # fmt: skip
-        series = {"mneme, hkvd": shares["hkvd"], "query": shares["query"]}
+        series: dict[str, Points] = {"mneme, hkvd": shares["hkvd"], "query": shares["query"]}
         for name in (FULL, REUSE):
             series[name] = [(ratio, statistics.mean(row[f"{name} F1"] for row in rows)) for ratio in RATIOS]
-        save(folder / f"{self.name}.png", "CacheBlend Fig. 16: F1 by what is computed anew", caption_of(closing),
-             lambda axes: lines(axes, series, "share", "F1", dashed=[FULL, REUSE]))  # fmt: skip
+        return series
 
 
 class Served(Experiment):
@@ -248,6 +247,7 @@ class Load(Served):
 
     name, title, minutes = "cache-blend-load", "CacheBlend Fig. 14: first tokens by request rate", 60
     rows = ("B23",)
+    axes, is_log = ("requests/s", "first token, ms"), True
     arms = (FULL, PREFIX, "hkvd 0.15", "query 0.15")
 
     def points(self) -> Iterable[Point]:
@@ -286,12 +286,10 @@ class Load(Served):
             "B23": Ours(f"{shown} requests/s within {bound:,.0f} ms", note="twice the unloaded first token in full")
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
+    def series(self, found: Found) -> Mapping[str, Points]:
         names = {arm: f"mneme, {arm}" if arm in BLENDS else arm for arm in self.arms}
-        series = {shown: sorted((row["rate"], row[f"{arm} ttft_ms"]) for row in closing["results"])
+        return {shown: sorted((row["rate"], row[f"{arm} ttft_ms"]) for row in found)
                   for arm, shown in names.items()}  # fmt: skip
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "requests/s", "first token, ms", is_log=True))  # fmt: skip
 
 
 EXPERIMENTS = (Quality, FirstTokens, Places, Load)
