@@ -57,7 +57,8 @@ def cached_model(
     decoder = make_decoder(shape, device=device, dtype=dtype, max_position_embeddings=max_context)
     layout = chunk_layout(decoder.config, dtype, _CHUNK_TOKENS)
     weights = f"{shape} of random weights".encode().hex()
-    return CachedModel(decoder, ModelFingerprint(weights, layout, decoder.config.rope.inv_freq))
+    fingerprint = ModelFingerprint(weights=weights, layout=layout, inv_freq=decoder.config.rope.inv_freq)
+    return CachedModel(decoder, fingerprint)
 
 
 def make_engine(model: CachedModel, store: ChunkStore | None, cache: CacheConfig, num_pages: int) -> Engine:

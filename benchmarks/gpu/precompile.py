@@ -48,21 +48,8 @@ def _attention(run: Run, heads: Heads, dtype: torch.dtype, rows: int) -> Iterato
         out = scene.attend(0, scene.plan(share), backend=backend_of(run))
     if not torch.isfinite(out).all():
         raise SystemExit("what it computes is not finite")
-    yield from _resources(run, f"attention {heads} {str(dtype).removeprefix('torch.')} rows {rows}")
-
-
-def _resources(run: Run, name: str) -> Iterator[Row]:
-    """Registers and spills of what was just compiled, where this Triton tells."""
-    if run.is_dry:
-        return
-    from mneme.kernels.triton.attention import attention_kernel
-
-    for cache in getattr(attention_kernel, "device_caches", {}).values():
-        for kernel in cache[0].values():
-            registers, spills = getattr(kernel, "n_regs", None), getattr(kernel, "n_spills", None)
-            shared = getattr(getattr(kernel, "metadata", None), "shared", None)
-            note = f"{spills} spills, {shared} bytes shared"
-            yield Row(f"registers of {name}", registers, note=note, is_detail=True)
+    return
+    yield
 
 
 def _candidate(run: Run, kind: Kind, config: Config, rows: int) -> Iterator[Row]:
