@@ -269,7 +269,7 @@ def _rows(
     notes += [f"{seen[what]:.0f} {what}" for what in ("shared segments", "host tokens") if seen[what]]
     yield Row(f"{name}, tokens/s", figures["output_tokens_per_s"], note=", ".join(notes))
     yield Row(f"{name}, TTFT", ttft["p50"], "ms", note=f"p99 {ttft['p99']:.0f}")
-    floor_ms, ahead = _floor_ms(run, traffic, figures, seen), SERVED_AHEAD.get(f"{name}, ITL")
+    floor_ms, ahead = _floor_ms(run, traffic, seen), SERVED_AHEAD.get(f"{name}, ITL")
     later = "" if ahead is None else f"; one step ahead: {ahead:g}"
     yield Row(f"{name}, ITL", itl["p50"], "ms", floor_ms and floor_ms / itl["p50"], f"p99 {itl['p99']:.1f}{later}")
     step_ms, busy = seen.get("step_ms"), f"GPU {seen['gpu']:.0%}, client {busiest:.0%} of a core"
@@ -282,7 +282,7 @@ def _rows(
         yield Row(f"{name}, {key}", value, is_detail=True)
 
 
-def _floor_ms(run: Run, traffic: Traffic, figures: dict[str, Any], seen: dict[str, float]) -> float | None:
+def _floor_ms(run: Run, traffic: Traffic, seen: dict[str, float]) -> float | None:
     """A decode step that only reads, at the data sheet's bandwidth: weights, and each distinct token's KV."""
     copy_tb_s = next((of["copy"] for name, of in DATA_SHEETS.items() if name in _device_name(run)), None)
     if copy_tb_s is None:
