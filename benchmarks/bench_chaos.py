@@ -22,17 +22,14 @@ Ray and whatever replica loads again.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import random
 import re
-import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -42,10 +39,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import httpx
 from harness import Check, Run, at_least, at_most, options_of
+from streams import BadStream, Heard, stream
 
-ROOT = Path(__file__).parents[1]
+from tests.e2e.nodes.cache_cluster import CacheCluster, cache_cluster
+from tests.e2e.server_process import free_port
+
 NODES = ("a", "b")  # that may go; the head has the clients' proxy
 STORE_BYTES = 256 << 20
 NUM_PIECES = (0, 1, 5, 20)
@@ -59,16 +61,6 @@ MIN_QUARTER = 2  # samples
 # Of the third quarter. Pages rise and fall with the load, and each cache actor that is killed fills its memory anew:
 # what leaks at every fault is many times that. Disks keep what they have.
 MAX_GROWTH = {"mib": 0.05, "fds": 0.05, "in_use_pages": 1.0, "host_bytes": 1.5, "disk_bytes": 0.1}
-# Ray's, so that a node that went is noticed soon and processes keep the machine's priority.
-ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",
-    "RAY_enable_metrics_collection": "0",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_failure_threshold": "3",
-    "RAY_health_check_initial_delay_ms": "500",
-}
 
 
 @dataclass
@@ -91,41 +83,24 @@ class Seen:
 class ChaosCluster:
     """The application on three nodes, and its processes by what they are."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        import ray
+    def __init__(self, nodes: CacheCluster) -> None:
         from ray import serve
-        from ray.cluster_utils import Cluster
 
         from mneme.cluster.app import build
         from mneme.cluster.run.local_cluster import APPLICATION
-        from mneme.cluster.serve.ray_private import single_node
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        self.url, self._nodes = f"http://127.0.0.1:{port}", dict[str, Any]()
-        self._single_node = single_node
-        with single_node():
-            self._cluster = Cluster(initialize_head=True, head_node_args=_node_args("head"))
-            ray.init(
-                self._cluster.address, namespace="chaos", log_to_driver=False, logging_level=logging.ERROR,
-                _node_ip_address="127.0.0.1",
-            )  # fmt: skip
-        for name in NODES:
-            self.add_node(name)
+        self.nodes, port = nodes, free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        nodes.restore_nodes()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         settings = {
             "model": "mneme-tiny", "replicas": 3, "cpus_per_replica": 1, "ingress": {"replicas": 2},
             "engine": {"dtype": "float32"},
-            "cache": {"load": "always", "disk": {"folder": f"{folder}/kv-%n", "capacity_bytes": 512 << 20}},
+            "cache": {"load": "always", "disk": {"folder": f"{nodes.folder}/kv-%n", "capacity_bytes": 512 << 20}},
         }  # fmt: skip
         serve.run(build(settings), name=APPLICATION, route_prefix="/")
         self.await_replicas()
-
-    def add_node(self, name: str) -> None:
-        with self._single_node():
-            self._nodes[name] = self._cluster.add_node(**_node_args(name))
-
-    def remove_node(self, name: str) -> None:
-        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def actors(self) -> list[dict[str, Any]]:
         from ray._private.state import state
@@ -154,7 +129,7 @@ class ChaosCluster:
 
         used = {e["Address"]["NodeID"] for e in self.actors() if "#ingress#" in e["Name"]}
         ids = {each["NodeName"]: each["NodeID"] for each in ray.nodes() if each["Alive"]}
-        return next((name for name in NODES if name in self._nodes and ids.get(name) not in used), None)
+        return next((name for name in NODES if name in ids and ids[name] not in used), None)
 
     def await_replicas(self, count: int = 3) -> None:
         deadline_s = time.monotonic() + LIMIT_S
@@ -168,41 +143,17 @@ class ChaosCluster:
                 raise RuntimeError(f"no {count} replicas after {LIMIT_S:g} s")
             time.sleep(0.1)
 
-    def close(self) -> None:
-        import ray
-        from ray import serve
-
-        serve.shutdown()
-        ray.shutdown()
-        self._cluster.shutdown()
-
-
-def _node_args(name: str) -> dict[str, Any]:
-    return {
-        "num_cpus": 1, "object_store_memory": STORE_BYTES, "node_name": name, "node_ip_address": "127.0.0.1",
-        "include_dashboard": False,
-    }  # fmt: skip
-
 
 @contextmanager
 def chaos_cluster() -> Iterator[ChaosCluster]:
     """Everything in a folder of its own, which goes with it."""
-    import socket
+    with cache_cluster(STORE_BYTES) as nodes:
+        from ray import serve
 
-    folder = Path(tempfile.mkdtemp(prefix="ch-", dir="/tmp"))  # short: Ray's sockets lie in there
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    os.environ |= ENVIRONMENT | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src")}
-    os.environ.pop("RAY_ADDRESS", None)
-    try:
-        cluster = ChaosCluster(folder, port)
         try:
-            yield cluster
+            yield ChaosCluster(nodes)
         finally:
-            cluster.close()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            serve.shutdown()
 
 
 def turn(session: str, text: str, num: int, *, append: bool) -> dict[str, Any]:
@@ -212,39 +163,8 @@ def turn(session: str, text: str, num: int, *, append: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class BadStream(Exception):
-    """A stream ended with an error, or not as it should."""
-
-
-def stream(
-    http: httpx.Client, body: dict[str, Any], on_piece: Callable[[int], object] = lambda _: None
-) -> tuple[str, str, float]:
-    """Return text, completion id and the longest gap between events; `on_piece` hears how many pieces there are."""
-    pieces, completion, pause_s, is_done, last_s = 0, "", 0.0, False, time.monotonic()
-    text = ""
-    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
-        if answer.status_code != 200:
-            answer.read()
-            raise BadStream(f"HTTP {answer.status_code}")
-        on_piece(0)
-        for line in answer.iter_lines():
-            is_done |= line == "data: [DONE]"
-            if not line.startswith("data: {"):
-                continue
-            now_s = time.monotonic()
-            pause_s, last_s = max(pause_s, now_s - last_s), now_s
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise BadStream(str(event["error"].get("message")))
-            completion = event["id"]
-            for choice in event["choices"]:
-                if choice["delta"].get("content"):
-                    text += choice["delta"]["content"]
-                    pieces += 1
-                    on_piece(pieces)
-    if not is_done:
-        raise BadStream("ended early")
-    return text, completion, pause_s
+def ask(http: httpx.Client, body: dict[str, Any], on_piece: Callable[[int], object] = lambda _: None) -> Heard:
+    return stream(http, "/v1/chat/completions", body, on_piece)
 
 
 class Load:
@@ -278,7 +198,7 @@ class Load:
             while not self._is_over.is_set():
                 index, began_s = draw.randrange(len(PROMPTS)), time.monotonic()
                 try:
-                    text, _, pause_s = stream(http, plain(index))
+                    heard = ask(http, plain(index))
                 except (httpx.HTTPError, BadStream) as error:
                     if is_cut(error, began_s, self.cut_s):
                         self.seen.num_cut += 1
@@ -286,8 +206,8 @@ class Load:
                         self.seen.failures.append(f"{type(error).__name__}: {error}"[:120])
                     continue
                 self.seen.num_ok += 1
-                self.seen.num_wrong += text != self.expected[index]
-                self.seen.pauses_s.append(pause_s)
+                self.seen.num_wrong += heard.text != self.expected[index]
+                self.seen.pauses_s.append(heard.pause_s)
                 self._is_over.wait(draw.uniform(0, 0.3))
 
 
@@ -317,11 +237,11 @@ def kill_rows(cluster: ChaosCluster, load: Load, num_kills: int, reference: str)
 
 def kill_one(cluster: ChaosCluster, http: httpx.Client, session: str, reference: str, row: dict[str, Any]) -> bool:
     """Return whether the replica that was killed was the one that answered."""
-    _, completion, _ = stream(http, turn(session, STORY, 32, append=False))
-    (choice,) = explained(http, completion, session)
+    first = ask(http, turn(session, STORY, 32, append=False))
+    (choice,) = explained(http, first.completion, session)
     home = next(pid for name, pid in cluster.pids("#engine#").items() if name.endswith(choice["replica"]))
     try:
-        text, completion, pause_s = stream(
+        heard = ask(
             http,
             turn(session, "And then?", 96, append=True),
             lambda num: os.kill(home, signal.SIGKILL) if num == row["after_pieces"] else None,
@@ -331,11 +251,11 @@ def kill_one(cluster: ChaosCluster, http: httpx.Client, session: str, reference:
         row["failed"] += 1
         row.setdefault("failures", []).append(f"{type(error).__name__}: {error}"[:200])
         return True
-    row["wrong"] += text != reference
-    was_hit = any("~" in each["request_id"] for each in explained(http, completion, session))
+    row["wrong"] += heard.text != reference
+    was_hit = any("~" in each["request_id"] for each in explained(http, heard.completion, session))
     if was_hit:
         row["kills"] += 1
-        row["pauses_s"].append(pause_s)
+        row["pauses_s"].append(heard.pause_s)
     return was_hit
 
 
@@ -351,8 +271,8 @@ def cause(cluster: ChaosCluster, load: Load, what: str, draw: random.Random) -> 
         name = cluster.node_without_ingress()
         if name is None:
             return lambda: None
-        cluster.remove_node(name)
-        return lambda: cluster.add_node(name)
+        cluster.nodes.remove_node(name)
+        return lambda: cluster.nodes.add_node(name)
     if what == "ingress":
         pid = cluster.ingress_in_use()
         os.kill(pid, signal.SIGKILL)
@@ -390,9 +310,9 @@ def all_row(cluster: ChaosCluster, reference: str) -> dict[str, Any]:
 
     def read() -> None:
         with httpx.Client(base_url=cluster.url, timeout=LIMIT_S) as http:
-            stream(http, turn("all", STORY, 32, append=False))
+            ask(http, turn("all", STORY, 32, append=False))
             body = turn("all", "And then?", 96, append=True)
-            streamed.append(stream(http, body, lambda num: is_begun.set() if num == 5 else None)[0])
+            streamed.append(ask(http, body, lambda num: is_begun.set() if num == 5 else None).text)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -542,9 +462,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     with chaos_cluster() as cluster:
         with httpx.Client(base_url=cluster.url, timeout=LIMIT_S) as http:
-            stream(http, turn("undisturbed", STORY, 32, append=False))
-            reference, _, _ = stream(http, turn("undisturbed", "And then?", 96, append=True))
-            expected = [stream(http, plain(index))[0] for index in range(len(PROMPTS))]
+            ask(http, turn("undisturbed", STORY, 32, append=False))
+            reference = ask(http, turn("undisturbed", "And then?", 96, append=True)).text
+            expected = [ask(http, plain(index)).text for index in range(len(PROMPTS))]
         results["all"] = all_row(cluster, reference)
         run.keep(results)
         with Load(cluster.url, expected, args.clients) as load:

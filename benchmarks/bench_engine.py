@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from engines import PAGE_SIZE, request
 from harness import Check, Run, at_least, cpu_flags, options_of
 from peers.beside import Peer
+from random_models import PAGE_SIZE, request
 from workloads import MODEL_SHAPE, WORKLOADS, Workload, make_prompts, write_random_llama
 
 from mneme.replicas.config import EngineConfig

@@ -4,7 +4,7 @@
 |-----------|------------------------------------------------------------------------------------------------|
 | check     | whether it works: compile, float64, tests, ceilings of memory and products, a small service    |
 | attention | share of the bandwidth, of Eq. 10 and of the intercept; rotation, documents, prefill, tuning   |
-| engine    | decode steps split into host and device time; first tokens; the same layers by library calls   |
+| engine    | decode steps split into host and device time; kernels by name; draws; first tokens             |
 | tiers     | the bus, the cache tier per 4k tokens, decode beside both                                      |
 | served    | `mneme serve` under load: tokens/s, TTFT, ITL, what HTTP adds, a replica that is killed         |
 | beside    | our engine and vLLM's in turns: time per token, first tokens                                   |

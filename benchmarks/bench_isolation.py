@@ -15,7 +15,6 @@ are two API keys of `mneme serve` with one replica, and times are to the first e
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import random
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 from harness import Run, at_least, at_most, options_of
+from streams import stream
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.build import build_engine
@@ -92,16 +92,9 @@ def over_http(opened: ExitStack) -> Ask:
 
     def ask(name: str, tenant: str, ids: Sequence[int]) -> tuple[float, int]:
         body = {"model": "mneme-tiny", "prompt": list(ids), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"authorization": f"Bearer {KEYS[tenant]}", "x-request-id": name}
-        started_s = time.perf_counter()
-        with client.stream("POST", "/v1/completions", json=streamed, headers=headers) as answer:
-            lines = (line for line in answer.raise_for_status().iter_lines() if line.startswith("data: {"))
-            chunks = [next(lines)]
-            seconds = time.perf_counter() - started_s
-            chunks += lines
-        usage = json.loads(chunks[-1].removeprefix("data: "))["usage"]
-        return seconds, usage["prompt_tokens_details"]["cached_tokens"]
+        heard = stream(client, "/v1/completions", body, headers=headers)
+        return heard.first_s, heard.usage["prompt_tokens_details"]["cached_tokens"]
 
     return ask
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Check, PartResult, Run, at_least, options_of
+from harness import Check, PartResult, Run, at_least, options_of, take_turns
 from torch import Tensor
 from workloads import MODEL_SHAPE
 
@@ -95,13 +95,13 @@ def projections() -> list[tuple[int, int]]:
 
 def medians(arms: dict[str, Callable[[], Any]], num_runs: int) -> dict[str, float]:
     """Milliseconds of each arm."""
-    taken: dict[str, list[float]] = {name: [] for name in arms}
-    for run in range(num_runs + 1):
-        for name, arm in arms.items():
-            started = time.thread_time()
-            arm()
-            taken[name] += [time.thread_time() - started] if run else []  # the first is a warm-up
-    return {name: round(1e3 * statistics.median(values), 3) for name, values in taken.items()}
+
+    def take(name: str) -> float:
+        started = time.thread_time()
+        arms[name]()
+        return time.thread_time() - started
+
+    return {name: round(1e3 * statistics.median(taken), 3) for name, taken in take_turns(arms, take, num_runs).items()}
 
 
 def measure(name: str, rows: tuple[int, ...], num_runs: int, peak: float) -> list[dict[str, Any]]:

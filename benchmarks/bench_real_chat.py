@@ -25,37 +25,26 @@ MB in bfloat16, 98 MB in the file's 4 bits.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-import httpx  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from bench_real_model import reference, texts  # noqa: E402
-from bench_serving import cpu_of  # noqa: E402
-from harness import PartResult, Run, at_most, median_ratio, options_of, take_turns  # noqa: E402
-from peers.beside import llama_server, vllm_server  # noqa: E402
+import transformers
+from bench_real_model import texts
+from bench_serving import cpu_of
+from harness import PartResult, Run, at_most, median_ratio, options_of, take_turns
+from peers.beside import llama_server
+from servers import Passage, Server, play, ready, start, start_vllm
 
-from mneme.lab.bench.client import ChatClient, connect  # noqa: E402
-from mneme.lab.bench.measure import Answer, summarize  # noqa: E402
-from mneme.lab.bench.traffic import SessionPlayer  # noqa: E402
-from mneme.lab.bench.workloads import Session, Turn  # noqa: E402
-from mneme.lab.chat import first_model  # noqa: E402
-from mneme.replicas.model.directory import model_directory  # noqa: E402
-from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
+from mneme.lab.bench.workloads import Session, Turn
+from mneme.replicas.model.directory import model_directory
+from tests.e2e.server_process import free_port
 
 MODEL = "smollm2"
 CONTEXT = 2560  # tokens that the longest conversation fits in, answers included
@@ -84,23 +73,6 @@ FIGURES = {  # of `summarize`: name in the table -> how to read it
 }
 
 
-class Passage(NamedTuple):
-    """A text of a session, as `workloads.Piece` is one."""
-
-    content: str
-
-    def text(self) -> str:
-        return self.content
-
-
-class Arm(NamedTuple):
-    """A server that takes turns."""
-
-    url: str
-    model: str
-    processes: Callable[[], dict[int, str]]  # names by pid
-
-
 class Texts:
     """Conversations about passages of a text."""
 
@@ -123,23 +95,6 @@ class Texts:
         return Turn(pieces=(Passage(f"{passage}\n\n{rng.choice(QUESTIONS)}"),), max_tokens=max_tokens)
 
 
-async def play(arm: Arm, sessions: list[Session], in_flight: int) -> dict[str, Any]:
-    """Figures of a turn; `first_tokens` are those of all first prompts."""
-    first = dict[str, int]()
-    async with connect(arm.url) as http:
-        options = {"model": arm.model, "temperature": 0, "ignore_eos": True}
-        client = ChatClient(http, options, session_header=False, timeout_s=600.0)
-
-        async def ask(messages: list[dict[str, Any]], max_tokens: int, session: str) -> Answer:
-            answer = await client.ask(messages, max_tokens, session)
-            first.setdefault(session, answer.prompt_tokens or 0)
-            return answer
-
-        load = SessionPlayer(ask, say=lambda turn: turn.pieces[0].text())
-        await load.play(sessions, in_flight)
-    return {**summarize(load.answers, {}, load.num_unsent), "first_tokens": sum(first.values())}
-
-
 def pss_mib(processes: dict[int, str]) -> float:
     """Proportional set size of processes, in MiB: pages that several have count in parts."""
     kib = 0
@@ -149,52 +104,22 @@ def pss_mib(processes: dict[int, str]) -> float:
     return kib / 1024
 
 
-def write_bfloat16(model: Any, directory: Path, folder: Path) -> Path:
-    """A model's tensors in bfloat16 as a directory that vLLM reads, with the tokenizer of `directory`."""
-    folder.mkdir()
-    for path in directory.iterdir():
-        if path.suffix in (".json", ".jinja"):
-            (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
-    from safetensors.torch import save_file
-
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    tensors.pop("lm_head.weight")  # the embedding's
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def start(args: Any, directory: Path, folder: Path, stack: ExitStack) -> dict[str, Arm]:
-    """Start all servers, then wait for each."""
-    ours: dict[str, ServerProcess] = {}
-    peers = {}
-    for name in ["mneme", *(["local"] if args.local else [])]:
-        settings = ["replicas=1", "engine.num_threads=1", f"engine.kv_cache_bytes={KV_BYTES}", f"port={free_port()}"]
-        settings.append("engine.blend.mode=off")  # else it measures its model's answers while others have their turns
-        options = [part for option in settings for part in ("--set", option)]
-        command = (*SERVE, MODEL, "--dtype", "bfloat16", *options, *(["--local"] if name == "local" else []))
-        ours[name] = ServerProcess(command, OMP_NUM_THREADS="1")
-        stack.callback(ours[name].discard)
+def start_all(args: Any, directory: Path, stack: ExitStack) -> dict[str, Server]:
+    """Start all servers, and wait for them."""
+    ours = {"replicas": 1, "engine.kv_cache_bytes": KV_BYTES}
+    arms = start(stack, MODEL, {"mneme": {"local": False, **ours}} | ({"local": ours} if args.local else {}))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     for file in [(directory / "model.gguf").resolve(), *args.gguf] if args.llama else []:
         name = f"llama.cpp {file.stem}" if file in args.gguf else "llama.cpp"
-        log = folder / f"{name}.log"
-        peers[name] = llama_server(args.llama, file, max(args.in_flight), CONTEXT, free_port(), log)
-        stack.callback(peers[name].stop)
+        peer = llama_server(args.llama, file, max(args.in_flight), CONTEXT, free_port(), folder / f"{name}.log")
+        stack.callback(peer.stop)
+        arms[name] = ready(peer)
     if args.vllm:
-        model = write_bfloat16(reference(directory), directory, folder / MODEL)
-        for name, options in (("vllm", ()), ("vllm eager", ("--enforce-eager",))):
-            peers[name] = vllm_server(args.vllm, model, MODEL, free_port(), folder / f"{name}.log", *options)
-            stack.callback(peers[name].stop)
-    arms = {}
-    for name, server in (ours | peers).items():
-        url = server.await_ready()
-        with httpx.Client(base_url=url) as http:
-            arms[name] = Arm(url, first_model(http), server.processes)
+        arms |= start_vllm(stack, args.vllm, MODEL, {"vllm": (), "vllm eager": ("--enforce-eager",)})
     return arms
 
 
-def measure(run: Run, arms: dict[str, Arm], text: Texts, in_flight: int) -> PartResult:
+def measure(run: Run, arms: dict[str, Server], text: Texts, in_flight: int) -> PartResult:
     args = run.args
     count = max(in_flight, 1 if args.quick else MIN_CONVERSATIONS)
     rounds = Counter[str]()
@@ -204,9 +129,11 @@ def measure(run: Run, arms: dict[str, Arm], text: Texts, in_flight: int) -> Part
         rounds[name] += 1
         sessions = text.sessions(count, args.turns, args.tokens, seed)
         before = cpu_of(arms[name].processes()).total()
-        found = asyncio.run(play(arms[name], sessions, in_flight))
+        played = play(arms[name], sessions, in_flight, may_fail=True)
         processes = arms[name].processes()
-        return {**found, "cpu_s": cpu_of(processes).total() - before, "pss_mib": pss_mib(processes)}
+        first = {each.session: each.prompt_tokens or 0 for each in reversed(played.answers)}
+        own = {"cpu_s": cpu_of(processes).total() - before, "pss_mib": pss_mib(processes)}
+        return {**played.figures, **own, "first_tokens": sum(first.values())}
 
     found = take_turns(arms, take, args.rounds, num_warm=0)
     served = PartResult(name=f"{in_flight}_in_flight", title=f"{count} conversations of {args.turns} turns")
@@ -251,11 +178,11 @@ def main() -> None:
     text = Texts(transformers.AutoTokenizer.from_pretrained(directory))
     run = Run("real_chat", args, model=MODEL, dtype="bfloat16", engine_threads=1, turns=args.turns, tokens=args.tokens)
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        arms = start(args, directory, Path(folder), stack)
+    with ExitStack() as stack:
+        arms = start_all(args, directory, stack)
         run.say(f"servers are ready after {time.perf_counter() - run.started_s:.0f} s")
         for arm in arms.values():  # as many at once as there will be, so that nothing is made in a turn
-            asyncio.run(play(arm, text.sessions(max(args.in_flight), 1, 8, seed=-1), max(args.in_flight)))
+            play(arm, text.sessions(max(args.in_flight), 1, 8, seed=-1), max(args.in_flight))
         for number in args.in_flight:
             part = run.show(measure(run, arms, text, number))
             results[part.name] = part.rows

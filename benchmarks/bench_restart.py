@@ -12,35 +12,26 @@ the KV.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
 from harness import PartResult, Run, at_least, at_most, options_of  # noqa: E402
+from streams import Heard, stream  # noqa: E402
 
 from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
 
 COMPUTED, DEVICE, DISK = "computed", "found on the device", "found on the disk, after a restart"
 CHARS_PER_TOKEN = 3.3  # of this text, in vocabularies of 49k and more
 ANSWER = 16  # tokens
-
-
-class Heard(NamedTuple):
-    """One answer."""
-
-    ttft_s: float
-    text: str
-    usage: dict[str, Any]
 
 
 def prompts(count: int, num_tokens: int) -> list[str]:
@@ -55,23 +46,10 @@ def prompts(count: int, num_tokens: int) -> list[str]:
 
 def ask(url: str, model: str, prompt: str) -> Heard:
     """A streamed chat."""
-    body = {
-        "model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": ANSWER, "temperature": 0,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    started, first, text, usage = time.perf_counter(), 0.0, "", {}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as answer:
-        if answer.status_code != 200:
-            raise SystemExit(f"{answer.status_code}: {answer.read().decode()}")
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            said = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-            if said and not first:
-                first = time.perf_counter() - started
-            text, usage = text + said, chunk.get("usage") or usage
-    return Heard(first, text, usage)
+    said = {"role": "user", "content": prompt}
+    body = {"model": model, "messages": [said], "max_tokens": ANSWER, "temperature": 0}
+    with httpx.Client(base_url=url, timeout=600) as http:
+        return stream(http, "/v1/chat/completions", body)
 
 
 def rounds(args: Any, given: Sequence[str]) -> dict[str, list[Heard]]:
@@ -102,8 +80,8 @@ def compare(args: Any) -> PartResult:
         part.rows.append(
             {
                 "prompt is": name,
-                "first token ms": 1e3 * statistics.median(each.ttft_s for each in answers),
-                "slowest ms": 1e3 * max(each.ttft_s for each in answers),
+                "first token ms": 1e3 * statistics.median(each.first_s for each in answers),
+                "slowest ms": 1e3 * max(each.first_s for each in answers),
                 "tokens": usage["prompt_tokens"],
                 **{key: value for key, value in usage["kv_details"].items() if isinstance(value, int)},
             }

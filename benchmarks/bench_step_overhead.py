@@ -23,8 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from engines import make_decoder, request
 from harness import Run, at_most, options_of
+from random_models import make_decoder, request
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine

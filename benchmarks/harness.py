@@ -125,16 +125,13 @@ def options_of(description: str | None, *, quick: str, seed: bool = True, out: b
 class Run:
     """One run of a benchmark, from its beginning to its closing line."""
 
-    def __init__(
-        self, name: str, args: argparse.Namespace, *, threads: int | None = None, device: str | None = None,
-        kind: str = "cpu", **facts: Any
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, args: argparse.Namespace, *, threads: int | None = None, **facts: Any) -> None:
         """`threads`: of torch, where this process computes on a CPU; `facts` are part of the closing line."""
         self.args = args
         self.checks: list[Check] = []
         self.started_s, self._load_before = time.perf_counter(), load_average()
         self._facts: dict[str, Any] = {
-            "benchmark": name, "device": device or cpu_name(), "instructions": cpu_flags(), "kind": kind,
+            "benchmark": name, "device": cpu_name(), "instructions": cpu_flags(), "kind": "cpu",
             "quick": args.quick,
             "seed": getattr(args, "seed", 0),
         }  # fmt: skip
@@ -177,11 +174,6 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{closing['benchmark']}.json").write_text(json.dumps(closing) + "\n")
         return closing
-
-    @property
-    def status(self) -> int:
-        """The exit status: 1 if a promised figure was missed and `--strict` was given."""
-        return int(self.args.strict and any(check.ok is False for check in self.checks))
 
     def end(self, results: Any, draw: Callable[[Path, dict[str, Any]], Any] | None = None, **facts: Any) -> None:
         """Print the closing line; keep it, and the plots of it, where `--out` or `--json FILE` say."""

@@ -14,34 +14,31 @@ from typing import Any
 GREENS = ("#0f6b4a", "#4fa583", "#97ccb6", "#c9e6da", "#073b29")  # of labels that begin with "mneme"
 OTHERS = ("#6b7788", "#c98a2b", "#8a6aa0", "#b85c5c", "#4a86ad", "#a3a9b3", "#7d6b4f")
 DIM = "#555b66"
-Draw = Callable[[Any], None]
 Points = Sequence[tuple[float, float]]
 
 
-def save(path: Path, title: str, caption: str, *draws: Draw, share_y: bool = False) -> bool:
-    """Write a PNG of one panel for each of `draws`, side by side; False without matplotlib."""
+def save(path: Path, title: str, caption: str, draw: Callable[[Any], None]) -> None:
+    """Write a PNG of what is drawn on its axes; without matplotlib, nothing."""
     try:
         import matplotlib
     except ImportError:
         print("no plot: matplotlib is not installed")
-        return False
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (8.4 if len(draws) < 3 else 11, 5)
-    figure, panels = pyplot.subplots(1, len(draws), figsize=size, squeeze=False, sharey=share_y)
+    figure, axes = pyplot.subplots(figsize=(8.4, 5))
     try:
-        for axes, draw in zip(panels[0], draws, strict=True):
-            axes.set_axisbelow(True)
-            axes.grid(color="#e4e6ea")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(labelsize=9)
-            draw(axes)
+        axes.set_axisbelow(True)
+        axes.grid(color="#e4e6ea")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9)
+        draw(axes)
         figure.suptitle(title, fontsize=11.5, x=0.02, y=0.985, ha="left")
         figure.text(0.02, 0.012, caption, fontsize=7.5, color=DIM)
-        handles, labels = panels[0][0].get_legend_handles_labels()
+        handles, labels = axes.get_legend_handles_labels()
         num_rows = -(-len(labels) // 3) if len(labels) > 1 else 0
-        if num_rows:  # above the panels, which have the same labels: never over what it explains
+        if num_rows:  # above the panel: never over what it explains
             place = {"loc": "upper left", "bbox_to_anchor": (0.012, 0.955), "ncols": 3}
             figure.legend(handles, labels, fontsize=9, frameon=False, **place)
         figure.tight_layout(rect=(0, 0.035, 1, 1 - 0.045 * num_rows))
@@ -49,7 +46,6 @@ def save(path: Path, title: str, caption: str, *draws: Draw, share_y: bool = Fal
         figure.savefig(path, dpi=110)
     finally:
         pyplot.close(figure)
-    return True
 
 
 def caption_of(closing: Mapping[str, Any]) -> str:

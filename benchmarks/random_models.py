@@ -1,17 +1,21 @@
-"""Models of random weights, made on their device, in the shapes of well-known ones; for engine benchmarks."""
+"""Models of random weights, made on their device, in the shapes of well-known ones, and requests of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.directory import parse_model_config
 from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.weights import build
+from mneme.replicas.request import GenerationRequest, SamplingParams
 
+PAGE_SIZE = 32
 _STD = 0.02
 
 
@@ -70,6 +74,22 @@ class RandomSource:
 def random_weights(config: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> DecoderWeights:
     """Draw a model's weights where they are kept; nothing passes through the host."""
     return build(FAMILIES[config.family], RandomSource(device, dtype, seed), config)
+
+
+def make_decoder(
+    shape: str | dict[str, Any], *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
+) -> Decoder:  # fmt: skip
+    """A model of one of `SHAPES`, or of another one; `changes` go before the shape."""
+    described = (SHAPES[shape] if isinstance(shape, str) else shape) | changes
+    config = parse_model_config(described, shape if isinstance(shape, str) else "benchmark")
+    return Decoder(config, random_weights(config, torch.device(device), dtype))
+
+
+def request(name: str, ids: Sequence[int], num_out: int, **more: Any) -> GenerationRequest:
+    """Greedy, of exactly so many tokens."""
+    sampling = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, seed=0)
+    return GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=sampling, **more)
 
 
 def layer_weights(config: DecoderConfig) -> int:

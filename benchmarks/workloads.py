@@ -60,8 +60,8 @@ def make_prompts(workload: Workload, seed: int = 1) -> list[list[int]]:
     return [shared + draw(workload.num_private) for _ in range(workload.num_requests)]
 
 
-def write_random_llama(directory: Path, seed: int = 0, **shape: int) -> Path:
-    """Save the 31M-parameter model in float32, once; `shape` goes before `MODEL_SHAPE`."""
+def write_random_llama(directory: Path, seed: int = 0, **shape: Any) -> Path:
+    """Save the 31M-parameter model in torch's default dtype, once; `shape` goes before `MODEL_SHAPE`."""
     if not (directory / "model.safetensors").exists():
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -7,8 +7,8 @@ A *pass* takes the M query heads of a piece's rows over the keys and values of L
 with one pair of constants for many heads, for which keys are packed first, and another for few, where each row reads
 keys where they lie, one after the other. Sharing replaces one pass per sharer by one for all of them, and costs a
 piece: its own set-up, the rotation of its queries and the merge of its results. Only ratios of the constants decide.
-Measured ones come from `benchmarks/fit_share_cost.py`; the constants say for which device. On a GPU an engine that
-keeps costs measures its own once (`replicas/engine/calibration.py`).
+Those that are written down were fitted to measured times; each says for which device. On a GPU an engine that keeps
+costs measures its own once (`replicas/engine/calibration.py: measured_share_cost`).
 """
 
 from __future__ import annotations

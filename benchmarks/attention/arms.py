@@ -103,17 +103,37 @@ def gathered(scene: Scene) -> list[Arm]:
     return [by_head_arm, _grouped_arm("gather/per_sequence", per_sequence, num_layers, scene)]
 
 
-def backends(scene: Scene) -> list[str]:
-    """The backends by name that can run this scene here, the reference left out."""
-    found = []
-    plan = scene.plan("never")
-    for name in ("torch", "native", "triton"):
-        try:
-            scene.attend(0, plan, backend=name)
-        except Exception:  # each library has its own
-            continue
-        found.append(name)
-    return found
+def virtual_queries(scene: Scene, share: Share = "auto") -> Arm:
+    """Each query once per delta of its sequence, rotated in a pass of its own; un-rotated attention; a merge.
+
+    A kernel without a delta per row must do this; Hogwild! inference rotates like it (arXiv 2504.06261).
+    """
+    tables, rows = _tables_by_delta(scene)
+    sequence, delta = (torch.tensor(values, device=scene.q.device) for values in zip(*rows, strict=True))
+    position = torch.from_numpy(scene.rows.arrays()[1]).to(scene.q.device)[sequence] - delta
+    local = QueryRows(np.arange(len(rows)), position.cpu().numpy())
+    plan = scene.plan_of(tables, local, share)
+    num_parts = len(rows) // len(scene.tables)  # of a sequence; the same for all
+    buffers = own_buffers(scene.q.device)
+
+    def call(layer: int) -> Tensor:
+        q = scene.rope.rotate(scene.q.index_select(0, sequence), position).to(scene.q.dtype)
+        with buffers:
+            out, lse = scene.attend_rows(layer, plan, q, rope=False)
+        weights = lse.view(-1, num_parts, lse.shape[1]).softmax(1)
+        return (out.float().view(-1, num_parts, *out.shape[1:]) * weights[..., None]).sum(1).to(q.dtype)
+
+    return Arm("virtual", call, len(scene.layers))
+
+
+def _tables_by_delta(scene: Scene) -> tuple[list[PageTable], list[tuple[int, int]]]:
+    """A page table for each (sequence, delta), and that pair; delta 0 in the frame of the pages."""
+    tables, rows = [], []
+    for number, table in enumerate(scene.tables):
+        for delta in np.unique(table.deltas):
+            tables.append(PageTable.own(table.page_ids[table.deltas == delta]))
+            rows.append((number, int(delta)))
+    return tables, rows
 
 
 def reference_rows(scene: Scene) -> dict[int, Tensor]:

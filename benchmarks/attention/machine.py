@@ -1,4 +1,4 @@
-"""The device at hand: its name, its measured ceilings and its last cache."""
+"""The device at hand: its measured ceilings and its last cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from harness import cpu_name
 
 _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 _PRODUCT_SIDE = {"cpu": 1024, "cuda": 8192}
 _DEFAULT_CACHE_BYTES = 32 << 20
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's or the CPU's name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 class Ceilings(NamedTuple):

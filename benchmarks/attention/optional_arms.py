@@ -1,4 +1,4 @@
-"""Arms that need CUDA and may be missing or fail: FlashInfer's decode and cascade, FlexAttention, `enable_gqa`."""
+"""Arms that need CUDA and may be missing or fail: FlashInfer's decode and cascade, `enable_gqa`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attention.scenes import Scene, contiguous_kv, contiguous_layers, rotated_q
+from attention.scenes import Scene, contiguous_layers, rotated_q
 from attention.timing import Arm
 from torch import Tensor
 
@@ -56,23 +56,6 @@ def flashinfer_cascade(scene: Scene, num_shared_pages: int) -> Arm | None:
         *_sizes(scene), q_data_type=scene.q.dtype, kv_data_type=scene.q.dtype,
     )  # fmt: skip
     return _paged_arm("flashinfer_cascade", wrapper, scene)
-
-
-def flex(scene: Scene) -> Arm | None:
-    """FlexAttention, compiled, over contiguous KV; on CUDA only (on a CPU it takes half a minute to compile)."""
-    if scene.q.device.type != "cuda" or scene.rows_per_sequence != 1 or scene.q.dtype == torch.float32:
-        return None
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled = torch.compile(flex_attention)
-    keys, values = contiguous_kv(scene)
-    q = rotated_q(scene).unsqueeze(2)
-
-    def call(_layer: int) -> Tensor:
-        out: Tensor = compiled(q, keys, values, enable_gqa=scene.heads.group > 1)
-        return out
-
-    return Arm("flex", call, 1, lambda out: out.squeeze(2))
 
 
 def contiguous_by_head(scene: Scene, cache_bytes: int = 0, *, is_dry: bool = False) -> Arm | None:

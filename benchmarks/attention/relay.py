@@ -11,25 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attention.arms import contiguous, ours
-from attention.bench import DTYPES, Bench, NotRun, least, ran
+from attention.bench import Bench, NotRun
 from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
 from attention.scenes import Heads, Scene, prefix_scene, unshared
-from harness import Check, PartResult, at_least
-
-_DTYPE = "bfloat16"
-_GQA, _MHA = Heads(32, 8, 128), Heads(32, 32, 128)
-_SHARE_OF_BOUND = 0.9
-# A launch has a fixed cost, some microseconds, which no equation counts: it is a figure of its own (gpu/attention.py),
-# and Eq. 10 is promised where the ideal time is long beside it.
-PROMISED_FROM_US = 40.0
-_NOISE = 0.02  # two arms with one and the same plan differ by this
-
-
-# (batch, shared, private), the telling ones first: what is left when time is over is not run.
-_CHOSEN = (
-    (32, 2048, 128), (32, 8192, 128), (128, 8192, 128), (32, 16384, 128), (128, 8192, 768), (8, 8192, 128),
-    (8, 16384, 768),
-)  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -52,27 +36,11 @@ def relay_speedup_bytes(batch: int, shared: int, private: int, group: int) -> fl
     return (2 * (shared + private) + 2 * group) / (2 * (shared / batch + private) + 7 * group)
 
 
-def run(bench: Bench) -> PartResult:
-    """The whole grid with grouped heads; on CUDA chosen points, also with a KV head for each query head."""
-    rows = bench.sweep(points(bench), lambda point: measure(bench, point))
-    title = f"RelayAttention Fig. 1 and 5, {_DTYPE}; ms per call, x over sequence-first, Eq. 10"
-    return PartResult(name="relay", title=title, rows=rows, checks=_checks(bench, rows))
-
-
-def points(bench: Bench) -> list[Point]:
-    if bench.is_cuda and not bench.quick:
-        return [Point(heads, *shape) for shape in _CHOSEN for heads in (_GQA, _MHA)] + [Point(_GQA, 1, 8192, 128)]
-    batches, lengths, privates = bench.pick(
-        cuda=None, cpu=((32, 1, 8, 64, 128), (512, 2048, 8192, 16384), (128, 768)), quick=((1, 32), (512, 2048), (128,))
-    )
-    return [Point(_GQA, b, s, c) for c in privates for b in batches for s in lengths]
-
-
 def measure(bench: Bench, point: Point) -> dict[str, Any]:
     heads, batch, shared, private = point
     if not bench.may_read(batch * (shared + private) * 4 * heads.kv * heads.dim):
         raise NotRun("too long for this device")
-    scene = prefix_scene(batch, shared, private, **bench.options(heads, DTYPES[_DTYPE]))
+    scene = prefix_scene(batch, shared, private, **bench.options(heads))
     arms = [ours(scene), ours(scene, "never", "never")]
     peers = [lambda: flashinfer_decode(scene), lambda: flashinfer_cascade(scene, shared // scene.page_size)]
     peers = peers if batch > 1 else []
@@ -103,23 +71,3 @@ def _bounds(bench: Bench, scene: Scene, point: Point) -> dict[str, Any]:
         "roof": scene.bytes_apart / copy / products_s,
         "ideal_us": max(scene.bytes_once / copy, products_s) * 1e6,
     }
-
-
-def _checks(bench: Bench, rows: list[dict[str, Any]]) -> list[Check]:
-    """Promised for the GPU."""
-    measured = ran(rows) if bench.is_cuda else []
-    batched = [row for row in measured if row["batch"] > 1]
-    of_bound = least(
-        row["of_bound"] for row in batched if row["of_bound"] is not None and row["ideal_us"] >= PROMISED_FROM_US
-    )
-    alone = least(row["never/auto"] for row in measured if row["batch"] == 1)
-    long = least(row["never/auto"] for row in batched if (row["batch"], row["shared"]) == (32, 8192))
-    cascade = least(row["flashinfer_cascade/auto"] for row in batched)
-    decode = least(row["flashinfer_decode/auto"] for row in batched)
-    return [
-        at_least("gpu_two_phase_over_unshared_of_bound_from_40_us", of_bound, _SHARE_OF_BOUND),
-        at_least("gpu_auto_over_never_batch_1", alone, 1.0, noise=_NOISE),
-        at_least("gpu_auto_over_never_shared_8192_batch_32", long, 3.0),
-        at_least("gpu_auto_over_flashinfer_decode_shared_prefix", decode, 1.0),
-        at_least("gpu_auto_over_flashinfer_cascade", cascade, 1.0),
-    ]

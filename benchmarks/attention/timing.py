@@ -19,6 +19,7 @@ from mneme.replicas.model.graphs import CudaCapture, Graph
 
 _SAMPLE_MS = 0.5  # short CUDA passes are repeated up to this
 _MAX_REPLAYS = 64
+_MIN_ROUNDS = 3
 
 
 class Arm(NamedTuple):
@@ -82,7 +83,6 @@ def interleaved(
     *,
     budget_s: float,
     now_s: Callable[[], float] = time.perf_counter,
-    min_rounds: int = 3,
     max_rounds: int = 25,
 ) -> Timings:
     """Rounds in which every arm has a turn, forwards and backwards in alternation, until time or rounds are used up.
@@ -95,7 +95,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in clocks}
     ends_s = time.perf_counter() + budget_s
     for number in range(max_rounds):
-        if number >= min_rounds and time.perf_counter() > ends_s:
+        if number >= _MIN_ROUNDS and time.perf_counter() > ends_s:
             break
         order = list(clocks) if number % 2 else list(reversed(clocks))
         for name in order:

@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
-import fit_share_cost
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attention import bandwidth, documents, relay, rotation
-from attention.arms import check, ours, reference_rows
-from attention.bench import Bench
+from attention import relay
+from attention.arms import check, contiguous, ours, own_buffers, reference_rows, virtual_queries
+from attention.bench import Bench, NotRun
 from attention.machine import Ceilings, measure_ceilings
-from attention.scenes import Heads, contiguous_layers, int8_scene, prefix_scene, rotated_q
-from attention.timing import Arm, interleaved
+from attention.optional_arms import contiguous_by_head, flashinfer_decode
+from attention.scenes import (
+    Block,
+    Heads,
+    Scene,
+    Use,
+    build_scene,
+    contiguous_layers,
+    documents_scene,
+    int8_scene,
+    prefix_scene,
+    rotated_q,
+)
+from attention.timing import Arm, Timings, interleaved
 from gpu import precompile
+from gpu.model import Model, Prompts
 from gpu.smoke import backend_of
 from gpu.steps import Row, Run, Step
-from gpu.tune import SCENES, timed, timed_wide, tuning_scenes, wide_scenes
-from harness import PartResult
+from gpu.tune import SCENES, config_arms, timed, tuning_scenes, wide_arms, wide_scenes
+from harness import NOT_RUN
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mneme.kernels.attention import PageTable, Plan
 from mneme.kernels.triton.configs import WIDE, candidates
+from mneme.replicas.engine.calibration import measured_share_cost
 
-_GQA = Heads(32, 8, 128)
+_GQA, _MHA = Heads(32, 8, 128), Heads(32, 32, 128)
 _POINT_S = 0.12
-_DRY_POINT_S = 0.0
 _POINT_WALL_S = 8.0  # of a large point: its scene, its check in float64, its captures
+# A launch has a fixed cost, some microseconds, which no equation counts: it is a figure of its own (`_intercept`), and
+# Eq. 10 is promised where the ideal time is long beside it.
+_PROMISED_FROM_US = 40.0
+_DOCUMENT_TOKENS = 512
+_MOST_DELTA = 4096
+# (batch, shared, private), the telling ones first: what is left when time is over is not run.
+_RELAY_SHAPES = (
+    (32, 2048, 128), (32, 8192, 128), (128, 8192, 128), (32, 16384, 128), (128, 8192, 768), (8, 8192, 128),
+    (8, 16384, 768),
+)  # fmt: skip
+Point = TypeVar("Point")
 
 
 def steps(is_dry: bool) -> list[Step]:
@@ -50,93 +77,172 @@ def steps(is_dry: bool) -> list[Step]:
     ]
 
 
-def _bench(run: Run) -> Bench:
+def _points(
+    run: Run, points: Sequence[Point], name: Callable[[Point], str], measure: Callable[[Bench, Point], Iterator[Row]]
+) -> Iterator[Row]:
+    """All points that there is time for; dry: the first. One that has begun is finished."""
     dtypes = [torch.bfloat16]
     roofs = Ceilings(1e10, {torch.bfloat16: 1e11}, 0) if run.is_dry else measure_ceilings(run.device, dtypes)
-    bench = Bench(
-        device=run.device, quick=run.is_dry, num_threads=1, ceilings=roofs, point_s=run.pick(_POINT_S, _DRY_POINT_S)
-    )
-    # A point that has begun is finished, so none begins in the last seconds; dry: the first point of each part.
-    bench.begin_part(run.pick(max(run.left_s - _POINT_WALL_S, 1.0), 0.1))
-    return bench
+    bench = Bench(device=run.device, quick=run.is_dry, ceilings=roofs, point_s=run.pick(_POINT_S, 0.0))
+    for point in points[: run.pick(None, 1)]:
+        if run.left_s < _POINT_WALL_S and not run.is_dry:
+            yield Row(name(point), None, note=f"{NOT_RUN}: out of time")
+            continue
+        try:
+            yield from measure(bench, point)
+        except (NotRun, torch.OutOfMemoryError) as reason:
+            yield Row(name(point), None, note=f"{NOT_RUN}: {str(reason)[:80]}")
+        if not run.is_dry:
+            gc.collect()
+            torch.cuda.empty_cache()
+    print(*bench.notes, sep="\n")
 
 
-def _part(run: Run, part: Callable[[Bench], PartResult], shown: Callable[[dict[str, Any]], Row]) -> Iterator[Row]:
-    """The rows of a part of `attention/`; everything that it found goes to a file of its name."""
-    bench = _bench(run)
-    found = part(bench)
-    text = json.dumps(
-        {"rows": found.rows, "notes": bench.notes, "checks": [c.name for c in found.checks if c.ok is False]}
-    )
-    (run.folder / f"part-{found.name}.json").write_text("" if run.is_dry else text)
-    for row in found.rows:
-        if "status" not in row:
-            yield shown(row)
-        elif not run.is_dry:
-            yield shown(row)._replace(note=str(row["status"]))
+def _details(name: str, times: Timings) -> Iterator[Row]:
+    for arm, launched in times.launched.items():
+        yield Row(f"{name}, {arm}", times.ms(arm), "ms", note=launched, is_detail=True)
 
 
-def _note(row: dict[str, Any], *columns: str) -> str:
-    """How it was launched, unless as a graph, and other columns."""
-    found = [f"{column} {row[column]:.3g}" for column in columns if row.get(column) is not None]
-    launched = row.get("launched", "graph")
+def _note(launched: str, **values: float | None) -> str:
+    """How it was launched, unless as a graph, and other figures."""
+    found = [f"{name} {value:.3g}" for name, value in values.items() if value is not None]
     return ", ".join([*([] if launched == "graph" else [f"LAUNCHED {launched}"]), *found])
 
 
 def _bandwidth(run: Run) -> Iterator[Row]:
-    def shown(row: dict[str, Any]) -> Row:
-        name = f"bandwidth b{row['batch']} x {row['tokens']}"
-        note = _note(row, "ours", "flashinfer", "flashinfer/ours")
-        return Row(name, row.get("of_copy"), "of copy", row.get("of_copy"), note)
+    """Sequence-first decode over private KV, in share of the copy bandwidth, and FlashInfer's decode.
 
-    return _part(run, bandwidth.run, shown)
+    A copy reads and writes each byte; attention only reads, so its share may pass 1 where reading is cheaper.
+    """
+    shapes = [(32, 1024), (32, 4096), (64, 2048), (128, 1024), (128, 4096), (32, 16384), (1, 16384)]
+
+    def name(point: tuple[int, int]) -> str:
+        return f"bandwidth b{point[0]} x {point[1]}"
+
+    def measure(bench: Bench, point: tuple[int, int]) -> Iterator[Row]:
+        batch, tokens = run.pick(point, (8, 512))
+        scene = prefix_scene(batch, 0, tokens, **bench.options(_GQA))
+        arms = [ours(scene, "never", "never"), *contiguous(scene)]
+        times = bench.time(scene, arms, [partial(flashinfer_decode, scene), partial(contiguous_by_head, scene)])
+        peer = "flashinfer_decode" if "flashinfer_decode" in times else None
+        of_copy = scene.bytes_apart / times.ms("never") * 1e3 / bench.ceilings.copy_bytes_per_s
+        note = _note(
+            times.launches("never", "flashinfer_decode"), ours=times.ms("never"), flashinfer=peer and times.ms(peer)
+        )
+        yield Row(name(point), of_copy, "of copy", of_copy, note)
+        yield from _details(name(point), times)
+
+    return _points(run, shapes, name, measure)
 
 
 def _int8_kv(run: Run) -> Iterator[Row]:
     """How much faster decodes over private KV of 8 bits are than over bfloat16's; 1.94 by bytes alone."""
-    options: dict[str, Any] = {"heads": _GQA, "dtype": torch.bfloat16, "device": run.device}
-    cache_bytes = 0 if run.is_dry else torch.cuda.get_device_properties(0).L2_cache_size
-    for batch, tokens in ((128, 1024), (32, 4096), (1, 16384)):
-        if run.is_late:
-            yield Row(f"int8 KV b{batch} x {tokens}", None, note="not run: out of time")
-            continue
-        sizes = run.pick((batch, 0, tokens), (2, 0, 64))
-        scene = prefix_scene(*sizes, **options, cache_bytes=cache_bytes)
-        small = int8_scene(scene, cache_bytes)
+    shapes = [(128, 1024), (32, 4096), (1, 16384)]
+
+    def name(point: tuple[int, int]) -> str:
+        return f"int8 KV b{point[0]} x {point[1]}"
+
+    def measure(bench: Bench, point: tuple[int, int]) -> Iterator[Row]:
+        batch, tokens = run.pick(point, (2, 64))
+        scene = prefix_scene(batch, 0, tokens, **bench.options(_GQA))
+        small = int8_scene(scene, bench.ceilings.cache_bytes)
         arm = ours(small, "int8", "never")
         check(arm, reference_rows(small), torch.bfloat16)
         times = interleaved([ours(scene, "never", "never"), arm], run.device, budget_s=run.pick(1.0, 0.0))
         tb_s = small.bytes_apart / times.ms("int8") / 1e9
-        note = _note({"launched": times.launches("never", "int8")})
-        note = ", ".join(filter(None, (note, f"{times.ms('int8') * 1e3:.1f} us, {tb_s:.2f} TB/s")))
-        yield Row(f"int8 KV b{batch} x {tokens}", times.ratio("never", "int8"), "x", note=note)
+        note = _note(times.launches("never", "int8"), us=times.ms("int8") * 1e3, TB_s=tb_s)
+        yield Row(name(point), times.ratio("never", "int8"), "x", note=note)
+
+    return _points(run, shapes, name, measure)
 
 
 def _relay(run: Run) -> Iterator[Row]:
     """Give shares of min(Eq. 10, compute roof); promised where the ideal time is 40 us or more."""
+    points = [relay.Point(heads, *shape) for shape in _RELAY_SHAPES for heads in (_GQA, _MHA)]
+    points = run.pick([*points, relay.Point(_GQA, 1, 8192, 128)], [relay.Point(_GQA, 1, 512, 128)])
 
-    def shown(row: dict[str, Any]) -> Row:
-        name = f"eq10 {row['heads']} b{row['batch']} s{row['shared']} c{row['private']}"
-        is_promised = row.get("ideal_us", 0) >= relay.PROMISED_FROM_US
-        note = _note(row, "auto", "ideal_us", "never/auto", "flashinfer_cascade/auto", "flashinfer_decode/auto")
-        value = row.get("of_bound")
-        return Row(name, value, "of bound", value, f"{note}{', promised >= 0.9' if is_promised else ''}")
+    def name(point: relay.Point) -> str:
+        return f"eq10 {point.heads} b{point.batch} s{point.shared} c{point.private}"
 
-    return _part(run, relay.run, shown)
+    def measure(bench: Bench, point: relay.Point) -> Iterator[Row]:
+        found = relay.measure(bench, point)
+        shown = ("auto", "ideal_us", "never/auto", "flashinfer_cascade/auto", "flashinfer_decode/auto")
+        note = _note(found["launched"], **{key: found[key] for key in shown})
+        note += ", promised >= 0.9" if found["ideal_us"] >= _PROMISED_FROM_US else ""
+        yield Row(name(point), found["of_bound"], "of bound", found["of_bound"], note)
+        for key, value in found.items():
+            if key != "launched":
+                yield Row(f"{name(point)}, {key}", value, is_detail=True)
+
+    return _points(run, points, name, measure)
 
 
 def _rotation(run: Run) -> Iterator[Row]:
-    return _part(
-        run, rotation.run, lambda row: Row(f"rotation {row['deltas']}", row.get("overhead"), "x", note=_note(row))
-    )
+    """What rotating queries by a delta costs: random deltas against deltas of zero, over the same pages and rows.
+
+    Positions of the rows are the same in both, so that both see all keys. `pages` gives every page a delta of its own,
+    the worst that a page table can hold; `documents` every 512 tokens; `shared` one document to all sequences, each
+    with its own delta. 1.03 is promised of the first and the last.
+    """
+    batch, tokens = run.pick((64, 4096), (8, 1024))
+    generator = np.random.default_rng(0)
+
+    def name(kind: str) -> str:
+        return f"rotation {kind}"
+
+    def turned(table: PageTable, pages_per_run: int) -> PageTable:
+        drawn = generator.integers(0, _MOST_DELTA, -(-len(table) // pages_per_run))
+        deltas = np.repeat(drawn, pages_per_run)[: len(table)].astype(np.int32)
+        return PageTable(table.page_ids, deltas, table.masks)
+
+    def measure(bench: Bench, kind: str) -> Iterator[Row]:
+        options = bench.options(_GQA, room=_MOST_DELTA)
+        if kind == "shared":
+            zero = build_scene([Block(tokens)], [[Use(0)]] * batch, **options)
+        else:
+            zero = prefix_scene(batch, 0, tokens, **options)
+        size = {"pages": 1, "documents": _DOCUMENT_TOKENS // zero.page_size}.get(kind, tokens)
+        random_deltas = replace(zero, tables=tuple(turned(table, size) for table in zero.tables))
+        times = bench.time(zero, [ours(zero, "zero")], others=[(random_deltas, ours(random_deltas, "random"))])
+        yield Row(name(kind), times.ratio("random", "zero"), "x", note=_note(times.launches("zero", "random")))
+        yield from _details(name(kind), times)
+
+    return _points(run, ["documents", "shared", "pages"], name, measure)
 
 
 def _documents(run: Run) -> Iterator[Row]:
-    def shown(row: dict[str, Any]) -> Row:
-        name = f"documents {row['documents']} of {row['of']}, sequence-first over ours"
-        return Row(name, row.get("never/auto"), "x", note=_note(row, "auto", "virtual/auto", "auto/equal_positions"))
+    """Shuffled documents: every sequence sees some of 32 documents of 512 tokens, in an order of its own.
 
-    return _part(run, documents.run, shown)
+    Beside sequence-first: a copy of each query per document (`virtual_queries`), and contiguous KV whose keys were
+    turned to each sequence's positions, outside of the timing. First all see the same four, each in its own order,
+    against one order.
+    """
+    batch, private = 32, 128
+
+    def name(point: tuple[int, int]) -> str:
+        return f"documents {point[0]} of {point[1]}, sequence-first over ours"
+
+    def measure(bench: Bench, point: tuple[int, int]) -> Iterator[Row]:
+        seen, of = point
+        draw, options = random.Random(0), bench.options(_GQA)
+        orders = [draw.sample(range(of), seen) for _ in range(batch)]
+        scene = documents_scene(orders, of, _DOCUMENT_TOKENS, private, **options)
+        arms = [ours(scene), ours(scene, "always", "always"), ours(scene, "never", "never"), virtual_queries(scene)]
+        if bench.may_copy(scene.bytes_apart):
+            arms += contiguous(scene, bench.ceilings.cache_bytes)
+        others: list[tuple[Scene, Arm]] = []
+        if seen == of:  # the same pages in the same memory, one order for all
+            one_order = documents_scene([orders[0]] * batch, of, _DOCUMENT_TOKENS, private, **options)
+            others = [(one_order, ours(one_order, "equal_positions"))]
+        times = bench.time(scene, arms, others=others)
+        note = _note(
+            times.launches("auto", "never"), auto=times.ms("auto"), virtual_over=times.ratio("virtual", "auto"),
+            over_equal_positions=times.ratio("auto", "equal_positions") if others else None,
+        )  # fmt: skip
+        yield Row(name(point), times.ratio("never", "auto"), "x", note=note)
+        yield from _details(name(point), times)
+
+    return _points(run, [(4, 4), (2, 32), (4, 32), (8, 32), (16, 32)], name, measure)
 
 
 def _tune(run: Run) -> Iterator[Row]:
@@ -148,13 +254,13 @@ def _tune(run: Run) -> Iterator[Row]:
         if run.is_dry and backend_of(run) != "triton":
             yield Row(f"tune {name}", None)
             continue
-        configs = [rule] if run.is_dry else [rule, *others]
-        times = timed(scene, configs, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
+        arms = config_arms(scene, [rule] if run.is_dry else [rule, *others])
+        times = timed(arms, scene, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
         for config, ms in sorted(times.items(), key=lambda item: item[1]):
-            yield Row(f"tune {name} {tuple(config)}", ms, "ms", is_detail=True)
-        best = min(times, key=lambda config: times[config], default=rule)
-        gain = times[rule] / times[best] if rule in times else None
-        yield Row(f"tune {name}", gain, "x", note=f"rule {tuple(rule)} over best {tuple(best)}")
+            yield Row(f"tune {name} {config}", ms, "ms", is_detail=True)
+        best = min(times, key=lambda config: times[config], default="none")
+        gain = times[str(tuple(rule))] / times[best] if str(tuple(rule)) in times else None
+        yield Row(f"tune {name}", gain, "x", note=f"rule {tuple(rule)} over best {best}")
 
 
 def _wide(run: Run) -> Iterator[Row]:
@@ -166,7 +272,7 @@ def _wide(run: Run) -> Iterator[Row]:
         if run.is_dry and backend_of(run) != "triton":
             yield Row(f"wide {name}", None)
             continue
-        times = timed_wide(scene, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
+        times = timed(wide_arms(scene), scene, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
         length, rows = scene.lengths[0], scene.q.shape[0]
         pairs = sum(range(length - rows + 1, length + 1)) if len(scene.tables) == 1 else rows * length
         flops = 4.0 * scene.heads.q * scene.heads.dim * pairs
@@ -191,7 +297,7 @@ def _intercept(run: Run) -> Iterator[Row]:
             )
             times = interleaved([ours(scene, share, share)], run.device, budget_s=run.pick(0.3, 0.0))
             points.append((scene.bytes_once, times.ms(share) * 1e3))
-            launched = _note({"launched": times.launches(share)})
+            launched = _note(times.launches(share))
             launches.add(launched)
             note = ", ".join(filter(None, (launched, f"{points[-1][0]} bytes")))
             yield Row(f"{name} {length}", points[-1][1], "us", note=note, is_detail=True)
@@ -202,19 +308,21 @@ def _intercept(run: Run) -> Iterator[Row]:
 
 
 def _share_cost(run: Run) -> Iterator[Row]:
-    """The constants of kernels/share_cost.py for this device, in picoseconds."""
-    until_s = time.monotonic() + run.pick(run.left_s * 0.9, 0.3)
-    found = fit_share_cost.fit(
-        run.device, torch.bfloat16, is_late=lambda: time.monotonic() > until_s, point_s=run.pick(0.2, 0.0)
-    )
-    for name, picoseconds in found["constants_ps"].items():
-        yield Row(f"share cost {name}", picoseconds, "ps", is_detail=True)
-    constants = json.dumps(found["constants_ps"])
-    yield Row(
-        "share cost, median error",
-        found["median_error"],
-        note="" if run.is_dry else f"{found['points']} points {constants}",
-    )
+    """The constants of kernels/share_cost.py for this device, as an engine measures them at its start; picoseconds."""
+    prompts = Prompts("shared", 1536, 64)
+    model = Model(
+        run.pick("llama-3-8b", "llama-5m"), run.device, run.pick(torch.bfloat16, torch.float32), max_batch=32,
+        prompts=(prompts,), num_steps=1,
+    )  # fmt: skip
+
+    def time_s(_plan: Plan, step: Callable[[], None]) -> float:
+        with own_buffers(run.device):
+            return interleaved([Arm("step", lambda _: step())], run.device, budget_s=0.0).ms("step") / 1e3
+
+    with torch.inference_mode():
+        constants = measured_share_cost(model.runner, time_s)
+    note = "the times follow no such model" if constants is None else json.dumps(constants)
+    yield Row("share cost", None, "ps", note="" if run.is_dry else note)
 
 
 def _prefill(run: Run) -> Iterator[Row]:
@@ -243,11 +351,11 @@ def _prefill(run: Run) -> Iterator[Row]:
         flops = 4.0 * heads.q * heads.dim * sum(range(length - rows + 1, length + 1))
         rates = {arm.name: flops / times.ms(arm.name) / 1e9 for arm in arms}
         for name, rate in rates.items():
-            note = _note({"launched": times.launches(name)})
+            note = _note(times.launches(name))
             yield Row(f"prefill {name} {rows} of {length}", rate, "TFLOP/s", note=note, is_detail=True)
         over = times.ratio("auto", "torch") if "torch" in times else None
         note = "TFLOP/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        note = ", ".join(filter(None, (_note({"launched": times.launches(*rates)}), note)))
+        note = ", ".join(filter(None, (_note(times.launches(*rates)), note)))
         yield Row(f"prefill {rows} rows of {length} over torch", over, "x", note=note)
 
 

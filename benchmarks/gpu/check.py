@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import re
 import subprocess
 import sys
@@ -18,22 +17,28 @@ import torch
 from attention.machine import measure_ceilings
 from attention.scenes import layers_for
 from attention.timing import Arm, interleaved
-from cache_engines import CachedModel, KeptStore, bare_model, cache_config, make_engine, request, wait_for_saves
+from cache_engines import (
+    CachedModel,
+    KeptStore,
+    answers,
+    cache_config,
+    cached_model,
+    make_engine,
+    num_replays,
+    wait_for_saves,
+)
 from gpu import precompile, smoke
 from gpu.predictions import DATA_SHEETS
 from gpu.steps import Row, Run, Step
 from random_models import model_config
 from workloads import WORKLOADS, make_prompts
 
-from mneme.cachetier.policy.cost_model import Calibration
 from mneme.kernels.linear import PlainLinear
-from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)
 _NUM_REQUESTS, _NUM_NEW = 16, 40
-# Computing seems so dear that whatever the tier has is loaded: this is to see that it works.
-LOADS_ALL = Calibration(prefill=(1.0, 1e-2, 0.0), decode=(0.0, 0.0, 0.0), step_rows=2048, kv_bytes_per_token=1)
 
 
 def steps(is_dry: bool) -> list[Step]:
@@ -173,16 +178,13 @@ def _ceilings(run: Run) -> Iterator[Row]:
 
 def _engine(run: Run) -> Iterator[Row]:
     """Graphs and the cache tier together, in float32: the tokens of an engine that has neither."""
-    context = 1024
-    model = bare_model(run.pick("llama-31m", "llama-5m"), context, 0, device=str(run.device), dtype=torch.float32)
-    model = model._replace(calibration=LOADS_ALL)
+    model = cached_model(run.pick("llama-31m", "llama-5m"), 1024, run.device, torch.float32)
     yield from _served(run, model, "engine", is_exact=True)
 
 
 def _large_engine(run: Run) -> Iterator[Row]:
     """The same in bfloat16, where tokens may differ by rounding: that it runs, replays, saves and loads."""
-    shape = run.pick("llama-3-8b", "llama-5m")
-    model = bare_model(shape, 1024, 0, device=str(run.device))._replace(calibration=LOADS_ALL)
+    model = cached_model(run.pick("llama-3-8b", "llama-5m"), 1024, run.device)
     yield from _served(run, model, "engine, 8B", is_exact=False)
 
 
@@ -191,7 +193,7 @@ def _served(run: Run, model: CachedModel, name: str, *, is_exact: bool) -> Itera
     num_pages, num_new = len(prompts) * 40 + 64, run.pick(_NUM_NEW, 4)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        cache = cache_config(Path(folder), host_bytes=8 << 30)
+        cache = cache_config(Path(folder), 8 << 30)
         store = KeptStore(cache)
         with closing(make_engine(model, store, cache, num_pages)) as engine:
             first = _answers(engine, prompts, num_new)
@@ -218,23 +220,5 @@ def _served(run: Run, model: CachedModel, name: str, *, is_exact: bool) -> Itera
                 raise SystemExit(f"{name}: tokens {what} are not those of an eager engine, requests {wrong}")
 
 
-def num_replays(engine: Engine) -> int:
-    """Steps that were replayed by an engine's runner."""
-    graphs = engine.runner.graphs
-    return 0 if graphs is None else graphs.num_replays
-
-
 def _answers(engine: Engine, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-    for index, prompt in enumerate(prompts):
-        engine.submit(request(str(index), prompt, num_new))
-    for _ in itertools.count():
-        if not engine.has_work:
-            return list(tokens.values())
-        if engine.is_blocked:
-            time.sleep(BLOCKED_S)
-        for event in engine.step():
-            if event.finish_reason == "error":
-                raise SystemExit(f"request {event.request_id}: {event.error}")
-            tokens[event.request_id] += event.token_ids
-    raise AssertionError
+    return [answer.token_ids for answer in answers(engine, prompts, num_new)]

@@ -1,4 +1,4 @@
-"""`make gpu-engine`: where a decode step's time goes, first tokens, and the same layers without an engine.
+"""`make gpu-engine`: where a decode step's time goes, draws, and first tokens.
 
 A step is what lies between the ends of two calls of `Engine.step`: a step is launched before the tokens of the one
 before are there, so the host's part, in CPU time, runs beside the GPU's, which lies between two events around the
@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from attention.machine import measure_ceilings
-from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
-from attention.scenes import Heads, prefix_scene
 from attention.timing import Arm, interleaved
 from gpu import precompile
-from gpu.model import PAGE_SIZE, Model, Prompts, decode_bytes, weight_bytes
+from gpu.model import Model, Prompts, decode_bytes, weight_bytes
 from gpu.predictions import DECODE_STEP
 from gpu.steps import Row, Run, Step
-from random_models import layer_weights, model_config, random_weights
+from random_models import layer_weights
 
 from mneme.kernels import ops
 from mneme.replicas.engine.engine import Engine
@@ -49,7 +47,6 @@ def steps(is_dry: bool) -> list[Step]:
         Step("traffic", 100, {"decode, traffic": _traffic}),
         Step("draws", 20, {"draws": _draws}),
         Step("first token", 60, {"first token": _first_tokens}),
-        Step("library calls", 60, {"library calls": _library_calls}),
         Step("llama-2-7b", 60, {"llama-2-7b": _other_model}),
     ]
 
@@ -283,70 +280,6 @@ def _draws(run: Run) -> Iterator[Row]:
                 ms, floor_ms = statistics.median(times), logits.nbytes / copy_per_s * 1e3
                 is_detail = kind != "top-p 0.9" or shape == "flat"
                 yield Row(f"{kind} of {vocab}, {shape}", ms, "ms", floor_ms / ms, is_detail=is_detail)
-
-
-def _library_calls(run: Run) -> Iterator[Row]:
-    """The layers of one decode step as one graph of cuBLAS, torch and FlashInfer (else SDPA): what stands for vLLM.
-
-    Each layer attends KV of its own; keys are not appended, and nothing is planned or sampled, so it is a lower bound.
-    """
-    dtype = run.pick(torch.bfloat16, torch.float32)
-    config = model_config(run.pick("llama-3-8b", "llama-5m"))
-    weights = random_weights(config, run.device, dtype)
-    heads = Heads(config.num_q_heads, config.num_kv_heads, config.head_dim)
-    cache_bytes = 0 if run.is_dry else torch.cuda.get_device_properties(0).L2_cache_size
-    copy_per_s = _copy_per_s(run)
-    num_weights = layer_weights(config) + config.hidden_size * config.vocab_size
-    shapes = run.pick(((0, 512, 32), (0, 512, 128), (2048, 64, 32), (2048, 64, 128)), ((0, 32, 2), (64, 32, 2)))
-    for library in ("SDPA", "FlashInfer", "FlashInfer cascade"):  # what needs no compiler first
-        for shared, private, batch in shapes:
-            name = f"{library} layers {f'shared {shared}' if shared else 'private'} b{batch}"
-            if run.is_late:
-                yield Row(name, None, note="not run: out of time", is_detail=library != "SDPA")
-                continue
-            scene = prefix_scene(
-                batch, shared, private + PAGE_SIZE, heads=heads, dtype=dtype, device=run.device, cache_bytes=cache_bytes
-            )
-            makes: dict[str, Callable[[], Arm | None]] = {
-                "SDPA": partial(contiguous_by_head, scene, is_dry=run.is_dry),
-                "FlashInfer": partial(flashinfer_decode, scene),
-                "FlashInfer cascade": partial(flashinfer_cascade, scene, shared // PAGE_SIZE),
-            }
-            if library == "FlashInfer cascade" and not shared:
-                continue
-            try:
-                arm = _layers(name, makes[library](), weights, batch)
-            except Exception as error:  # a peer library may fail in any way; our figures do not depend on it
-                if run.is_dry:
-                    raise
-                print(f"{name} left out: {type(error).__name__}: {str(error)[:200]}")
-                continue
-            if arm is None:
-                continue
-            times = interleaved([arm], run.device, budget_s=run.pick(0.5, 0.0))
-            floor_ms = (num_weights * dtype.itemsize + config.num_layers * scene.bytes_once) / copy_per_s * 1e3
-            launched = times.launched[name]
-            note = "" if launched == "graph" else f"LAUNCHED {launched}"
-            yield Row(name, times.ms(name), "ms", floor_ms / times.ms(name), note)
-
-
-def _layers(name: str, attention: Arm | None, weights: Any, batch: int) -> Arm | None:
-    """A decode step's layers around a peer's attention, which runs once before; None where there is no such peer."""
-    if attention is None:
-        return None
-    attention.output()
-    token_ids = torch.zeros(batch, dtype=torch.int64, device=weights.device)
-
-    def step(_layer: int) -> torch.Tensor:
-        hidden = weights.embed(token_ids)
-        for index, layer in enumerate(weights.layers):
-            layer.attention.qkv(layer.attention_norm(hidden))
-            attended = attention.call(index % attention.num_layers)
-            hidden = hidden + layer.attention.o(attended.reshape(batch, -1))
-            hidden = hidden + layer.mlp(layer.mlp_norm(hidden), hidden.dtype)
-        return weights.head(weights.norm(hidden), torch.float32)
-
-    return Arm(name, step)
 
 
 def _other_model(run: Run) -> Iterator[Row]:

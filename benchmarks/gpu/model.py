@@ -6,16 +6,14 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from random_models import head_weights, kv_bytes_per_token, layer_weights, model_config, random_weights
+from random_models import head_weights, kv_bytes_per_token, layer_weights, make_decoder
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
-PAGE_SIZE = 32
 _WARM_STEPS = 4  # after the last prefill: the first decode steps of a batch size may compile and record
 _SPARE_PAGES = 64
 
@@ -41,13 +39,13 @@ class Model:
         longest: int = 0,  # prompt that comes alone
         num_host_pages: int = 0,
     ) -> None:
-        self.config = model_config(name)
+        self.decoder = make_decoder(name, device=device, dtype=dtype, max_position_embeddings=4096)
+        self.config = self.decoder.config
         self.dtype, self._max_batch = dtype, max_batch
         self._ids = torch.Generator().manual_seed(0)
         self.page_size = EngineConfig().page_size  # as served
         tokens = max(p.shared + max_batch * (p.private + num_steps + _WARM_STEPS + 2) for p in prompts)
         num_pages = max(tokens, longest) // self.page_size + 2 * max_batch + _SPARE_PAGES
-        self.decoder = Decoder(self.config, random_weights(self.config, device, dtype), max_context=4096)
         graphs = step_graphs_for(self.decoder, max_batch, EngineConfig().max_batch_tokens)
         self.runner = Runner(self.decoder, num_pages, self.page_size, graphs, num_host_pages=num_host_pages)
 

@@ -19,7 +19,7 @@ from attention.scenes import Heads, prefix_scene
 from gpu.model import Model, Prompts
 from gpu.smoke import backend_of
 from gpu.steps import Job, Row, Run
-from gpu.tune import timed, wide_arms
+from gpu.tune import config_arms, timed, wide_arms
 
 from mneme.kernels.triton.configs import WIDE_CANDIDATES, Config, Kind, candidates
 from mneme.kernels.triton.modules import triton_trouble
@@ -48,28 +48,15 @@ def _attention(run: Run, heads: Heads, dtype: torch.dtype, rows: int) -> Iterato
         out = scene.attend(0, scene.plan(share), backend=backend_of(run))
     if not torch.isfinite(out).all():
         raise SystemExit("what it computes is not finite")
-    yield from _resources(run, f"attention {heads} {str(dtype).removeprefix('torch.')} rows {rows}")
-
-
-def _resources(run: Run, name: str) -> Iterator[Row]:
-    """Registers and spills of what was just compiled, where this Triton tells."""
-    if run.is_dry:
-        return
-    from mneme.kernels.triton.attention import attention_kernel
-
-    for cache in getattr(attention_kernel, "device_caches", {}).values():
-        for kernel in cache[0].values():
-            registers, spills = getattr(kernel, "n_regs", None), getattr(kernel, "n_spills", None)
-            shared = getattr(getattr(kernel, "metadata", None), "shared", None)
-            note = f"{spills} spills, {shared} bytes shared"
-            yield Row(f"registers of {name}", registers, note=note, is_detail=True)
+    return
+    yield
 
 
 def _candidate(run: Run, kind: Kind, config: Config, rows: int) -> Iterator[Row]:
     """One configuration that tuning will try: of a private decode, of one over a shared prefix, or of a prefill."""
     shared, options = 512 if kind == "mixed" and rows == 1 else 0, {"heads": _GQA, "dtype": torch.bfloat16}
     scene = prefix_scene(1 if rows > 1 else 8, shared, 512, rows_per_sequence=rows, device=run.device, **options)
-    timed(scene, [config], 0.0)
+    timed(config_arms(scene, [config]), scene, 0.0)
     return
     yield
 

@@ -63,10 +63,9 @@ PREDICTED: dict[str, float] = {
     **{f"smoke {name}": 0.003 for name in ("one KV head per query head", "7 query heads per KV head")},
     **{f"smoke {name}": 0.003 for name in ("8 query heads, 64 dimensions", "pages at the end of a large pool")},
     **{f"smoke {name}": 0.003 for name in ("shared, pages of 64", "prefill, pages of 64")},
-    "smoke norms, gate, KV write, draw": 0.003,
     "smoke float16": 0.0004,
     **{f"smoke int8 KV, {name}": 0.003 for name in ("private", "shared", "prefill", "float16")},  # weights in bfloat16
-    "smoke int8 rows": 0.0,
+    "smoke draws": 0.0,
     "smoke float32": 1e-6,
     "smoke": 40,
     "tests": 90,
@@ -90,7 +89,6 @@ PREDICTED: dict[str, float] = {
     "wide prefill 2048 rows of 32768, over one launch": 1.35,
     "wide decode b128, 8192 shared, 128 own, over one launch": 1.4,
     "wide decode b32, 2048 shared, 128 own, over one launch": 1.05,
-    "share cost, median error": 0.1,
     "intercept shared": _INTERCEPT_US,
     "intercept sequence-first": _SEQUENCE_FIRST_US,
     **{f"bandwidth b{b} x {n}": share for b, n, share in ((32, 4096, 0.85), (128, 4096, 0.87), (32, 16384, 0.87))},
@@ -151,13 +149,7 @@ for (_b, _s), (_gpu, _host, _step) in DECODE_STEP.items():
     if _b not in (32, 128):
         continue
     _own = 80 if _s else 530
-    _attended = 96 if _s else 544  # of each request's own, by library calls: up to the end of a page
-    _apart, _once = _b * (_s + _attended), _s + _b * _attended
-    _reads = {"SDPA": _apart, "FlashInfer": _apart, **({"FlashInfer cascade": _once} if _s else {})}
     PREDICTED[f"decode {_kind} b{_b}, replayed"] = _gpu
-    for _library, _num_tokens in _reads.items():
-        _read_ms = _num_tokens * _TOKEN_BYTES / (COPY_TB_S * 1e9)
-        PREDICTED[f"{_library} layers {_kind} b{_b}"] = LINEARS_MS[_b] + _read_ms
     # Less for the weights, more for the KV, and the same work for the host.
     _more_ms = (_s + _b * _own) * (_MHA_BYTES - _TOKEN_BYTES) / (_OF_COPY * COPY_TB_S * 1e9)
     PREDICTED[f"llama-2-7b {_kind.split()[0]} b{_b}, step"] = _step - LINEARS_MS[_b] * (1 - _OF_WEIGHTS) + _more_ms

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -37,6 +36,7 @@ from gpu.predictions import DATA_SHEETS, SERVED_AHEAD
 from gpu.steps import Row, Run, Step
 from harness import NOT_RUN
 from random_models import SHAPES, head_weights, kv_bytes_per_token, layer_weights, model_config
+from workloads import write_random_llama
 
 from mneme.lab.bench.client import ChatClient, connect
 from mneme.lab.bench.measure import Answer, summarize
@@ -51,11 +51,6 @@ _LOOK_S = 0.2
 _NOT_OF_SERVERS = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "OUT")  # of the environment: a server has its own
 _STOP_S = 12.0
 _KILLED_MODEL = "mneme-tiny"  # in float32: its tokens are the same whatever is computed beside them
-_NAMES = {  # of Hugging Face, with rows and columns as sizes of the shape
-    "self_attn.q_proj": ("q", "hidden"), "self_attn.k_proj": ("kv", "hidden"), "self_attn.v_proj": ("kv", "hidden"),
-    "self_attn.o_proj": ("hidden", "q"), "mlp.gate_proj": ("inner", "hidden"), "mlp.up_proj": ("inner", "hidden"),
-    "mlp.down_proj": ("hidden", "inner"),
-}  # fmt: skip
 
 
 class Traffic(NamedTuple):
@@ -84,7 +79,7 @@ _SECONDS = {"128 in flight": 35, "Poisson": 30, "64 x 4 turns": 35}
 def steps(_is_dry: bool, mode: str) -> list[Step]:
     """What matters most first: what does not fit is not run."""
     return [
-        Step("model", 40, {"model": _write_model}, must_pass=True),
+        Step("model", 60, {"model": _write_model}, must_pass=True),
         Step("serve", 200, {"serve": partial(_serve, mode=mode)}, must_pass=True),
         *(
             Step(f"load {name}", _SECONDS.get(name, 25), {name: partial(_load, name=name, number=number)})
@@ -109,52 +104,18 @@ def clean_up(folder: Path) -> None:
 
 
 def _write_model(run: Run) -> Iterator[Row]:
-    """Shards in memory, made on the device, in the layout that `mneme serve DIR` reads."""
+    """A checkpoint in memory, made on the device, as `mneme serve DIR` reads it."""
     name, dtype = run.pick(("llama-3-8b", torch.bfloat16), ("llama-5m", torch.float32))
     began_s, config = time.monotonic(), model_config(name)
     num_bytes = dtype.itemsize * (layer_weights(config) + 2 * head_weights(config))
     place = next((p for p in ("/dev/shm",) if os.path.isdir(p) and shutil.disk_usage(p).free > 1.2 * num_bytes), None)
     folder = Path(tempfile.mkdtemp(prefix="mneme-served-", dir=place)) / name
     (run.folder / "model.txt").write_text(str(folder.parent))
-    folder.mkdir()
-    eos = {"bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False, "hidden_act": "silu"}
-    about = {"architectures": ["LlamaForCausalLM"], "dtype": str(dtype).removeprefix("torch."), **SHAPES[name], **eos}
-    (folder / "config.json").write_text(json.dumps(about))
+    torch.set_default_dtype(dtype)
+    with run.device:
+        write_random_llama(folder, **SHAPES[name], bos_token_id=0, eos_token_id=1)
     _write_tokenizer(folder, config.vocab_size)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    sizes = {"hidden": hidden, "inner": inner, "q": config.q_size, "kv": config.kv_size}
-    ends = {"model.embed_tokens": (config.vocab_size, hidden), "lm_head": (config.vocab_size, hidden)}
-    layers: list[dict[str, tuple[int, ...]]] = [
-        {
-            **{f"model.layers.{i}.{part}": tuple(sizes[size] for size in shape) for part, shape in _NAMES.items()},
-            **{f"model.layers.{i}.{norm}_layernorm": (hidden,) for norm in ("input", "post_attention")},
-        }
-        for i in range(config.num_layers)
-    ]
-    shards = [{name: shape for layer in layers[i::4] for name, shape in layer.items()} for i in range(4)]
-    shards.append({**ends, "model.norm": (hidden,)})
-    files = {f"{name}.weight": _shard_name(number) for number, shard in enumerate(shards) for name in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    with ThreadPoolExecutor(len(shards)) as threads:
-        list(threads.map(partial(_write_shard, run, folder, dtype), range(len(shards)), shards))
     yield Row("model written", time.monotonic() - began_s, "s", note=f"{num_bytes / 1e9:.1f} GB to {folder.parent}")
-
-
-def _write_shard(run: Run, folder: Path, dtype: torch.dtype, number: int, shapes: dict[str, tuple[int, ...]]) -> None:
-    from safetensors.torch import save_file
-
-    generator = torch.Generator(run.device).manual_seed(number)
-    tensors = {}
-    for name, shape in shapes.items():
-        made = torch.ones(shape, dtype=dtype, device=run.device)
-        if len(shape) > 1:
-            made.normal_(std=0.02, generator=generator)
-        tensors[f"{name}.weight"] = made.cpu()
-    save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
-
-
-def _shard_name(number: int) -> str:
-    return f"model-{number}.safetensors"
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -308,7 +269,7 @@ def _rows(
     notes += [f"{seen[what]:.0f} {what}" for what in ("shared segments", "host tokens") if seen[what]]
     yield Row(f"{name}, tokens/s", figures["output_tokens_per_s"], note=", ".join(notes))
     yield Row(f"{name}, TTFT", ttft["p50"], "ms", note=f"p99 {ttft['p99']:.0f}")
-    floor_ms, ahead = _floor_ms(run, traffic, figures, seen), SERVED_AHEAD.get(f"{name}, ITL")
+    floor_ms, ahead = _floor_ms(run, traffic, seen), SERVED_AHEAD.get(f"{name}, ITL")
     later = "" if ahead is None else f"; one step ahead: {ahead:g}"
     yield Row(f"{name}, ITL", itl["p50"], "ms", floor_ms and floor_ms / itl["p50"], f"p99 {itl['p99']:.1f}{later}")
     step_ms, busy = seen.get("step_ms"), f"GPU {seen['gpu']:.0%}, client {busiest:.0%} of a core"
@@ -321,7 +282,7 @@ def _rows(
         yield Row(f"{name}, {key}", value, is_detail=True)
 
 
-def _floor_ms(run: Run, traffic: Traffic, figures: dict[str, Any], seen: dict[str, float]) -> float | None:
+def _floor_ms(run: Run, traffic: Traffic, seen: dict[str, float]) -> float | None:
     """A decode step that only reads, at the data sheet's bandwidth: weights, and each distinct token's KV."""
     copy_tb_s = next((of["copy"] for name, of in DATA_SHEETS.items() if name in _device_name(run)), None)
     if copy_tb_s is None:

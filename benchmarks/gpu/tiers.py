@@ -14,20 +14,19 @@ import torch
 from cache_engines import (
     CachedModel,
     KeptStore,
-    answer,
-    bare_model,
+    answers,
     cache_config,
+    cached_model,
     make_engine,
-    pages_for,
-    request,
+    num_replays,
     wait_for_saves,
 )
 from gpu import precompile
-from gpu.check import LOADS_ALL, num_replays, of_data_sheet
+from gpu.check import of_data_sheet
 from gpu.engine import split
-from gpu.model import PAGE_SIZE, Model, Prompts
+from gpu.model import Model, Prompts
 from gpu.steps import Row, Run, Step
-from random_models import kv_bytes_per_token
+from random_models import PAGE_SIZE, kv_bytes_per_token, request
 
 from mneme.cachetier.host_pages.cpu import DevicePool
 from mneme.cachetier.host_pages.cuda import CudaTier, make_tier
@@ -137,9 +136,7 @@ def _beside_decodes(run: Run) -> Iterator[Row]:
 
 
 def _model(run: Run) -> CachedModel:
-    shape = run.pick("llama-3-8b", "llama-5m")
-    found = bare_model(shape, run.pick(8192, 1024), 0, device=str(run.device))
-    return found._replace(calibration=LOADS_ALL)
+    return cached_model(run.pick("llama-3-8b", "llama-5m"), run.pick(8192, 1024), run.device)
 
 
 def _cache_tier(run: Run) -> Iterator[Row]:
@@ -148,17 +145,17 @@ def _cache_tier(run: Run) -> Iterator[Row]:
     rng = np.random.default_rng(0)
     history = rng.integers(16, model.decoder.config.vocab_size, num_history).tolist()
     history_bytes = num_history * kv_bytes_per_token(model.decoder.config, model.decoder.dtype)
-    num_pages = pages_for(2 * num_history + 256)
+    num_pages = int(1.25 * (2 * num_history + 256) / PAGE_SIZE) + 8
     floor_ms = history_bytes / _bus(run) * 1e3
 
     def turn(number: int) -> list[int]:
         return [*history, 16 + number, *rng.integers(16, 1000, 63).tolist()]
 
     with tempfile.TemporaryDirectory() as folder:
-        cache = cache_config(Path(folder), host_bytes=4 << 30)
+        cache = cache_config(Path(folder), 4 << 30)
         store = KeptStore(cache)
         with closing(make_engine(model, store, cache, num_pages)) as engine:
-            answer(engine, turn(0), 1)
+            answers(engine, [turn(0)], 1)
             answered = time.perf_counter()
             wait_for_saves(engine)
             saved_ms = (time.perf_counter() - answered) * 1e3
@@ -166,7 +163,7 @@ def _cache_tier(run: Run) -> Iterator[Row]:
             times, cached = [], 0
             for number in range(run.pick(6, 2)):
                 engine.forest.clear()
-                found = answer(engine, turn(number + 1), 1, f"load {number}")
+                (found,) = answers(engine, [turn(number + 1)], 1, f"load {number}")
                 times.append(found.ttft_s * 1e3)
                 cached = found.usage.cached_tokens
         if cached < num_history // 2:
@@ -176,11 +173,11 @@ def _cache_tier(run: Run) -> Iterator[Row]:
             times = []
             for number in range(run.pick(4, 2)):
                 engine.forest.clear()
-                times.append(answer(engine, turn(number + 20), 1, f"compute {number}").ttft_s * 1e3)
+                times.append(answers(engine, [turn(number + 20)], 1, f"compute {number}")[0].ttft_s * 1e3)
         computed_ms = statistics.median(times[1:])
         with closing(make_engine(model, None, cache, num_pages)) as engine:
-            answer(engine, turn(40), 1)
-            times = [answer(engine, turn(41 + i), 1, f"kept {i}").ttft_s * 1e3 for i in range(run.pick(4, 2))]
+            answers(engine, [turn(40)], 1)
+            times = [answers(engine, [turn(41 + i)], 1, f"kept {i}")[0].ttft_s * 1e3 for i in range(run.pick(4, 2))]
         kept_ms = statistics.median(times[1:])
         store.end()
     note = "" if run.is_dry else f"first token {loaded_ms:.1f} ms, {kept_ms:.1f} where it is on the device"
@@ -196,7 +193,7 @@ def _saves_beside_decodes(run: Run) -> Iterator[Row]:
     num_new = run.pick(300, 8)
     prompt = np.random.default_rng(1).integers(16, 1000, 64).tolist()
     with tempfile.TemporaryDirectory() as folder:
-        cache = cache_config(Path(folder), host_bytes=8 << 30)
+        cache = cache_config(Path(folder), 8 << 30)
         store = KeptStore(cache)
         for name, tier in (("off", None), ("on", store)):
             with closing(make_engine(model, tier, cache, batch * (num_new // PAGE_SIZE + 4) + 64)) as engine:

@@ -5,8 +5,6 @@ Bound: decode steps by memory bandwidth, prefill by products. Where `config_of` 
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -48,23 +46,19 @@ def tuning_scenes(head_dim: int, cache_bytes: int, device: torch.device, shrink:
     }
 
 
-def timed(scene: Scene, configs: list[Config], budget_s: float) -> dict[Config, float]:
-    """Median milliseconds per layer of each configuration that runs; one that the GPU refuses is left out."""
-    arms = []
-    with ExitStack() as stack:
-        for config in configs:
-            arm = _arm(scene, config, stack)
-            try:
-                arm.output()
-            except (
-                Exception
-            ) as error:  # too much shared memory or too many registers; Triton's errors are no RuntimeError
-                print(f"  {config}: {error}")
-            else:
-                arms.append(arm)
-        timings = interleaved(arms, scene.q.device, budget_s=budget_s)
-    names = [arm.name for arm in arms if timings.launched[arm.name] != "eager"]  # that would be the time of launches
-    return {Config(*json.loads(name)): timings.ms(name) for name in names}
+def timed(arms: list[Arm], scene: Scene, budget_s: float) -> dict[str, float]:
+    """Median milliseconds per layer of each arm that a GPU does not refuse, by its name."""
+    runs = []
+    for arm in arms:
+        try:
+            arm.output()
+        except Exception as error:  # too much shared memory or too many registers; Triton's errors are no RuntimeError
+            print(f"  {arm.name}: {error}")
+        else:
+            runs.append(arm)
+    timings = interleaved(runs, scene.q.device, budget_s=budget_s)
+    # Of one that was not captured that would be the time of its launches.
+    return {arm.name: timings.ms(arm.name) for arm in runs if timings.launched[arm.name] != "eager"}
 
 
 def wide_scenes(cache_bytes: int, device: torch.device, shrink: int = 1) -> dict[str, Scene]:
@@ -85,20 +79,6 @@ def wide_scenes(cache_bytes: int, device: torch.device, shrink: int = 1) -> dict
         )
         for name, (batch, shared, private, rows) in sizes.items()
     }  # fmt: skip
-
-
-def timed_wide(scene: Scene, budget_s: float) -> dict[str, float]:
-    """Median milliseconds per layer of each arm that a GPU does not refuse."""
-    runs = []
-    for arm in wide_arms(scene):
-        try:
-            arm.output()
-        except Exception as error:  # too much shared memory or too many registers; Triton's errors are no RuntimeError
-            print(f"  {arm.name}: {error}")
-        else:
-            runs.append(arm)
-    timings = interleaved(runs, scene.q.device, budget_s=budget_s)
-    return {arm.name: timings.ms(arm.name) for arm in runs}
 
 
 def wide_arms(scene: Scene) -> list[Arm]:
@@ -126,13 +106,17 @@ def wide_arms(scene: Scene) -> list[Arm]:
     return arms
 
 
-def _arm(scene: Scene, config: Config, stack: ExitStack) -> Arm:
+def config_arms(scene: Scene, configs: list[Config]) -> list[Arm]:
+    """Our attention under each configuration, in the place of the rule's."""
     from mneme.kernels.triton import backend as triton_backend
 
-    plan, buffers = scene.plan(), own_buffers(scene.q.device)  # a plan of its own: its work remembers the configuration
+    arms = []
+    for config in configs:  # each has a plan of its own: its work remembers the configuration
+        plan, buffers = scene.plan(), own_buffers(scene.q.device)
 
-    def call(layer: int) -> torch.Tensor:
-        with buffers, patch.object(triton_backend, "config_of", lambda **_: config):
-            return scene.attend(layer, plan, backend="triton")
+        def call(layer: int, config: Config = config, plan: Any = plan, buffers: Any = buffers) -> torch.Tensor:
+            with buffers, patch.object(triton_backend, "config_of", lambda **_: config):
+                return scene.attend(layer, plan, backend="triton")
 
-    return Arm(json.dumps(config), call, len(scene.layers))
+        arms.append(Arm(str(tuple(config)), call, len(scene.layers)))
+    return arms

@@ -11,18 +11,18 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plots import caption_of, lines, save
+from plots import Points
+from servers import Played, Server, alone, play, start, told, words
 
 from mneme.lab.bench.workloads import Session, Turn, arrive
 from mneme.lab.cache.costs import Prices
 from papers.experiment import Experiment, Found, Ours, Point, percent, spread, times
-from papers.served import Played, Server, alone, play, start, told, words
 
 NONE, DEVICE, HOST, DISK = "none", "device", "+host", "+disk"
 REAL, TINY = "smollm2", "mneme-tiny"
@@ -90,6 +90,7 @@ class Hierarchy(Experiment):
 
     name, title, minutes = "attention-store-served", "AttentionStore Fig. 14 to 17: its workload, served", 60
     rows = ("A19", "A20", "A21", "A22")
+    axes = ("0: none, 1: device, 2: +host, 3: +disk", "first token, ms")
     model, is_served = REAL, True
     window, num_places, num_sessions, rounds = 2048, 8, 24, 3
     arms = (NONE, DEVICE, HOST, DISK)
@@ -147,11 +148,9 @@ class Hierarchy(Experiment):
             "A22": Ours(f"{cost(DISK) / cost(NONE) - 1:+.0%}", note=f"{note}; {bound}"),
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
+    def series(self, found: Found) -> Mapping[str, Points]:
         places = {arm: place for place, arm in enumerate(self.arms)}
-        series = {"mneme": sorted((places[row["arm"]], row["ttft_ms"]) for row in closing["results"])}
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "0: none, 1: device, 2: +host, 3: +disk", "first token, ms"))  # fmt: skip
+        return {"mneme": sorted((places[row["arm"]], row["ttft_ms"]) for row in found)}
 
 
 class Overflow(Experiment):
@@ -194,6 +193,7 @@ class Histories(Experiment):
 
     name, title, minutes = "histories", "Pensieve Fig. 3, AttentionStore Fig. 25, 26: a turn behind N tokens", 20
     rows: tuple[str, ...] = ("P16", "A15", "A16")
+    axes, is_log = ("history, tokens", "first token, ms"), True
     model, is_served = REAL, True
     answer = 32  # tokens
     batch, pool_windows, num_fillers, host_bytes = 1, 1.5, 2, 1 << 30
@@ -247,12 +247,10 @@ class Histories(Experiment):
                         "answers of 32"),
         }  # fmt: skip
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = [row for row in closing["results"] if row["new"] == 64 and row["round"] == 0]
+    def series(self, found: Found) -> Mapping[str, Points]:
+        rows = [row for row in found if row["round"] == 0]
         names = {NONE: "computed anew", HOST: "mneme, from memory", DEVICE: "mneme, on the device"}
-        series = {names[arm]: sorted((row["history"], row[f"{arm} ttft_ms"]) for row in rows) for arm in names}
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "history, tokens", "first token, ms", is_log=True))  # fmt: skip
+        return {names[arm]: sorted((row["history"], row[f"{arm} ttft_ms"]) for row in rows) for arm in names}
 
 
 class Batches(Histories):
@@ -275,9 +273,6 @@ class Batches(Histories):
             told[0] += f" {spread(shorter, '{:+.0%}'.format)} {place}"
             told[1] += f" {spread(faster)} {place}"
         return {"A23": Ours(", ".join(told), note="500/500 to 900/100 tokens, batch 16; SmolLM2")}
-
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        """The row says it all."""
 
 
 class Chats(Experiment):

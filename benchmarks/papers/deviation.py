@@ -17,14 +17,13 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from bench_real_model import reference
-from plots import caption_of, lines, save
+from plots import Points
 from torch import Tensor
 
 from mneme.lab.quality.tasks import Case, Task, read_task
@@ -88,6 +87,7 @@ def spearman(one: Tensor, other: Tensor) -> float:
 class Deviation(Experiment):
     name, title, minutes = "cache-blend-deviation", "CacheBlend Fig. 6 to 8: how far documents' KV is off", 15
     rows = ("B14", "B15", "B16")
+    axes = ("share computed anew", "L2 distance")
     model, is_timed = "mneme-tiny and smollm2", False
 
     def points(self) -> Iterable[Point]:
@@ -155,13 +155,11 @@ class Deviation(Experiment):
             "B16": Ours(f"{correlations} on average, at least {least:.2f}", note=note),
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = [row for row in closing["results"] if row["of"] == "smollm2"]
-        series = {("mneme, hkvd" if name == "hkvd" else name): [
+    def series(self, found: Found) -> Mapping[str, Points]:
+        rows = [row for row in found if row["of"] == "smollm2"]
+        return {("mneme, hkvd" if name == "hkvd" else name): [
             (ratio, statistics.fmean(row[f"{name} {ratio:g}"] for row in rows)) for ratio in RATIOS]
             for name in ("hkvd", "random", "first-k")} if rows else {}  # fmt: skip
-        save(folder / f"{self.name}.png", "CacheBlend Fig. 6 on SmolLM2: how far attention is off", caption_of(closing),
-             lambda axes: lines(axes, series, "share computed anew", "L2 distance"))  # fmt: skip
 
 
 EXPERIMENTS = (Deviation,)

@@ -11,14 +11,15 @@ thread: rows that are computed, and a pass over all keys for each.
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
-from plots import caption_of, lines, save
+from plots import Points
+from servers import Server, alone, play, start, told, words
 
 from mneme.lab.bench.workloads import Piece, Session, Turn, arrive
 from mneme.lab.quality.measure import Arm, measure
@@ -32,7 +33,6 @@ from mneme.replicas.text.tokenizer import Tokenizer
 from papers import musique
 from papers.conversations import KV_BYTES, REAL, TINY
 from papers.experiment import Experiment, Found, Ours, Point, spread, times
-from papers.served import Server, alone, play, start, told, words
 
 FULL, PREFIX, REUSE = "full", "prefix", "full reuse"
 SELECTORS: tuple[Selector, ...] = ("hkvd", "query")
@@ -51,6 +51,7 @@ class Quality(Experiment):
 
     name, title, minutes = "cache-blend-quality", "CacheBlend Fig. 12 and 16: quality by selector and ratio", 240
     rows: tuple[str, ...] = ("B18", "B19")
+    axes, bounds = ("share", "F1"), (FULL, REUSE)
     model, is_timed = "smollm2 and mneme-tiny", False
     tasks: dict[str, Sequence[str]] = {  # noqa: RUF012  # read only
         TINY: ("coreference:4x8", "coreference:8x4", "coreference:16x2"),
@@ -117,24 +118,23 @@ class Quality(Experiment):
             "B19": Ours(f"at 5%, 15%, 50%: {'; '.join(lost)}", note=note),
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = [row for row in closing["results"] if row["task"] == "retrieval:4x60"]
+    def series(self, found: Found) -> Mapping[str, Points]:
+        rows = [row for row in found if row["task"] == "retrieval:4x60"]
         if not rows:
-            return
+            return {}
         shares = {name: [(ratio, statistics.mean(row[f"{name} {ratio:g} F1"] for row in rows)) for ratio in RATIOS]
                   for name in SELECTORS}  # fmt: skip
-        series = {"mneme, hkvd": shares["hkvd"], "query": shares["query"]}
+        series: dict[str, Points] = {"mneme, hkvd": shares["hkvd"], "query": shares["query"]}
         for name in (FULL, REUSE):
             series[name] = [(ratio, statistics.mean(row[f"{name} F1"] for row in rows)) for ratio in RATIOS]
-        save(folder / f"{self.name}.png", "CacheBlend Fig. 16: F1 by what is computed anew", caption_of(closing),
-             lambda axes: lines(axes, series, "share", "F1", dashed=[FULL, REUSE]))  # fmt: skip
+        return series
 
 
 class Chunks(Quality):
     """Fig. 2: quality over the number of chunks, computed in full and all reused."""
 
     name, title, minutes = "cache-blend-chunks", "CacheBlend Fig. 2: quality by number of chunks", 15
-    rows, model = ("B21",), REAL
+    rows, model, axes = ("B21",), REAL, ("passages", "F1")
     tasks: dict[str, Sequence[str]] = {  # noqa: RUF012  # read only
         REAL: ("retrieval:2x60", "retrieval:4x60", "retrieval:8x60", "retrieval:12x60")
     }
@@ -151,8 +151,10 @@ class Chunks(Quality):
         note = "F1 of SmolLM2; codes in passages of real text, the right one always among them"
         return {"B21": Ours(f"full / reused in 2, 4, 8, 12 passages: {', '.join(told)}", note=note)}
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        """The row says it all."""
+    def series(self, found: Found) -> Mapping[str, Points]:
+        numbers = {task: int(re.findall(r"\d+", task)[0]) for task in self.tasks[REAL]}
+        return {arm: [(numbers[task], mean(found, REAL, task, f"{arm} F1")) for task in numbers]
+                for arm in (FULL, REUSE)}  # fmt: skip
 
 
 def mean(found: Found, of: str, task: str, figure: str) -> float:
@@ -301,6 +303,7 @@ class Load(Served):
 
     name, title, minutes = "cache-blend-load", "CacheBlend Fig. 14: first tokens by request rate", 40
     rows = ("B23",)
+    axes, is_log = ("requests/s", "first token, ms"), True
     arms = (FULL, PREFIX, "hkvd 0.15", "query 0.15")
 
     def points(self) -> Iterable[Point]:
@@ -339,12 +342,10 @@ class Load(Served):
             "B23": Ours(f"{shown} requests/s within {bound:,.0f} ms", note="twice the unloaded first token in full")
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
+    def series(self, found: Found) -> Mapping[str, Points]:
         names = {arm: f"mneme, {arm}" if arm in BLENDS else arm for arm in self.arms}
-        series = {shown: sorted((row["rate"], row[f"{arm} ttft_ms"]) for row in closing["results"])
+        return {shown: sorted((row["rate"], row[f"{arm} ttft_ms"]) for row in found)
                   for arm, shown in names.items()}  # fmt: skip
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "requests/s", "first token, ms", is_log=True))  # fmt: skip
 
 
 EXPERIMENTS = (Quality, Chunks, FirstTokens, WeightForms, Places, Load)

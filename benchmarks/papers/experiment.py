@@ -10,12 +10,13 @@ import json
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from harness import Run, load_average, rounded
+from plots import Points, caption_of, lines, save
 
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 TABLE = RESULTS / "table.json"
@@ -42,6 +43,9 @@ class Experiment(ABC):
     model: ClassVar[str]
     is_served: ClassVar[bool] = False
     is_timed: ClassVar[bool] = True  # False: what is counted is the same on a busy machine
+    axes: ClassVar[tuple[str, str]] = ("", "")  # of the plot
+    is_log: ClassVar[bool] = False
+    bounds: ClassVar[Sequence[str]] = ()  # of its lines, what is no measurement of ours; the paper's are dashed, too
 
     def __init__(self, seed: int, *, is_quick: bool, vllm: str | None = None) -> None:
         """`vllm`: Python of an environment with its CPU build, which is an arm where it can do the work."""
@@ -62,8 +66,9 @@ class Experiment(ABC):
     def ours(self, found: Found) -> dict[str, Ours]:
         """Rows of the table, of all points."""
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:  # noqa: B027  # not all are drawn
-        """Draw ours beside the paper's own figures."""
+    def series(self, found: Found) -> Mapping[str, Points]:
+        """Lines of the plot, ours beside the paper's own figures; none: nothing is drawn."""
+        return {}
 
 
 def run_points(experiment: Experiment, run: Run, seconds: float) -> bool:
@@ -93,7 +98,10 @@ def run_points(experiment: Experiment, run: Run, seconds: float) -> bool:
             run.say(json.dumps(found[-1]))
             run.keep(found, model=experiment.model)
     closing = run.keep(found, model=experiment.model)
-    experiment.draw(run.args.out, closing)
+    if series := experiment.series(found):
+        dashed = [name for name in series if name in experiment.bounds or name.startswith("the paper")]
+        save(run.args.out / f"{experiment.name}.png", experiment.title, caption_of(closing),
+             lambda axes: lines(axes, series, *experiment.axes, is_log=experiment.is_log, dashed=dashed))  # fmt: skip
     return True
 
 

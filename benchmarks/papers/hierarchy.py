@@ -10,12 +10,10 @@ Of a conversation's last turn nothing more is asked, so even a cache without a b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
-from plots import caption_of, lines, save
+from plots import Points
 
 from mneme.lab.cache.simulator import CacheSimulator
 from mneme.lab.cache.synthetic import SyntheticShape, make_trace
@@ -81,6 +79,7 @@ class Tiers(Simulated):
 
     name, title, minutes = "attention-store-tiers", "AttentionStore Fig. 13 and 24: hit rates by tiers", 8
     rows = ("A17",)
+    axes = ("0: device, 1: with memory, 2: with disks", "found")
 
     def points(self) -> Iterable[Point]:
         models = ["LLaMA-13B"] if self.is_quick else [*KV_MB]
@@ -97,15 +96,13 @@ class Tiers(Simulated):
         note = "simulated at the paper's scale: 9,000 conversations, the bytes of its four models, our own policy"
         return {"A17": Ours(" / ".join(shares.values()) + " (device, with memory, with disks)", note=note)}
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
+    def series(self, found: Found) -> Mapping[str, Points]:
         places = {name: place for place, name in enumerate(("device", "+host", "+disk"))}
         series: dict[str, list[tuple[float, float]]] = {}
-        for row in closing["results"]:
+        for row in found:
             for whose, share in (("mneme", row["found"]), ("the paper", row["paper"])):
                 series.setdefault(f"{whose}, {row['kv of']}", []).append((places[row["tiers"]], share))
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "0: device, 1: with memory, 2: with disks", "found",
-                                dashed=[name for name in series if name.startswith("the paper")]))  # fmt: skip
+        return series
 
 
 class LookAhead(Simulated):
@@ -156,6 +153,7 @@ class Capacity(Simulated):
 
     name, title, minutes = "attention-store-capacity", "AttentionStore Fig. 23: hit rate by RCC / CCpUT", 5
     rows = ("A27",)
+    axes = ("capacity over CCpUT", "found")
     paper: dict[float, float] = {0.1: 0.51, 0.25: 0.98}  # noqa: RUF012  # read only
 
     def points(self) -> Iterable[Point]:
@@ -175,12 +173,9 @@ class Capacity(Simulated):
         shares = [f"{percent(row['found'])} at {row['ratio']:g}" for row in found]
         return {"A27": Ours(", ".join(shares), note="simulated; one session a second, an hour, windows of 4,096")}
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = closing["results"]
-        series = {whose: [(row["ratio"], row[key]) for row in rows if row[key] is not None]
+    def series(self, found: Found) -> Mapping[str, Points]:
+        return {whose: [(row["ratio"], row[key]) for row in found if row[key] is not None]
                   for whose, key in (("mneme", "found"), ("the paper", "paper"))}  # fmt: skip
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "capacity over CCpUT", "found", dashed=["the paper"]))  # fmt: skip
 
 
 EXPERIMENTS = (Tiers, LookAhead, ScarceLookAhead, Capacity)

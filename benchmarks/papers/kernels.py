@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ from attention.bench import Bench, NotRun
 from attention.machine import measure_ceilings
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import Arm
-from plots import caption_of, lines, save
+from plots import Points
 
 from mneme.kernels.page_table import QueryRows
 from papers.experiment import Experiment, Found, Ours, Point, at, spread, times
 
 BFLOAT16 = torch.bfloat16
 HEADS = {"32/8": Heads(32, 8, 128), "52/52": Heads(52, 52, 128), "32/32": Heads(32, 32, 128), "8/8": Heads(8, 8, 128)}
-MOST_BYTES = 6 << 30  # that a call may read
 
 
 class Kernel(Experiment):
@@ -38,13 +36,12 @@ class Kernel(Experiment):
         torch.set_num_threads(1)
         cpu = torch.device("cpu")
         self.bench = Bench(
-            device=cpu, quick=self.is_quick, num_threads=1, point_s=0.15 if self.is_quick else 2.0, seed=self.seed,
+            device=cpu, quick=self.is_quick, point_s=0.15 if self.is_quick else 2.0, seed=self.seed,
             ceilings=measure_ceilings(cpu, [BFLOAT16], now_s=time.process_time), now_s=time.process_time,
         )  # fmt: skip
-        self.bench.begin_part(1e9)
 
     def options(self, heads: str) -> dict[str, Any]:
-        return self.bench.options(HEADS[heads], BFLOAT16)
+        return self.bench.options(HEADS[heads])
 
 
 class Relay(Kernel):
@@ -52,6 +49,7 @@ class Relay(Kernel):
 
     name, title, minutes = "relay-kernel", "RelayAttention Fig. 1 and 5: attention by shared tokens, beside Eq. 10", 2
     rows = ("R9", "R10", "R11")
+    axes, bounds = ("shared tokens", "x"), ("Eq. 10", "compute roof")
 
     def points(self) -> Iterable[Point]:
         if self.is_quick:
@@ -83,12 +81,10 @@ class Relay(Kernel):
                         note="an H100 0.55 to 0.78 with 32 KV heads, with the kernel of 26 Nov"),
         }  # fmt: skip
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = [row for row in closing["results"] if (row["heads"], row["batch"], row["private"]) == ("32/8", 32, 128)]
+    def series(self, found: Found) -> Mapping[str, Points]:
+        rows = [row for row in found if (row["heads"], row["batch"], row["private"]) == ("32/8", 32, 128)]
         names = {"mneme over sequence-first": "unshared/auto", "Eq. 10": "eq10", "compute roof": "roof"}
-        series = {name: sorted((row["shared"], row[key]) for row in rows if key in row) for name, key in names.items()}
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "shared tokens", "x", dashed=["Eq. 10", "compute roof"]))  # fmt: skip
+        return {name: sorted((row["shared"], row[key]) for row in rows if key in row) for name, key in names.items()}
 
 
 class Chunk(Kernel):
@@ -96,6 +92,7 @@ class Chunk(Kernel):
 
     name, title, minutes = "chunk-kernel", "ChunkAttention Fig. 3: token rate by shared tokens", 2
     rows = ("C13",)
+    axes = ("shared tokens", "x")
     paper: dict[int, float] = {512: 1.0, 8192: 3.0}  # noqa: RUF012  # read only
 
     def points(self) -> Iterable[Point]:
@@ -124,12 +121,9 @@ class Chunk(Kernel):
             )
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = closing["results"]
-        series = {f"mneme, {new} new": sorted((row["shared"], row["x"]) for row in rows if row["new"] == new)
+    def series(self, found: Found) -> Mapping[str, Points]:
+        return {f"mneme, {new} new": sorted((row["shared"], row["x"]) for row in found if row["new"] == new)
                   for new in (64, 512, 1024)} | {"the paper, at most": [*self.paper.items()]}  # fmt: skip
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "shared tokens", "x", dashed=[*series][3:]))  # fmt: skip
 
 
 class Prompts(Kernel):
@@ -137,6 +131,7 @@ class Prompts(Kernel):
 
     name, title, minutes = "pensieve-kernel", "Pensieve Fig. 10: prompts over pages that are not contiguous", 10
     rows = ("P17",)
+    axes = ("context, tokens", "ms")
 
     def points(self) -> Iterable[Point]:
         return [{"context": context} for context in ((256,) if self.is_quick else (512, 1024, 2048, 4096))]
@@ -155,15 +150,14 @@ class Prompts(Kernel):
         told = f"{ideal} of contiguous; copying out {others[0]}, rounds {others[1]}"
         return {"P17": Ours(told, note="its shape: batch 32, 8 rows, 512 to 4,096; 8 heads")}
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = sorted(closing["results"], key=lambda row: float(row["context"]))
+    def series(self, found: Found) -> Mapping[str, Points]:
+        rows = sorted(found, key=lambda row: float(row["context"]))
         names = {"contiguous": "ideal", "copied out": "copy-out", "a round for each token": "rounds"}
         series = {"mneme": [(row["context"], row["ms"]) for row in rows]}
         series |= {
             name: [(row["context"], row["ms"] * row[f"{key}/ours"]) for row in rows] for name, key in names.items()
         }
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "context, tokens", "ms"))  # fmt: skip
+        return series
 
 
 def rounds(scene: Scene) -> Arm:

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from plots import caption_of, lines, save
+from plots import Points
+from servers import start
 
 from mneme.lab.quality.retrieval import Hidden, hidden_codes
 from papers.conversations import REAL, TINY
 from papers.documents import BLENDS, OFF
 from papers.experiment import Experiment, Found, Ours, Point, percent, times
-from papers.served import start
 
 FULL, BLEND, REDUCE, RERANK = "full", "query 0.15", "map-reduce", "map-rerank"
 SUMMARY_TOKENS, ANSWER_TOKENS, PART_CASES = 32, 24, 5
@@ -38,6 +37,7 @@ class Said(NamedTuple):
 class MapReduce(Experiment):
     name, title, minutes = "cache-blend-map-reduce", "CacheBlend Fig. 13: map-reduce and map-rerank", 30
     rows = ("B22",)
+    axes = ("ms until the answer begins", "right")
     model, is_served = REAL, True
     arms = (FULL, BLEND, REDUCE, RERANK)
 
@@ -98,13 +98,12 @@ class MapReduce(Experiment):
         shown = ", ".join(f"{arm} {percent(share)}" for arm, share in right.items())
         return {"B22": Ours(f"sooner than {told}; right {shown}", note="codes in four passages of real text, SmolLM2")}
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = closing["results"]
-        series = {("mneme, query 0.15" if arm == BLEND else arm): [(
-            statistics.median(row[f"{arm} ms"] for row in rows), statistics.fmean(row[f"{arm} right"] for row in rows))]
-            for arm in self.arms}  # fmt: skip
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "ms until the answer begins", "right"))  # fmt: skip
+    def series(self, found: Found) -> Mapping[str, Points]:
+        def middle(arm: str) -> tuple[float, float]:
+            ms, right = ([row[f"{arm} {what}"] for row in found] for what in ("ms", "right"))
+            return statistics.median(ms), statistics.fmean(right)
+
+        return {("mneme, query 0.15" if arm == BLEND else arm): [middle(arm)] for arm in self.arms}
 
 
 EXPERIMENTS = (MapReduce,)

@@ -12,18 +12,17 @@ from __future__ import annotations
 import os
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from plots import caption_of, lines, save
+from plots import Points
+from servers import Passage, Server, alone, play, start, start_vllm, told, words
 
 from mneme.lab.bench.workloads import Session, Turn
 from mneme.lab.quality.measure import best_scores
 from mneme.lab.quality.retrieval import hidden_codes
 from papers.experiment import Experiment, Found, Ours, Point, percent, spread, times
-from papers.served import Passage, Server, alone, play, start, start_vllm, told, words
 
 NONE, PS, RELAY, VLLM = "none", "PS", "relay", "vLLM"
 ARMS: dict[str, dict[str, Any]] = {NONE: {"engine.prefix_sharing": False}, PS: {"share": "never"}, RELAY: {}}
@@ -41,7 +40,7 @@ class Behind(Experiment):
     def open(self, stack: ExitStack) -> None:
         self._servers = start(stack, TINY if self.is_quick else self.model, ARMS)
         if self.vllm and not self.is_quick:
-            self._servers[VLLM] = start_vllm(stack, self.vllm, self.model)
+            self._servers |= start_vllm(stack, self.vllm, self.model, {VLLM: ()})
 
     def batch(
         self, servers: dict[str, Server], point: Point, system: int, user: Sequence[int], new: Sequence[int]
@@ -64,6 +63,7 @@ class Throughput(Behind):
 
     name, title, minutes = "relay-throughput", "RelayAttention Fig. 6 and 8: throughput by system prompt", 60
     rows = ("R12", "R13", "C15")
+    axes = ("system prompt, tokens", "output tokens/s")
 
     def points(self) -> Iterable[Point]:
         systems = (256,) if self.is_quick else (2048, 64, 512, 128, 1024, 256)
@@ -100,12 +100,10 @@ class Throughput(Behind):
             ),
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
-        rows = [row for row in closing["results"] if row["shape"] == "ShareGPT"]
+    def series(self, found: Found) -> Mapping[str, Points]:
+        rows = [row for row in found if row["shape"] == "ShareGPT"]
         names = {NONE: "no sharing", PS: "prefix sharing", RELAY: "mneme"}
-        series = {names[arm]: sorted((row["system"], row[f"{arm} tok/s"]) for row in rows) for arm in ARMS}
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "system prompt, tokens", "output tokens/s"))  # fmt: skip
+        return {names[arm]: sorted((row["system"], row[f"{arm} tok/s"]) for row in rows) for arm in ARMS}
 
 
 class Models(Behind):
@@ -158,6 +156,7 @@ class Arrivals(Behind):
 
     name, title, minutes = "relay-arrivals", "RelayAttention Fig. 7: latency by request rate, 2,048 shared", 45
     rows = ("R16",)
+    axes, is_log = ("requests/s", "ms a token"), True
     num_requests = 40
 
     def points(self) -> Iterable[Point]:
@@ -189,13 +188,9 @@ class Arrivals(Behind):
             )
         }
 
-    def draw(self, folder: Path, closing: dict[str, Any]) -> None:
+    def series(self, found: Found) -> Mapping[str, Points]:
         names = {NONE: "no sharing", PS: "prefix sharing", RELAY: "mneme"}
-        series = {
-            names[arm]: sorted((row["rate"], row[f"{arm} normalized_ms"]) for row in closing["results"]) for arm in ARMS
-        }
-        save(folder / f"{self.name}.png", self.title, caption_of(closing),
-             lambda axes: lines(axes, series, "requests/s", "ms a token", is_log=True))  # fmt: skip
+        return {names[arm]: sorted((row["rate"], row[f"{arm} normalized_ms"]) for row in found) for arm in ARMS}
 
 
 class FewShot(Behind):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from engines import PAGE_SIZE, request
+from random_models import PAGE_SIZE, request
 from tokenizers import Tokenizer
 from torch import Tensor
 

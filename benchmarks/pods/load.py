@@ -6,7 +6,6 @@ keeps to one address and its connections, and sends histories, not turns that ap
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
@@ -14,8 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import httpx
+from streams import BadStream, Heard, stream
 
-PROMPT = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0, "stream": True}
+PROMPT = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 MAX_TOKENS = 24
 _MAX_TURNS = 20
 _TIMEOUT_S = 120.0
@@ -55,31 +55,23 @@ class Load:
             if thread.is_alive():
                 thread.join()
 
-    def _ask(self, kind: str, path: str, body: dict[str, Any]) -> tuple[Asked, list[dict[str, Any]]]:
-        """Send a request and read its answer as events."""
-        began, events = time.monotonic(), list[dict[str, Any]]()
-        doors = self._doors()
-        door = self._rng.choice(doors) if doors else ""
-        problem: str | None = None if doors else "no door is ready"
+    def _ask(self, kind: str, path: str, body: dict[str, Any]) -> tuple[Asked, Heard | None]:
+        """Send a request and read its answer."""
+        began, heard = time.monotonic(), None
+        problem: str | None = None
+        if not (doors := self._doors()):
+            return Asked(kind, began, began, "", "no door is ready"), None
+        door = self._rng.choice(doors)
         try:
-            url = f"http://{door}:8000{path}"
-            with httpx.Client(timeout=_TIMEOUT_S) as client, client.stream("POST", url, json=body) as answer:
-                lines = answer.iter_lines()
-                if answer.status_code != 200:
-                    problem = f"{answer.status_code} {next(lines, '')[:120]}"
-                for line in lines:
-                    if line.startswith("data: {"):
-                        events.append(json.loads(line[6:]))
-        except httpx.HTTPError as error:
-            problem = problem or type(error).__name__
-        problem = problem or next((str(event["error"])[:120] for event in events if "error" in event), None)
-        return Asked(kind, began, time.monotonic(), door, problem), events
+            with httpx.Client(base_url=f"http://{door}:8000", timeout=_TIMEOUT_S) as http:
+                heard = stream(http, path, body)
+        except (httpx.HTTPError, BadStream) as error:
+            problem = str(error) or type(error).__name__
+        return Asked(kind, began, time.monotonic(), door, problem, heard.text if heard else ""), heard
 
     def _stream(self) -> None:
         while not self._is_over.is_set():
-            asked, events = self._ask("stream", "/v1/completions", PROMPT)
-            text = "".join(event["choices"][0]["text"] for event in events if event.get("choices"))
-            self._note(asked._replace(text=text))
+            self._note(self._ask("stream", "/v1/completions", PROMPT)[0])
 
     def _talk(self, number: int) -> None:
         """Sessions, one after the other; a turn that failed is asked again."""
@@ -87,13 +79,12 @@ class Load:
         while not self._is_over.is_set():
             body: dict[str, Any] = {
                 "messages": [{"role": "user", "content": f"Tell me more about day {turn} of journey {number}."}],
-                "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True,
-                "stream_options": {"include_usage": True},
+                "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0,
                 "session": {"id": f"{number}-{session}", "append": turn > 0},
             }  # fmt: skip
-            asked, events = self._ask("turn", "/v1/chat/completions", body)
-            usage = next((event["usage"] for event in reversed(events) if event.get("usage")), None)
-            if asked.problem is None and usage is not None:
+            asked, heard = self._ask("turn", "/v1/chat/completions", body)
+            if heard is not None:
+                usage = heard.usage
                 found = min(usage["prompt_tokens_details"]["cached_tokens"] / history, 1.0) if history else None
                 self._note(asked._replace(found=found))
                 history, turn = usage["total_tokens"] - 1, turn + 1  # the last token has no KV yet

@@ -86,7 +86,7 @@ def test_a_committed_result_says_what_was_met_what_missed_and_what_not_measured(
         assert all(row.get("value") is not None or row["note"] for row in rows if "of_limit" in row)
         return
     is_report = names[0].startswith(("clients-", "autoscale-", "quality-"))
-    if is_report or names[1].startswith(("peer-", "golden-", "house-")):
+    if is_report or names[1].startswith("peer-"):
         return  # of other programs, of `mneme bench` or `quality`, or no measurement
     assert isinstance(found["quick"], bool)
     jsonschema.validate(found["checks"], {"type": "array", "items": CHECK})

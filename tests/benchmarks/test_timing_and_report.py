@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import pytest
 import torch
-from attention.bench import Bench, NotRun, ran
+from attention.bench import Bench
 from attention.machine import Ceilings
 from attention.timing import Arm, interleaved
 from harness import at_least, at_most, closing_checks
@@ -60,42 +58,12 @@ def test_closing_checks_are_met_or_missed_and_the_rest_is_named() -> None:
     assert found == {"checks": [met], "not_measured": ["gpu"]}
 
 
-class Point(NamedTuple):
-    number: int
-
-
-def make_bench() -> Bench:
-    ceilings = Ceilings(1e9, {torch.float32: 1e9}, 1 << 20)
-    return Bench(device=CPU, quick=True, num_threads=1, ceilings=ceilings, point_s=0.0)
-
-
-def test_a_point_that_does_not_run_says_why() -> None:
-    bench = make_bench()
-
-    def measure(point: Point) -> dict[str, Any]:
-        if point.number == 1:
-            raise NotRun("too long")
-        if point.number == 2:
-            raise torch.OutOfMemoryError
-        return {"ms": 1.0}
-
-    bench.begin_part(100)
-    rows = bench.sweep(map(Point, range(3)), measure)
-    assert rows == [
-        {"number": 0, "ms": 1.0},
-        {"number": 1, "status": "not run: too long"},
-        {"number": 2, "status": "not run: out of memory"},
-    ]
-    assert ran(rows) == rows[:1]
-    bench.begin_part(0)
-    assert bench.sweep([Point(0)], measure) == [{"number": 0, "status": "not run: out of time"}]
-
-
 def test_a_peer_that_fails_is_left_out_and_noted() -> None:
     from attention.arms import ours
     from attention.scenes import Heads, prefix_scene
 
-    bench = make_bench()
+    ceilings = Ceilings(1e9, {torch.float32: 1e9}, 1 << 20)
+    bench = Bench(device=CPU, quick=True, ceilings=ceilings, point_s=0.0)
     scene = prefix_scene(2, 32, 32, heads=Heads(2, 1, 16), dtype=torch.float32, device=CPU)
 
     def broken() -> Arm | None:

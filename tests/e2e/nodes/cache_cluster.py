@@ -164,12 +164,12 @@ def chain(token_ids: list[int], fingerprint: ModelFingerprint = SMALL) -> list[C
 class CacheCluster:
     """A head, where the test's process is, and nodes that may be removed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, store_bytes: int) -> None:
+        self.folder, self._store_bytes = folder, store_bytes
         self._nodes: dict[str, Any] = {}
         self._processes: list[Any] = []
         with single_node():
-            self._cluster = Cluster(initialize_head=True, head_node_args=_node_args("head"))
+            self._cluster = Cluster(initialize_head=True, head_node_args=self._node_args("head"))
             ray.init(
                 self._cluster.address,
                 namespace="test",
@@ -187,7 +187,7 @@ class CacheCluster:
         with single_node(), pytest.MonkeyPatch.context() as environment:
             for setting, value in settings.items():
                 environment.setenv(f"RAY_{setting}", value)
-            self._nodes[name] = self._cluster.add_node(**_node_args(name))
+            self._nodes[name] = self._cluster.add_node(**self._node_args(name))
 
     def remove_node(self, name: str) -> None:
         """At once, as if its power had gone."""
@@ -233,9 +233,18 @@ class CacheCluster:
         ray.shutdown()
         self._cluster.shutdown()
 
+    def _node_args(self, name: str) -> dict[str, Any]:
+        return {
+            "num_cpus": 1,
+            "object_store_memory": self._store_bytes,
+            "node_name": name,
+            "node_ip_address": "127.0.0.1",
+            "include_dashboard": False,
+        }
+
 
 @contextmanager
-def cache_cluster() -> Iterator[CacheCluster]:
+def cache_cluster(store_bytes: int = STORE_BYTES) -> Iterator[CacheCluster]:
     """Everything in a directory of its own; nothing is left behind."""
     temporary = Path(tempfile.mkdtemp(prefix="mc-", dir="/tmp"))  # short: Ray's sockets lie in there
     root = Path(__file__).parents[3]
@@ -244,7 +253,7 @@ def cache_cluster() -> Iterator[CacheCluster]:
     os.environ.update(_ENVIRONMENT | settings)
     os.environ.pop("RAY_ADDRESS", None)
     try:
-        cluster = CacheCluster(temporary)
+        cluster = CacheCluster(temporary, store_bytes)
         try:
             yield cluster
         finally:
@@ -293,16 +302,6 @@ def mapped_files_bytes(folder: Path) -> int:
                 first, last = line.split()[0].split("-")
                 total += int(last, 16) - int(first, 16)
     return total
-
-
-def _node_args(name: str) -> dict[str, Any]:
-    return {
-        "num_cpus": 1,
-        "object_store_memory": STORE_BYTES,
-        "node_name": name,
-        "node_ip_address": "127.0.0.1",
-        "include_dashboard": False,
-    }
 
 
 def _read(source: ChunkSource, expected: Chunk | None, num_layers: int | None) -> ReadChunk:

@@ -1,27 +1,28 @@
-"""Servers that are an experiment's arms: `mneme serve --local` with settings of its own, under the lab's load.
+"""Servers that are arms of a benchmark: `mneme serve` with settings of its own, and peers', under the lab's load.
 
-Each has one engine thread; all run while an experiment does, and only the one whose turn it is has work. What a server
+Each has one engine thread; all run while a benchmark does, and only the one whose turn it is has work. What a server
 found in its caches, and how long its steps took, its own /metrics say.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from bench_real_chat import write_bfloat16
+import torch
 from bench_real_model import reference
 from harness import rounded
-from peers.beside import vllm_server
+from peers.beside import PeerServer, vllm_server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mneme.lab.bench.client import ChatClient, connect  # noqa: E402
@@ -47,6 +48,7 @@ _SOURCES = re.compile(r'^mneme_tenant_prompt_tokens_total\{.*source="(\w+)".*\} 
 class Server(NamedTuple):
     url: str
     model: str
+    processes: Callable[[], dict[int, str]]  # names by pid
 
     def counts(self) -> dict[str, float]:
         """Seconds in steps by kind, and prompt tokens by where their KV came from, since the start."""
@@ -60,7 +62,10 @@ class Server(NamedTuple):
 def start(
     stack: ExitStack, model: str | Path, settings_by_arm: Mapping[str, Mapping[str, Any]], *, dtype: str = "bfloat16"
 ) -> dict[str, Server]:
-    """Start a server for each arm, then wait for all; `share: never` is a setting here."""
+    """Start a server for each arm, then wait for all.
+
+    Two settings are not the server's: `share: never`, and `local: False`, a server on Ray.
+    """
     processes = {}
     for arm, given in settings_by_arm.items():
         # Requests say how their documents are reused; no server is to measure answers while others have their turns.
@@ -68,26 +73,47 @@ def start(
         command = list(SERVE)
         if settings.pop("share", None) == "never":
             command = [sys.executable, "-c", NEVER_SHARED, "serve"]
-        command += [str(model), "--local", "--port", str(free_port())]
+        command += [str(model), "--port", str(free_port()), *(["--local"] if settings.pop("local", True) else [])]
         for key, value in settings.items():
             command += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
         processes[arm] = ServerProcess(command, OMP_NUM_THREADS="1")
         stack.callback(processes[arm].discard)
-    servers = {}
-    for arm, process in processes.items():
-        url = process.await_ready()
-        with httpx.Client(base_url=url, timeout=60) as http:
-            servers[arm] = Server(url, first_model(http))
-    return servers
+    return {arm: ready(process) for arm, process in processes.items()}
 
 
-def start_vllm(stack: ExitStack, python: str, model: str) -> Server:
-    """Start vLLM's CPU build with a model's tensors in bfloat16, prefix caching as it comes."""
+def ready(process: ServerProcess | PeerServer) -> Server:
+    """Wait for a server that has been started."""
+    url = process.await_ready()
+    with httpx.Client(base_url=url, timeout=60) as http:
+        return Server(url, first_model(http), process.processes)
+
+
+def start_vllm(
+    stack: ExitStack, python: str, model: str, options_by_arm: Mapping[str, Sequence[str]]
+) -> dict[str, Server]:
+    """Start vLLM's CPU build with a model's tensors in bfloat16 for each arm, prefix caching as it comes."""
     folder, directory = Path(stack.enter_context(tempfile.TemporaryDirectory())), model_directory(model)
-    tensors = write_bfloat16(reference(directory), directory, folder / model)
-    peer = vllm_server(python, tensors, model, free_port(), folder / "vllm.log")
-    stack.callback(peer.stop)
-    return Server(peer.await_ready(), model)
+    tensors, peers = write_bfloat16(reference(directory), directory, folder / model), {}
+    for arm, options in options_by_arm.items():
+        peers[arm] = vllm_server(python, tensors, model, free_port(), folder / f"{arm}.log", *options)
+        stack.callback(peers[arm].stop)
+    return {arm: ready(peer) for arm, peer in peers.items()}
+
+
+def write_bfloat16(model: Any, directory: Path, folder: Path) -> Path:
+    """A model's tensors in bfloat16 as a directory that vLLM reads, with the tokenizer of `directory`."""
+    folder.mkdir()
+    for path in directory.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    tensors.pop("lm_head.weight")  # the embedding's
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 class Played(NamedTuple):
@@ -106,9 +132,10 @@ class Played(NamedTuple):
 
 
 def play(
-    server: Server, sessions: Sequence[Session], num_users: int | None = None, *, is_alone: bool = False, **options: Any
-) -> Played:
-    """Ask a server all of it; raises RuntimeError if anything fails.
+    server: Server, sessions: Sequence[Session], num_users: int | None = None, *, is_alone: bool = False,
+    may_fail: bool = False, **options: Any
+) -> Played:  # fmt: skip
+    """Ask a server all of it; raises RuntimeError if anything fails, unless it may.
 
     is_alone  each session has a cache of its own: nothing of another one is found
     options   fields of each body
@@ -131,7 +158,7 @@ def play(
     load = asyncio.run(all_of_it())
     counts = {name: value - before.get(name, 0.0) for name, value in server.counts().items()}
     figures = summarize(load.answers, {}, load.num_unsent)
-    if figures["num_failed"]:
+    if figures["num_failed"] and not may_fail:
         raise RuntimeError(f"{figures['num_failed']} requests failed, the first: {figures['first_error']}")
     return Played(load.answers, figures, counts)
 
