@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -138,25 +140,31 @@ def test_traffic_over_the_whole_pool_is_replayed_and_no_buffer_of_graphs_moves(
 
 
 def test_the_largest_step_is_run_before_the_pool_is_made(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that is played, which counts no bytes but those that it is told."""
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    """On a GPU that is played, which counts no bytes but those that it is told; the small pool is gone then."""
+    runners, num_left = weakref.WeakSet[Runner](), list[int]()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: num_left.append(len(runners)))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: None)
     rows: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: rows.clear() or 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 100 + max(rows)[0])
     forward = Runner.forward
 
     def noted(self: Runner, inputs: StepInputs | None) -> torch.Tensor:
+        runners.add(self)
         if inputs is not None:
             rows.append((len(inputs.token_ids), inputs.num_sampled))
         return forward(self, inputs)
 
     monkeypatch.setattr(Runner, "forward", noted)
     decoder = decoder_of(checkpoint, share="auto")
-    assert (
-        largest_step_bytes(decoder, torch.float32, None, CONFIG, lambda _what, _share: None) == CONFIG.max_batch_tokens
-    )
+    gc.disable()  # not by chance
+    try:
+        found = largest_step_bytes(decoder, torch.float32, None, CONFIG, lambda _what, _share: None)
+    finally:
+        gc.enable()
+    assert found == CONFIG.max_batch_tokens
     assert rows == [(CONFIG.max_batch_tokens, CONFIG.max_running)]
+    assert num_left == [1, 0]
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), *rarer([("mistral", "float32")])])
