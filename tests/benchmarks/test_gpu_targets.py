@@ -16,7 +16,10 @@ from gpu.steps import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 # Installed here, and not needed: imports of these fail. pytest runs in a process that is forked from this one.
-ABSENT = ("ray", "llguidance", "fastapi", "starlette", "uvicorn", "prometheus_client", "shtab", "openai", "jsonschema")
+ABSENT = (
+    *("ray", "llguidance", "referencing", "jsonschema", "pydantic", "fastapi", "starlette", "uvicorn", "httptools"),
+    *("websockets", "prometheus_client", "shtab", "openai", "gguf"),
+)
 ALONE = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({ABSENT}))

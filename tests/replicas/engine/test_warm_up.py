@@ -196,6 +196,27 @@ def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
     assert graphs.num_failed == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_whose_pool_has_no_size_serves_as_many_as_may_run() -> None:
+    """The pool is what the largest step leaves; the host tier has its size from that."""
+    engine = build_engine("mneme-tiny", EngineConfig(max_running=64, device="cuda"))
+    try:
+        graphs = engine.runner.graphs  # what nobody is told
+        assert graphs.num_failed == 0
+        assert engine.runner.num_host_pages > 0
+        sampling = SamplingParams(max_tokens=20, top_p=0.9, seed=0, ignore_eos=True)
+        for index in range(64):
+            ids = tuple(range(index, index + 200))
+            engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
+        events = run(engine)
+        assert all(event.error is None for event in events)
+        assert sum(event.finish_reason == "length" for event in events) == 64
+        assert graphs.num_replays >= 19
+    finally:
+        engine.close()
+
+
 def test_a_kernel_that_a_device_has_no_room_for_refuses_the_start_with_one_line(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
