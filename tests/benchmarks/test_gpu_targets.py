@@ -37,7 +37,7 @@ FIGURES = {
         "engine, 2 requests twice",
     },
     "attention": {"intercept shared", "int8 KV b128 x 1024", "rotation documents", "share cost, median error"},
-    "engine": {"SDPA layers private b2", "decode churn b2, step", "decode top-p 0.95 b2, step", "ttft 64"},
+    "engine": {"SDPA layers private b2", "decode churn b2, step", "decode int8 KV b2, step", "ttft 64"},
     "served": {"served ready", "served Poisson, over step", "kill -9 under 16 streams, identical"},
     "beside": {"ours private b128", "ours ttft 64 on a cached 3840", "vllm private b1"},
     "tiers": {"host tier load, runs of 64", "cache tier load of 4k", "decode b2, cache tier on"},
