@@ -46,7 +46,7 @@ def steps(is_dry: bool) -> list[Step]:
     return [
         Step("environment", 15, {"environment": _environment}),
         Step("precompile", 120, precompile.jobs(is_dry), precompile.NUM_JOBS if not is_dry else 2),
-        Step("smoke", 60, smoke.jobs(), 8 if not is_dry else 2, must_pass=True),
+        Step("smoke", 60, smoke.jobs(), 12 if not is_dry else 2, must_pass=True),
         Step("tests", 170, {"tests": _tests}),
         Step("ceilings", 50, {"ceilings": _ceilings}),
         Step("engine", 80, {"engine": _engine, "engine, 8B": _large_engine}),

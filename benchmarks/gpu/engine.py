@@ -43,6 +43,7 @@ def steps(is_dry: bool) -> list[Step]:
             130,
             {"decode, private": partial(_steady, prompts=PRIVATE), "decode, shared": partial(_steady, prompts=SHARED)},
         ),
+        Step("int8 KV", 50, {"decode, int8 KV": _int8_kv}),
         Step("kernels", 30, {"kernels": _kernels}),
         Step("traffic", 100, {"decode, traffic": _traffic}),
         Step("draws", 20, {"draws": _draws}),
@@ -114,10 +115,13 @@ def split(model: Model, engine: Engine, num_steps: int, before: Callable[[int], 
     return Split(*medians, slow, now[0] - counts[0], now[1] - counts[1], num_steps)
 
 
-def _model(run: Run, batches: tuple[int, ...], prompts: tuple[Prompts, ...], name: str = "llama-3-8b") -> Model:
+def _model(
+    run: Run, batches: tuple[int, ...], prompts: tuple[Prompts, ...], name: str = "llama-3-8b", **options: Any
+) -> Model:
     return Model(
         run.pick(name, "llama-5m"), run.device, run.pick(torch.bfloat16, torch.float32),
         max_batch=max(batches), prompts=prompts, num_steps=4 * _NUM_STEPS, longest=run.pick(max(_LENGTHS), 64),
+        **options,
     )  # fmt: skip
 
 
@@ -176,6 +180,14 @@ def _steady(run: Run, prompts: Prompts) -> Iterator[Row]:
     for batch in batches:
         key = (batch, prompts.shared)
         yield from _decodes(run, model, copy_per_s, f"decode {kind} b{batch}", batch, shape, key=key)
+
+
+def _int8_kv(run: Run) -> Iterator[Row]:
+    """The private decodes of `_steady` over KV of 8 bits."""
+    batches, shape = run.pick((32, 128), (2,)), _dry(run, PRIVATE)
+    model, copy_per_s = _model(run, batches, (shape,), kv_dtype=torch.int8), _copy_per_s(run)
+    for batch in batches:
+        yield from _decodes(run, model, copy_per_s, f"decode int8 KV b{batch}", batch, shape)
 
 
 def _kernels(run: Run) -> Iterator[Row]:

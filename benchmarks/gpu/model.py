@@ -38,6 +38,7 @@ class Model:
         num_steps: int,
         longest: int = 0,  # prompt that comes alone
         num_host_pages: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.decoder = make_decoder(name, device=device, dtype=dtype, max_position_embeddings=4096)
         self.config = self.decoder.config
@@ -47,7 +48,9 @@ class Model:
         tokens = max(p.shared + max_batch * (p.private + num_steps + _WARM_STEPS + 2) for p in prompts)
         num_pages = max(tokens, longest) // self.page_size + 2 * max_batch + _SPARE_PAGES
         graphs = step_graphs_for(self.decoder, max_batch, EngineConfig().max_batch_tokens)
-        self.runner = Runner(self.decoder, num_pages, self.page_size, graphs, num_host_pages=num_host_pages)
+        self.runner = Runner(
+            self.decoder, num_pages, self.page_size, graphs, num_host_pages=num_host_pages, kv_dtype=kv_dtype
+        )
 
     def decoding(
         self, batch: int, prompts: Prompts, *, spare: int = 0, temperature: float = 0.0, top_p: float = 1.0
@@ -94,7 +97,9 @@ class Model:
 def decode_bytes(model: Model, batch: int, prompts: Prompts, num_steps: int) -> int:
     """What a decode step reads at least, in the middle of so many timed ones: weights, and distinct tokens' KV."""
     distinct = prompts.shared + batch * (prompts.private + _WARM_STEPS + num_steps // 2)
-    return weight_bytes(model) + distinct * kv_bytes_per_token(model.config, model.dtype)
+    row_bytes, pages = model.config.head_dim * model.dtype.itemsize, model.runner.pool.k_pages
+    kept = pages.shape[-1] * pages.itemsize / row_bytes  # less than 1 where KV has 8 bits
+    return weight_bytes(model) + int(distinct * kv_bytes_per_token(model.config, model.dtype) * kept)
 
 
 def weight_bytes(model: Model) -> int:

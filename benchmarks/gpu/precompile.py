@@ -15,7 +15,7 @@ from functools import partial
 from typing import get_args
 
 import torch
-from attention.scenes import Heads, prefix_scene
+from attention.scenes import Heads, int8_scene, prefix_scene
 from gpu.model import Model, Prompts
 from gpu.smoke import backend_of
 from gpu.steps import Job, Row, Run
@@ -33,8 +33,11 @@ _GQA = _HEADS[0]
 _MODELS = ("llama-3-8b", "llama-2-7b", "llama-31m")
 
 
-def _attention(run: Run, heads: Heads, dtype: torch.dtype, rows: int) -> Iterator[Row]:
-    """A decode, or with several rows a prefill, over a shared prefix: with it the merge and the key positions."""
+def _attention(run: Run, heads: Heads, dtype: torch.dtype, rows: int, is_int8: bool = False) -> Iterator[Row]:
+    """A decode, or with several rows a prefill, over a shared prefix: with it the merge and the key positions.
+
+    is_int8  KV is
+    """
     if run.is_dry:
         heads, dtype = Heads(heads.group, 1, 16), torch.float32
     batch, shared = (4, 512) if rows == 1 else (1, 512)
@@ -44,6 +47,7 @@ def _attention(run: Run, heads: Heads, dtype: torch.dtype, rows: int) -> Iterato
         batch, shared, 64 if not run.is_dry else 32, rows_per_sequence=rows, heads=heads, dtype=dtype,
         device=run.device, page_size=32,
     )  # fmt: skip
+    scene = int8_scene(scene) if is_int8 else scene
     for share in ("always", "never"):
         out = scene.attend(0, scene.plan(share), backend=backend_of(run))
     if not torch.isfinite(out).all():
@@ -119,6 +123,9 @@ def _variants(is_dry: bool) -> dict[str, Job]:
             for rows in (1, 256):
                 kind = f"{'decode' if rows == 1 else 'prefill'} {heads} {str(dtype).removeprefix('torch.')}"
                 found[f"compile {kind}"] = partial(_attention, heads=heads, dtype=dtype, rows=rows)
+    for rows in (1, 256):
+        name = f"compile {'decode' if rows == 1 else 'prefill'} {_GQA} int8"
+        found[name] = partial(_attention, heads=_GQA, dtype=torch.bfloat16, rows=rows, is_int8=True)
     if is_dry:
         return dict(list(found.items())[2:5])
     for number in range(1 + len(WIDE_CANDIDATES)):

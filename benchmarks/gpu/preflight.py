@@ -14,6 +14,7 @@ NEEDED = (
     *("torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow", "xxhash", "pynvml"),
     *("pytest", "hypothesis"),
 )
+_ANSWER_S = 60.0  # a driver that takes longer takes a target's time as well
 # Llama-3-8B in bfloat16, the KV of 256 sequences, and room for graphs.
 MIN_BYTES = 48 << 30
 
@@ -32,10 +33,12 @@ def reason_against(*, needs_device: bool = True) -> str | None:
     process.start()
     theirs.close()
     try:
-        reason: str | None = ours.recv()
+        late = f"{sys.executable} finds no CUDA device: the driver has not answered in {_ANSWER_S:.0f} s"
+        reason: str | None = ours.recv() if ours.poll(_ANSWER_S) else late
     except EOFError:
         reason = "looking for a CUDA device ended the process: see what it printed above"
-    process.join()
+    process.kill()  # it has said what it knows
+    process.join(_ANSWER_S)
     return reason
 
 

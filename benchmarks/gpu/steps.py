@@ -1,6 +1,7 @@
 """How a GPU target runs: steps in processes of their own, each within its share of the time; one table, one archive.
 
 A step is a set of jobs. A job yields rows, which are on disk at once: what a job that is cut short has found is kept.
+The archive is written behind each step, so a target that is cut short has left what its steps found before.
 Jobs run in processes that are forked before anything here has touched CUDA, so a job that crashes, hangs or leaves the
 device in a bad state costs its own rows and nothing else.
 """
@@ -8,6 +9,7 @@ device in a bad state costs its own rows and nothing else.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -88,7 +90,7 @@ class Outcome(NamedTuple):
 
 
 def run_steps(target: str, steps: list[Step], folder: Path, *, is_dry: bool, budget_s: float) -> int:
-    """Run a target's steps, print its table and write its archive; 1 if a job failed."""
+    """Run a target's steps, print its table and write its archive, anew behind each step; 1 if a job failed."""
     folder.mkdir(parents=True, exist_ok=True)
     ends_s, rows, failed = time.monotonic() + budget_s, list[Row](), False
     for index, step in enumerate(steps):
@@ -109,15 +111,21 @@ def run_steps(target: str, steps: list[Step], folder: Path, *, is_dry: bool, bud
         if errors and step.must_pass:
             rows += [Row(later.name, None, note=f"{NOT_RUN}: {step.name} failed") for later in steps[index + 1 :]]
             break
+        keep(target, rows, folder, is_dry)
     if not is_dry and all(row.value is None for row in rows):
         print(f"{target}: nothing was measured", flush=True)
         failed = True
-    table = table_of(target, rows, is_dry)
-    (folder / "table.txt").write_text(table)
-    (folder / f"{target}.json").write_text(json.dumps([row._asdict() for row in rows]) + "\n")
-    print(table)
-    print(f"{target}: wrote {write_archive(target, folder)}")
+    archive = keep(target, rows, folder, is_dry)
+    print((folder / "table.txt").read_text())
+    print(f"{target}: wrote {archive}")
     return int(failed)
+
+
+def keep(target: str, rows: list[Row], folder: Path, is_dry: bool) -> Path:
+    """Write a target's table, its rows and its archive."""
+    (folder / "table.txt").write_text(table_of(target, rows, is_dry))
+    (folder / f"{target}.json").write_text(json.dumps([row._asdict() for row in rows]) + "\n")
+    return write_archive(target, folder)
 
 
 def run_jobs(jobs: Mapping[str, Job], run: Run, num_at_once: int = 1) -> dict[str, Outcome]:
@@ -143,7 +151,7 @@ def run_jobs(jobs: Mapping[str, Job], run: Run, num_at_once: int = 1) -> dict[st
             for name, process in running.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with what it started
-                process.join()
+                process.join(_GRACE_S)  # one that a driver holds does not end
                 outcomes[name] = _outcome(run, name, None)
             running.clear()
     return {name: outcomes[name] for name in jobs}
@@ -222,13 +230,16 @@ def _cells(row: Row, is_dry: bool) -> tuple[str, str, str, str, str]:
 
 
 def write_archive(target: str, folder: Path) -> Path:
-    """The target's files in one: in $OUT where that is set, else beside them. Of a long log, the end."""
+    """The target's files in one, whole or not at all: in $OUT where that is set, else beside them. Of a long log, the
+    end."""
     archive = Path(os.environ.get("OUT") or folder) / f"{target}.tar.gz"
-    for log in folder.glob("*.log"):
-        if log.stat().st_size > _LOG_BYTES:
-            log.write_bytes(log.read_bytes()[-_LOG_BYTES:])
-    with tarfile.open(archive, "w:gz") as tar:
+    unfinished = archive.with_suffix(".part")
+    with tarfile.open(unfinished, "w:gz") as tar:
         for path in sorted(folder.iterdir()):
             if path.suffix in (".txt", ".json", ".jsonl", ".log", ".xml"):
-                tar.add(path, f"{target}/{path.name}")
+                content = path.read_bytes()[-_LOG_BYTES if path.suffix == ".log" else 0 :]
+                entry = tarfile.TarInfo(f"{target}/{path.name}")
+                entry.size, entry.mtime = len(content), int(path.stat().st_mtime)
+                tar.addfile(entry, io.BytesIO(content))
+    unfinished.replace(archive)
     return archive

@@ -136,7 +136,7 @@ class DeviceStep:
             if last is not None and last[0].page_id is plan.work.page_id and last[1] == grid:
                 tiles = last[2]
             else:
-                tiles = cut(plan.work, plan.num_rows, grid)
+                tiles = cut(plan.work, plan.sequence, grid)
             plan.work.derived[key] = tiles
         return tiles
 

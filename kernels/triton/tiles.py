@@ -21,7 +21,7 @@ OPEN_END = 2**31 - 1  # of a range that goes on to wherever its run ends
 _TOKENS_PER_PROGRAM = 64
 _TOKENS_PER_MERGE = 96
 _SHORTEST_RANGE_TOKENS = 256
-_PREFILL_ROWS = 128  # query rows times heads per KV head of a piece that has many
+_PREFILL_ROWS = 128  # query rows of prompts times heads per KV head of a piece that has many
 _LONGEST_RANGE_TOKENS = 1 << 17
 
 _IntArray = npt.NDArray[np.int64]
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
     part: Int32Array
     num_slots: int
     num_apart: int
-    is_prefill: bool  # pieces with many rows have more keys to read than the others: look for those that rows can see
+    is_prefill: bool  # pieces with many rows of prompts have more keys to read: look for those that rows can see
 
 
 class _Pieces(NamedTuple):
@@ -69,8 +69,8 @@ class _Pieces(NamedTuple):
     first_page: _IntArray  # counted over the pages of all runs
 
 
-def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
-    """Cut a work list whose query rows are [0, num_rows) into tiles."""
+def cut(work: WorkList, sequence: _IntArray, grid: Grid) -> Tiles:
+    """Cut a work list into tiles; `sequence`: of each of its query rows."""
     page_counts = (work.page_end - work.page_begin).astype(np.int64)
     page_ends = np.cumsum(page_counts)
     pieces = _pieces(work, page_counts, page_ends, grid)
@@ -99,12 +99,16 @@ def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
     tile[:, 2] = first_entry
     tile[:, 3:7] = _page_ranges(work, page_counts, page_ends, piece, pieces.first_page[piece], start, stop, is_last)
     num_apart = int(is_apart.sum())
-    return _with_parts(tile, work.row, num_rows, num_apart=num_apart, is_prefill=_is_prefill(pieces, grid))
+    is_prefill = _is_prefill(work, pieces, sequence, grid)
+    return _with_parts(tile, work.row, len(sequence), num_apart=num_apart, is_prefill=is_prefill)
 
 
-def _is_prefill(pieces: _Pieces, grid: Grid) -> bool:
-    num_blocks = -(-pieces.num_rows * grid.num_groups // _PREFILL_ROWS)
-    is_large = pieces.num_rows * grid.num_groups >= _PREFILL_ROWS
+def _is_prefill(work: WorkList, pieces: _Pieces, sequence: _IntArray, grid: Grid) -> bool:
+    """Rows of sequences that have several count: many decodes over what they share see all of it."""
+    is_prompt = np.bincount(sequence)[sequence] > 1
+    before = np.concatenate(([0], np.cumsum(is_prompt[work.row])))
+    num_rows = (before[work.row_begin[1:]] - before[work.row_begin[:-1]]) * grid.num_groups
+    is_large, num_blocks = num_rows >= _PREFILL_ROWS, -(-num_rows // _PREFILL_ROWS)
     return bool((pieces.num_pages * num_blocks)[is_large].sum() > pieces.num_pages[~is_large].sum())
 
 

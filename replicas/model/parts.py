@@ -208,8 +208,11 @@ class ExpertTensors(NamedTuple):
 
 
 def can_group(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the rows of all experts can be one product, without asking the device how many each has."""
-    return device.type == "cuda" and dtype is torch.bfloat16
+    """Return whether the rows of all experts can be one product, without asking the device how many each has.
+
+    Elsewhere than on capability 9.0 torch 2.11 multiplies for each expert, and asks: no graph can have that.
+    """
+    return device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class GroupedExperts:

@@ -4,6 +4,8 @@ llguidance reads numbers as 64-bit floats, refuses keywords that say nothing, an
 that it compiles, of an answer or of a tool's arguments, comes from `rewritten`: only keywords that bind, references
 into `$defs` alone, and no `oneOf`, `not`, `if` and `dependencies`. What it allows is valid under the given schema, and
 what is valid is allowed, but for numbers past 2^53: an upper bound is rounded down to a float there, a lower one up.
+
+`referencing` is imported when the first schema is rewritten: engines without grammars run where it is not installed.
 """
 
 from __future__ import annotations
@@ -18,10 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
-
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012, specification_with
 
 from mneme.primitives import Rounded
 
@@ -96,6 +94,9 @@ class _Rewriter:
     """Rewrites one schema: keyword by keyword, then what needs a look at other schemas, then what no answer can end."""
 
     def __init__(self, schema: Schema) -> None:
+        from referencing import Registry
+        from referencing.jsonschema import DRAFT202012, specification_with
+
         given = schema if isinstance(schema, Mapping) else {}
         self._dialect = specification_with(str(given.get("$schema")), default=DRAFT202012)
         uris = [each.rstrip("#") for each in (given.get("$id"), given.get("id")) if isinstance(each, str)] or [""]
@@ -226,6 +227,8 @@ class _Rewriter:
         return {key: part for key, part in out.items() if part not in ({}, []) or key in ("const", "enum", *_ONE)}
 
     def _looked_up(self, reference: Any, resolver: Any, place: str) -> tuple[Schema, Any]:
+        from referencing.exceptions import Unresolvable
+
         try:
             found = resolver.lookup(reference)
         except (Unresolvable, *_NO_SCHEMA):

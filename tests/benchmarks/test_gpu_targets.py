@@ -16,7 +16,10 @@ from gpu.steps import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 # Installed here, and not needed: imports of these fail. pytest runs in a process that is forked from this one.
-ABSENT = ("ray", "llguidance", "fastapi", "starlette", "uvicorn", "prometheus_client", "shtab", "openai", "jsonschema")
+ABSENT = (
+    *("ray", "llguidance", "referencing", "jsonschema", "pydantic", "fastapi", "starlette", "uvicorn", "httptools"),
+    *("websockets", "prometheus_client", "shtab", "openai", "gguf"),
+)
 ALONE = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({ABSENT}))
@@ -34,7 +37,7 @@ FIGURES = {
         "engine, 2 requests twice",
     },
     "attention": {"intercept shared", "int8 KV b128 x 1024", "rotation documents", "share cost"},
-    "engine": {"decode churn b2, step", "decode top-p 0.95 b2, step", "ttft 64"},
+    "engine": {"decode churn b2, step", "decode int8 KV b2, step", "decode top-p 0.95 b2, step", "ttft 64"},
     "served": {"served ready", "served Poisson, over step", "kill -9 under 16 streams, identical"},
     "beside": {"ours private b128", "ours ttft 64 on a cached 3840", "vllm private b1"},
     "tiers": {"host tier load, runs of 64", "cache tier load of 4k", "decode b2, cache tier on"},
@@ -74,10 +77,11 @@ def test_a_target_runs_dry_without_what_it_does_not_ask_for(target: str, tmp_pat
 def test_a_job_that_fails_crashes_or_hangs_costs_its_own_rows_alone(tmp_path: Path) -> None:
     """In a process of its own: jobs fork."""
     script = """
-import os, signal, sys, time
+import json, os, signal, sys, tarfile, time
 from pathlib import Path
 sys.path.insert(0, "benchmarks")
 from gpu.steps import Row, Step, run_steps
+(Path(sys.argv[1]) / "long.log").write_text("x" * 300_000)
 
 def fine(run): yield Row("a figure", 2.0, "ms", 0.5)
 def fails(run):
@@ -89,10 +93,16 @@ def crashes(run):
 def hangs(run):
     yield Row("begun", 3.0)
     signal.pause()
+def looks(run):  # at what the steps before have left, should this be the end
+    with tarfile.open(run.folder / "t.tar.gz") as archive:
+        before = json.load(archive.extractfile("t/t.json"))
+        assert len(archive.extractfile("t/long.log").read()) == 200_000
+    yield Row("kept", len(before))
 
 jobs = {"fine": fine, "fails": fails, "crashes": crashes, "hangs": hangs}
-steps = [Step("s", 1, jobs, 4), Step("stop", 1, {"x": fails}, must_pass=True), Step("last", 1, {"y": fine})]
-sys.exit(10 + run_steps("t", steps, Path(sys.argv[1]), is_dry=False, budget_s=6.0))
+steps = [Step("s", 1, jobs, 4), Step("look", 1, {"looks": looks})]
+steps += [Step("stop", 1, {"x": fails}, must_pass=True), Step("last", 1, {"y": fine})]
+sys.exit(10 + run_steps("t", steps, Path(sys.argv[1]), is_dry=False, budget_s=8.0))
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
@@ -108,6 +118,7 @@ sys.exit(10 + run_steps("t", steps, Path(sys.argv[1]), is_dry=False, budget_s=6.
     assert rows["fails"]["note"] == "ValueError: the reason; see fails.log"
     assert rows["crashes"]["note"] == "died of signal 11; see crashes.log"
     assert rows["hangs"]["note"] == "stopped: out of time; see hangs.log"
+    assert rows["kept"]["value"] == 7  # of four jobs, three that ended badly, and what the step took
     assert rows["last"]["note"] == "not run: stop failed"
 
 

@@ -69,7 +69,7 @@ def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=examples(150))
 def test_tiles_read_every_page_for_every_row_once(scene: Scene, share: str, narrow: bool) -> None:
     plan = scene.plan(share=share)
-    tiles = cut(plan.work, plan.num_rows, SMALL_GRID._replace(wide_m=4 if narrow else 8))
+    tiles = cut(plan.work, plan.sequence, SMALL_GRID._replace(wide_m=4 if narrow else 8))
     assert read_by(plan.work, tiles) == wanted_reads(plan.work)
     assert (tiles.tile[:, 1] * SMALL_GRID.num_groups <= 8).all()
 
@@ -79,7 +79,7 @@ def test_tiles_read_every_page_for_every_row_once(scene: Scene, share: str, narr
 @settings(max_examples=examples(100))
 def test_every_part_is_written_once_and_merged_once(scene: Scene, share: str) -> None:
     plan = scene.plan(share=share)
-    tiles = cut(plan.work, plan.num_rows, SMALL_GRID)
+    tiles = cut(plan.work, plan.sequence, SMALL_GRID)
     slots: dict[int, list[int]] = {row: [] for row in range(plan.num_rows)}
     for first, count, _, _, _, _, _, slot in tiles.tile.tolist():
         for index, row in enumerate(plan.work.row[first : first + count].tolist()):
@@ -105,9 +105,29 @@ H200 = Grid(page_size=32, num_groups=4, num_kv_heads=8, narrow_m=16, wide_m=64, 
 
 def test_cutting_stops_at_the_bound_of_partial_results() -> None:
     plan = decode_plan(4, 512)
-    assert cut(plan.work, 4, H200).num_slots > 20
-    assert 0 < cut(plan.work, 4, H200._replace(max_split_slots=20)).num_slots <= 20
-    assert cut(plan.work, 4, H200._replace(max_split_slots=3)).num_slots == 0
+    assert cut(plan.work, plan.sequence, H200).num_slots > 20
+    assert 0 < cut(plan.work, plan.sequence, H200._replace(max_split_slots=20)).num_slots <= 20
+    assert cut(plan.work, plan.sequence, H200._replace(max_split_slots=3)).num_slots == 0
+
+
+@pytest.mark.parametrize(
+    ("sequences", "is_prefill"),
+    [
+        (range(64), False),  # decodes over what they share, of which each sees all
+        ([0] * 64, True),
+        ([0] * 64 + [1] * 64, True),  # two prompts behind the same pages
+        ([0] * 8 + [*range(1, 57)], False),  # a short prompt beside decodes
+    ],
+)
+def test_keys_that_rows_cannot_see_are_looked_for_where_prompts_read_most_pages(
+    sequences: list[int], is_prefill: bool
+) -> None:
+    num_sequences, shared, end = max(sequences) + 1, range(64), 65 * 32 - 1
+    tables = [PageTable.own([*shared, 64 + index]) for index in range(num_sequences)]
+    rows = QueryRows(np.array(sequences), np.full(len(sequences), end))
+    plan = build_plan(tables, rows, page_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128, share="always")
+    assert plan.work.num_shared == (num_sequences > 1)
+    assert cut(plan.work, plan.sequence, H200).is_prefill == is_prefill
 
 
 @given(scene=scenes(), share=st.sampled_from(["always", "never"]), data=st.data())
@@ -116,7 +136,7 @@ def test_tiles_stay_right_when_pages_are_appended(scene: Scene, share: str, data
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_tiles, "_SHORTEST_RANGE_TOKENS", data.draw(st.sampled_from([1, 2])))
         plan = scene.plan(share=share)
-        tiles = cut(plan.work, plan.num_rows, SMALL_GRID)
+        tiles = cut(plan.work, plan.sequence, SMALL_GRID)
     for page in range(24, 24 + data.draw(st.integers(1, 3))):
         if plan.page_tables:
             sequence = np.array([data.draw(st.integers(0, plan.num_sequences - 1))])
@@ -126,7 +146,7 @@ def test_tiles_stay_right_when_pages_are_appended(scene: Scene, share: str, data
 
 def test_a_decode_step_uploads_positions_and_a_new_page_a_few_words() -> None:
     plan = decode_plan(32, 64)
-    tiles = cut(plan.work, 32, H200)
+    tiles = cut(plan.work, plan.sequence, H200)
     packed = PackedWork(plan.page_size)
     first = packed.update(plan.work, tiles, plan.position.astype(np.int32))
     assert sum(end - start for start, end in first) > 32 * 64 * 3
@@ -149,7 +169,7 @@ def test_sections_keep_their_places_until_one_outgrows_its_room() -> None:
     begins = []
     for num_sequences in (32, 40, 80):
         plan = decode_plan(num_sequences, 8)
-        tiles = cut(plan.work, num_sequences, H200)
+        tiles = cut(plan.work, plan.sequence, H200)
         packed.update(plan.work, tiles, plan.position.astype(np.int32))
         begins.append(packed.words[Header.position : Header.part + 1].tolist())
         start = packed.words[Header.page_id]
@@ -162,7 +182,7 @@ def test_wide_tiles_stand_behind_the_others_and_are_launched_apart_where_that_wa
         [PageTable.own(range(64)), PageTable.own([70])], QueryRows([0] * 256 + [1], [*range(1792, 2048), 40]),
         page_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128,
     )  # fmt: skip
-    tiles = cut(prompt.work, prompt.num_rows, H200._replace(wide_m=128, is_apart=True))
+    tiles = cut(prompt.work, prompt.sequence, H200._replace(wide_m=128, is_apart=True))
     is_wide = tiles.tile[:, 1] * 4 > 16
     assert tiles.num_apart == is_wide.sum() > 0
     assert is_wide[-tiles.num_apart :].all()

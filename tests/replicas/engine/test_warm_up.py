@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -138,25 +140,31 @@ def test_traffic_over_the_whole_pool_is_replayed_and_no_buffer_of_graphs_moves(
 
 
 def test_the_largest_step_is_run_before_the_pool_is_made(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that is played, which counts no bytes but those that it is told."""
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    """On a GPU that is played, which counts no bytes but those that it is told; the small pool is gone then."""
+    runners, num_left = weakref.WeakSet[Runner](), list[int]()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: num_left.append(len(runners)))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: None)
     rows: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: rows.clear() or 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 100 + max(rows)[0])
     forward = Runner.forward
 
     def noted(self: Runner, inputs: StepInputs | None) -> torch.Tensor:
+        runners.add(self)
         if inputs is not None:
             rows.append((len(inputs.token_ids), inputs.num_sampled))
         return forward(self, inputs)
 
     monkeypatch.setattr(Runner, "forward", noted)
     decoder = decoder_of(checkpoint, share="auto")
-    assert (
-        largest_step_bytes(decoder, torch.float32, None, CONFIG, lambda _what, _share: None) == CONFIG.max_batch_tokens
-    )
+    gc.disable()  # not by chance
+    try:
+        found = largest_step_bytes(decoder, torch.float32, None, CONFIG, lambda _what, _share: None)
+    finally:
+        gc.enable()
+    assert found == CONFIG.max_batch_tokens
     assert rows == [(CONFIG.max_batch_tokens, CONFIG.max_running)]
+    assert num_left == [1, 0]
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), *rarer([("mistral", "float32")])])
@@ -186,6 +194,27 @@ def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
     graphs = engine.runner.graphs  # what nobody is told
     assert graphs.num_graphs >= 31
     assert graphs.num_failed == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_whose_pool_has_no_size_serves_as_many_as_may_run() -> None:
+    """The pool is what the largest step leaves; the host tier has its size from that."""
+    engine = build_engine("mneme-tiny", EngineConfig(max_running=64, device="cuda"))
+    try:
+        graphs = engine.runner.graphs  # what nobody is told
+        assert graphs.num_failed == 0
+        assert engine.runner.num_host_pages > 0
+        sampling = SamplingParams(max_tokens=20, top_p=0.9, seed=0, ignore_eos=True)
+        for index in range(64):
+            ids = tuple(range(index, index + 200))
+            engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
+        events = run(engine)
+        assert all(event.error is None for event in events)
+        assert sum(event.finish_reason == "length" for event in events) == 64
+        assert graphs.num_replays >= 19
+    finally:
+        engine.close()
 
 
 def test_a_kernel_that_a_device_has_no_room_for_refuses_the_start_with_one_line(

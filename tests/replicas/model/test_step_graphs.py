@@ -12,6 +12,7 @@ import torch
 
 from mneme.replicas.model.decoder import StepInputs
 from mneme.replicas.model.graphs import MAX_BUCKET, Graph, Run, StepGraphs, bucket_of
+from mneme.replicas.model.parts import can_group
 from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
 
@@ -211,3 +212,15 @@ def test_a_long_prompt_alone_is_captured_where_one_request_runs_at_a_time() -> N
         inputs = graphs.inputs([*[rows] * 4, np.array([last])], plan=None, num_rows=128)  # type: ignore[arg-type]
         assert graphs.forward(inputs)[0, 0] == last
     assert (device.num_eager, graphs.num_failed, graphs.num_replays) == (0, 0, 3)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 0), "bfloat16"), ((10, 0), "bfloat16"), ((9, 0), "float32")])
+def test_experts_are_one_product_where_torch_does_not_ask_the_device_for_their_rows(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str
+) -> None:
+    """Elsewhere `torch._grouped_mm` reads offsets back: a graph of it cannot be captured (`step_graphs_for`)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    assert can_group(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert not can_group(torch.device("cuda"), getattr(torch, dtype))
+    assert not can_group(torch.device("cpu"), torch.bfloat16)
