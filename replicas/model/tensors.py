@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mneme.kernels.linear import Linear, make_linear
-from mneme.kernels.native.quantized import Codes, QuantizedLinear, joined, packed_bytes, quantize
+from mneme.errors import CheckpointError
+from mneme.kernels.linear import Linear, PlainLinear, make_linear
+from mneme.kernels.native.quantized import Codes, QuantizedLinear, join_rows, joined, packed_bytes, quantize
 from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder_config import DecoderConfig, ExpertsConfig
 from mneme.replicas.model.parts import (
@@ -37,6 +38,7 @@ from mneme.replicas.model.parts import (
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's numbers, the sign apart
 _FP4_BLOCK = 32
+_FP4_LARGEST = 127 + 125  # scale, times 6 a finite float32; 255 is NaN (OCP MX 1.0, 5.4.1)
 Weight = Tensor | Codes
 
 
@@ -44,7 +46,7 @@ class Quantized(NamedTuple):
     """What a file has a matrix as, if its numbers are in steps."""
 
     bits: int  # 4 or 8, that kernels multiply it in
-    has_codes: bool  # `Source.codes` gives them, as far as headers tell; else it is rounded once more
+    own: tuple[int, ...]  # bits in which `Source.codes` gives them, as far as headers tell; others round them once more
 
 
 class Source(Protocol):
@@ -115,9 +117,11 @@ class Linears:
             self.num_bytes[linear.format] += linear.num_bytes
             return linear
         is_own = isinstance(weight, Codes)
-        if isinstance(weight, Tensor) and weight.is_meta:  # on trial, see `weights.count_bytes`
-            is_own = all(each is not None and each == (bits, True) for each in stored)
-            linear, num_bytes = make_linear(weight, bias), packed_bytes(len(weight), weight.shape[1], bits)
+        if weight.device.type == "meta":  # on trial, see `weights.count_bytes`
+            values, num_inputs = (
+                (weight.values, weight.num_inputs) if isinstance(weight, Codes) else (weight, weight.shape[1])
+            )
+            linear, num_bytes = PlainLinear(values), packed_bytes(len(values), num_inputs, bits)
         else:
             if isinstance(weight, Tensor):
                 weight = quantize(weight, 8 if self._form == "auto" else bits, squares)  # auto never rounds to 4
@@ -152,12 +156,12 @@ class Tensors:
         """
         named = [(f"{self._prefix}{name}.weight", size) for name, size in size_by_name.items()]
         bits = self._linears.bits(stored, least) if stored else None
-        if bits is not None and all((each := self._source.quantized(name)) and each.has_codes for name, _ in named):
+        if bits is not None and all((each := self._source.quantized(name)) and bits in each.own for name, _ in named):
             found = [codes for name, size in named if (codes := self._source.codes(name, bits, size, num_inputs))]
             if len(found) == len(named) and (whole := joined(found)) is not None:
                 return whole
         weights = [self._source.tensor(name, size, num_inputs) for name, size in named]
-        return weights[0] if len(weights) == 1 else _joined(weights)
+        return weights[0] if len(weights) == 1 else join_rows(weights)
 
     def has(self, name: str) -> bool:
         return self._source.has(self._prefix + name)
@@ -286,7 +290,7 @@ class Tensors:
 
     def _bias(self, size_by_name: dict[str, int]) -> Tensor:
         biases = [self.tensor(f"{name}.bias", size) for name, size in size_by_name.items()]
-        return biases[0] if len(biases) == 1 else _joined(biases)
+        return biases[0] if len(biases) == 1 else join_rows(biases)
 
     def _ungrouped(self, rows: Tensor) -> Tensor:
         """Put the queries of all groups first, then the keys, then the values."""
@@ -294,7 +298,7 @@ class Tensors:
         group = config.num_q_heads // config.num_kv_heads
         grouped = rows.view(config.num_kv_heads, group + 2, config.head_dim, *rows.shape[1:])
         parts = (grouped[:, :group], grouped[:, group : group + 1], grouped[:, group + 1 :])
-        return _joined([part.flatten(0, 2) for part in parts])
+        return join_rows([part.flatten(0, 2) for part in parts])
 
     def _fused(self, name: str, num_experts: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
         """Return weights [E, outputs, inputs], which lie the other way round or in MXFP4, and biases [E, outputs]."""
@@ -304,18 +308,13 @@ class Tensors:
         blocks = (num_experts, num_outputs, num_inputs // _FP4_BLOCK)
         packed = self._source.stored(f"{self._prefix}{name}_blocks", *blocks, _FP4_BLOCK // 2)
         scales = self._source.stored(f"{self._prefix}{name}_scales", *blocks)
+        if not scales.is_meta and int(scales.max()) > _FP4_LARGEST:
+            raise CheckpointError(f"{self._prefix}{name}_scales has a scale that is NaN or too large")
         values = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=bias.dtype, device=packed.device)
         numbers = torch.stack((values[(packed & 15).int()], values[(packed >> 4).int()]), -1).flatten(-2)
         return torch.ldexp(numbers, (scales.int() - 127)[..., None]).flatten(-2).to(bias.dtype), bias
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Join rows; torch's own way would import its compiler for tensors without memory: seconds, and a folder."""
-    if parts[0].is_meta:
-        return parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
-    return torch.cat(list(parts))
-
-
 def _gates_first(rows: Tensor) -> Tensor:
     """Put even rows, which are gates, before odd ones."""
-    return _joined((rows[::2], rows[1::2]))
+    return join_rows((rows[::2], rows[1::2]))

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, ConfigError, shown
 from mneme.kernels.native.library import can_pack
-from mneme.kernels.native.quantized import Codes
+from mneme.kernels.native.quantized import GROUP, Codes
 from mneme.machine import available_bytes
 from mneme.replicas.card import GGUF, read_json, shard_paths
 from mneme.replicas.config import WeightsForm
@@ -335,8 +335,12 @@ class Checked:
     def quantized(self, name: str) -> Quantized | None:
         return self._files.quantized(name)
 
-    def codes(self, _name: str, _bits: int, *_shape: int) -> None:
-        """See `Source`: tensors are checked, and have no numbers."""
+    def codes(self, name: str, bits: int, *shape: int) -> Codes:
+        self._unread.difference_update(self._files.check(name, shape))
+        rows, columns = shape
+        values = torch.empty((rows, -(-columns // GROUP), GROUP), dtype=torch.uint8, device="meta")
+        halves = values.new_empty(values.shape[:2], dtype=torch.float16)
+        return Codes(values, halves, halves if bits == 4 else None, columns, self._dtype)
 
     def refuse_unread(self, family: Family) -> None:
         """Raise `CheckpointError` for tensors that have no place in the model."""

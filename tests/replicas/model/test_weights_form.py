@@ -69,6 +69,28 @@ def _inputs(weights: DecoderWeights) -> int:
     return int(weights.embed(torch.tensor([0])).shape[1])
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [("Q4_0", ("int8", "int4")), ("Q4_1", ("int4",)), ("Q8_0", ("int8",)), ("Q5_0", ()), ("BF16", ())],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_what_is_rounded_is_known_from_headers(
+    tmp_path: Path, architecture: str, kind: str, own: tuple[str, ...], form: WeightsForm
+) -> None:
+    """Codes of 4 bits without minima are exact in 8, which the output has at least."""
+    name = {"llama": "llama-blocks", "qwen3moe": "qwen3-moe-blocks"}[architecture]
+    tensors, fields, _ = converted(architecture, name)
+    fields |= {"expert_feed_forward_length": 64} if architecture == "qwen3moe" else {}
+    write(tmp_path / "m.gguf", architecture, tensors, fields, kind)
+    make_directory(tmp_path)
+    expected = count_bytes(tmp_path, load_model_config(tmp_path), torch.float32, form)
+    found = load(tmp_path, form)
+    assert (expected.num_bytes, expected.num_rounded_bytes) == (found.num_bytes, found.num_rounded_bytes)
+    assert found.num_bytes.keys() == ({"int8"} if form == "int8" else {"int8", "int4"})
+    assert found.num_rounded_bytes == sum(size for name, size in found.num_bytes.items() if name not in own)
+
+
 @pytest.mark.parametrize(("form", "most"), [("int8", 0.02), ("int4", 0.2)])
 def test_any_checkpoint_may_be_rounded(llama: Path, form: WeightsForm, most: float) -> None:
     dense, found = load(llama, "dense"), load(llama, form)
@@ -121,7 +143,7 @@ def test_experts_have_the_bits_of_the_widest_of_their_parts() -> None:
     """Files often have the matrices that lead out of experts in more bits."""
     linears = Linears("auto")
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-    four, eight = Quantized(4, has_codes=True), Quantized(8, has_codes=False)
+    four, eight = Quantized(4, (4, 8)), Quantized(8, ())
     assert [linears.bits(stored) for stored in ((four, four), (four, eight), (four, None))] == [4, 8, None]
     assert linears.make(quantize(weight, 4), stored=(four, four)).format == "int4"
     assert not linears.num_rounded_bytes
@@ -137,7 +159,7 @@ def test_groups_that_32_does_not_divide_have_8_bits(group: int, bits: int) -> No
     files.has = files.names.__contains__
     said = {"quant_method": "gptq", "bits": 4, "group_size": group}
     found = QuantizedTensors(files, said, torch.device("cpu"), torch.float32).quantized("a.weight")
-    assert found == (bits, bits == 4)
+    assert found == (bits, (4, 8) if bits == 4 else ())
 
 
 def test_a_form_is_part_of_the_fingerprint(llama: Path) -> None:
