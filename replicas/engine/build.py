@@ -75,7 +75,7 @@ _GPU_DRIVER_BYTES = 3 << 29  # of an engine that has a part of a GPU, outside of
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
 # How long, when it ends; the others stand elsewhere.
-_ROUNDING = 2  # of weights; counts up when the numbers of a form change, so that KV of the former ones is not found
+_ROUNDING = 3  # of weights; counts up when the numbers of a form change, so that KV of the former ones is not found
 _NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope", "local_rope")
 
 OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
@@ -186,8 +186,9 @@ def build_engine(
     is_asked = cache is not None and config.blend.mode == "auto" and model_config.immovable is None
     if is_asked and not gate.has_report and kept.is_dir():  # an engine of batches is not there when the report is
         name = str(dtype).removeprefix("torch.")
-        # Whoever rounds to 4 bits has the dense weights first.
-        dense_bytes = sum(size * (4 if kind == "int4" else 1) for kind, size in weights.num_bytes.items())
+        # Whoever rounds to 4 bits has the dense weights first: at most so many times what they take then.
+        times = {"int4": 4, "int8": 2} if form == "int4" else {}
+        dense_bytes = sum(size * times.get(kind, 1) for kind, size in weights.num_bytes.items())
         first_report = FirstReport(
             measuring(model, name, form, config.kv_dtype, kept), folder=kept, read=reports, weights_bytes=dense_bytes
         )

@@ -112,7 +112,7 @@ def build(
         of_head = tensors if tensors.has(family.head) else Tensors(source, config, linears)
         name = family.head.removesuffix(".weight")
     stored = of_head.quantized(name)
-    head = of_head.matrix({name: config.vocab_size}, hidden, stored=stored, least=8)
+    head = of_head.matrix({name: config.vocab_size}, hidden, stored=stored)
     positions = None
     if family.positions is not None:
         positions = tensors.tensor(family.positions, config.max_context + _NUM_SPARE_POSITIONS, hidden)
@@ -120,7 +120,7 @@ def build(
         embedding=embedding,
         layers=layers,
         norm=family.norm(tensors, config),
-        head=linears.make(head, stored=stored, least=8),
+        head=linears.make(head, stored=stored),
         dtype=head.dtype,
         device=head.device,
         positions=None if positions is None else positions[_NUM_SPARE_POSITIONS:],

@@ -58,7 +58,7 @@ class Observed(Linears):
         self._made: list[ObservedLinear] = []
 
     def make(
-        self, weight: Weight, bias: Tensor | None = None, *, stored: Sequence[Quantized | None], least: int = 4
+        self, weight: Weight, bias: Tensor | None = None, *, stored: Sequence[Quantized | None], least: int = 8
     ) -> Linear:
         """See `Linears`."""
         assert isinstance(weight, Tensor), "dense ones are read as such"

@@ -41,8 +41,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "formats"),
     [
-        ("Q4_0", {"int4", "int8"}),  # the output has 8 bits at least
-        ("Q4_1", {"int4", "int8"}),
+        ("Q4_0", {"int4"}),
+        ("Q4_1", {"int4"}),
         ("Q8_0", {"int8"}),
         ("Q5_0", {"int8"}),
         ("BF16", {"float32"}),
@@ -78,7 +78,7 @@ def _inputs(weights: DecoderWeights) -> int:
 def test_what_is_rounded_is_known_from_headers(
     tmp_path: Path, architecture: str, kind: str, own: tuple[str, ...], form: WeightsForm
 ) -> None:
-    """Codes of 4 bits without minima are exact in 8, which the output has at least."""
+    """Codes of 4 bits without minima are exact in 8. What leads into MLPs alone is rounded to 4."""
     name = {"llama": "llama-blocks", "qwen3moe": "qwen3-moe-blocks"}[architecture]
     tensors, fields, _ = converted(architecture, name)
     fields |= {"expert_feed_forward_length": 64} if architecture == "qwen3moe" else {}
@@ -87,7 +87,7 @@ def test_what_is_rounded_is_known_from_headers(
     expected = count_bytes(tmp_path, load_model_config(tmp_path), torch.float32, form)
     found = load(tmp_path, form)
     assert (expected.num_bytes, expected.num_rounded_bytes) == (found.num_bytes, found.num_rounded_bytes)
-    assert found.num_bytes.keys() == ({"int8"} if form == "int8" else {"int8", "int4"})
+    assert found.num_bytes.keys() == ({form} if form == "int8" or form in own else {"int8", "int4"})
     assert found.num_rounded_bytes == sum(size for name, size in found.num_bytes.items() if name not in own)
 
 
@@ -123,18 +123,19 @@ def test_rounded_experts_are_those_that_their_codes_stand_for(tmp_path: Path, fo
         mlp = layer.mlp
         assert isinstance(mlp, Experts)
         assert isinstance(mlp.experts, SeparateExperts)
-        plain = [_dequantized(each, form) for each in mlp.experts._experts]  # the only way to what they are made of
+        formats = (form, "int8")  # of what leads in, and out
+        plain = [_dequantized(each, formats) for each in mlp.experts._experts]  # the only way to what they are made of
         wanted = replace(mlp, experts=SeparateExperts(plain))(x, torch.float32)
         error = (mlp(x, torch.float32) - wanted).norm() / wanted.norm()
         assert error < 0.02
 
 
-def _dequantized(mlp: Mlp, form: WeightsForm) -> GatedMlp:
+def _dequantized(mlp: Mlp, formats: tuple[str, str]) -> GatedMlp:
     assert isinstance(mlp, GatedMlp)
     matrices = []
-    for each in (mlp.gate_up, mlp.down):
+    for each, wanted in zip((mlp.gate_up, mlp.down), formats, strict=True):
         assert isinstance(each, QuantizedLinear)
-        assert each.format == form
+        assert each.format == wanted
         matrices.append(PlainLinear(each.weight_rows(torch.arange(each._num_features))))
     return GatedMlp(*matrices, mlp.activation)
 
@@ -150,6 +151,18 @@ def test_experts_have_the_bits_of_the_widest_of_their_parts() -> None:
     assert linears.make(weight, stored=(four, four)).format == "int8", "its codes could not be had: never 4 bits then"
     assert linears.num_rounded_bytes["int8"] == linears.num_bytes["int8"] > 0
     assert linears.make(weight, stored=(four, None)).format == "float32"
+
+
+def test_codes_of_4_bits_stay_and_what_is_rounded_has_the_bits_that_it_needs() -> None:
+    """Rounding takes more from some matrices than from others, see `Linears.bits`."""
+    linears, four, eight = Linears("int4"), Quantized(4, (4, 8)), Quantized(8, (8,))
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    assert [linears.bits(stored) for stored in ((four, four), (four, eight), (four, None), (None,))] == [4, 8, 8, 8]
+    assert [linears.bits((each,), least=4) for each in (four, eight, None)] == [4, 4, 4]
+    assert linears.make(quantize(weight, 4), stored=(four,)).format == "int4"
+    assert linears.make(weight, stored=(four,)).format == "int8", "its codes could not be had"
+    assert linears.make(weight, stored=(None,), least=4).format == "int4"
+    assert linears.num_rounded_bytes["int4"] < linears.num_bytes["int4"]
 
 
 @pytest.mark.parametrize(("group", "bits"), [(128, 4), (32, 4), (-1, 4), (16, 8), (48, 8)])

@@ -297,13 +297,16 @@ def test_symmetric_numbers_are_found_bit_for_bit(wide: Path, tmp_path: Path, nam
 
 @pytest.mark.parametrize("name", OWN)
 def test_numbers_of_8_bits_are_rounded_to_4_and_not_taken_for_them(wide: Path, tmp_path: Path, name: str) -> None:
-    """Also where the file says nothing of their bits, or has some of 4 beside them."""
+    """In what leads into MLPs, also where the file says nothing of their bits, or has some of 4 beside them."""
     _, write, said = OWN[name]
     other = written(wide, tmp_path / "quantized", write, said)
     ours, dense = loaded(tmp_path / "quantized", "int4"), loaded(other, "dense")
     for layer, exact in zip(ours.layers, dense.layers, strict=True):
-        found = codes_of(layer.attention.qkv)
-        meant = exact.attention.qkv.weight_rows(torch.arange(len(found)))
+        assert isinstance(layer.mlp, GatedMlp)
+        assert isinstance(exact.mlp, GatedMlp)
+        assert layer.mlp.gate_up.format == "int4"
+        found = codes_of(layer.mlp.gate_up)
+        meant = exact.mlp.gate_up.weight_rows(torch.arange(len(found)))
         assert (found - meant).norm() < 0.15 * meant.norm()
 
 
@@ -463,9 +466,9 @@ def test_what_is_rounded_is_known_from_headers(
         assert ours.num_rounded_bytes == 0
     else:  # the output is dense in these files
         head = 0 if form == "auto" else packed_bytes(320, 64, 8)
-        most = max(own, default=8) if form == "int8" else min(own, default=8) if form == "auto" else 4
-        rest = sum(size for kind, size in ours.num_bytes.items() if kind.startswith("int")) - head
-        assert ours.num_rounded_bytes == head + (0 if most in own else rest)
+        is_own = {"int8": 8 in own, "int4": 4 in own or (form == "auto" and 8 in own)}
+        sizes = {"int8": ours.num_bytes.get("int8", head) - head, "int4": ours.num_bytes.get("int4", 0)}
+        assert ours.num_rounded_bytes == head + sum(size for kind, size in sizes.items() if not is_own[kind])
 
 
 @pytest.mark.parametrize("form", ["dense", "auto"])
