@@ -55,7 +55,7 @@ from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.model.weights import count_bytes, load_weights
+from mneme.replicas.model.weights import count_bytes, load_weights, multiplied_form
 from mneme.replicas.sessions.durable import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.prompts import conversation_prefix
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -223,8 +223,7 @@ def check_default_truncation(config: EngineConfig, window: int, *, immovable: Im
 def expected_weights(model_dir: Path, config: DecoderConfig, device: str, form: WeightsForm) -> DecoderWeights:
     """Return what weights would take on "cuda" or "cpu" as they are served, by the files' headers."""
     dtype = choose_dtype("auto", torch.device(device), config.dtype)
-    is_rounded = device == "cpu" and native_library.library() is not None
-    return count_bytes(model_dir, config, dtype, form if is_rounded else "dense")
+    return count_bytes(model_dir, config, dtype, multiplied_form(form, torch.device(device), dtype))
 
 
 def described_bytes(weights: DecoderWeights) -> str:
@@ -336,10 +335,11 @@ def form_of(wanted: WeightsForm, num_bytes: Mapping[str, int]) -> WeightsForm:
 
     Raises `ConfigError` where nothing multiplies the form that was asked for.
     """
-    if wanted in ("int8", "int4") and wanted not in num_bytes:
-        rule = "needs a CPU, a C++ compiler, and engine.dtype float32 or bfloat16"
-        raise ConfigError(f"engine.weights: {wanted} {rule}; dense serves the model here")
-    return wanted if {"int8", "int4"} & num_bytes.keys() else "dense"
+    if wanted not in ("auto", "dense", *num_bytes):
+        of_ints = "a CPU, a C++ compiler, and engine.dtype float32 or bfloat16"
+        rule = "a GPU of compute capability 8.9 or later, and engine.dtype bfloat16" if wanted == "fp8" else of_ints
+        raise ConfigError(f"engine.weights: {wanted} needs {rule}; dense serves the model here")
+    return wanted if {"int8", "int4", "fp8"} & num_bytes.keys() else "dense"
 
 
 def choose_num_pages(

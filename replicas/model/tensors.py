@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from mneme.errors import CheckpointError
+from mneme.errors import CheckpointError, ConfigError
 from mneme.kernels.linear import Linear, PlainLinear, make_linear
 from mneme.kernels.native.quantized import Codes, QuantizedLinear, join_rows, joined, packed_bytes, quantize
+from mneme.kernels.torch.fp8 import Fp8Codes, Fp8Linear, fits, fp8_without_memory, join_fp8, quantize_fp8
 from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder_config import DecoderConfig, ExpertsConfig
 from mneme.replicas.model.parts import (
@@ -39,15 +40,16 @@ from mneme.replicas.model.parts import (
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's numbers, the sign apart
 _FP4_BLOCK = 32
 _FP4_LARGEST = 127 + 125  # scale, times 6 a finite float32; 255 is NaN (OCP MX 1.0, 5.4.1)
-_INNER = 4  # bits that rounding leaves what leads into MLPs; 8 all else: on SmolLM2, 9% of perplexity lost became 2.4
-Weight = Tensor | Codes
+_INNER: Literal[4] = 4  # bits that rounding leaves what leads into MLPs; 8 all else: of 7.2% of perplexity lost, 2.4
+Weight = Tensor | Codes | Fp8Codes
+Bits = Literal[4, 8, "fp8"]  # in which a weight is multiplied
 
 
 class Quantized(NamedTuple):
     """What a file has a matrix as, if its numbers are in steps."""
 
-    bits: int  # 4 or 8, that kernels multiply it in
-    own: tuple[int, ...]  # bits in which `Source.codes` gives them, as far as headers tell; others round them once more
+    bits: Literal[4, 8]  # that CPUs multiply it in
+    own: tuple[Bits, ...]  # in which `Source.codes` gives them, as far as headers tell; others round them once more
 
 
 class Source(Protocol):
@@ -64,7 +66,7 @@ class Source(Protocol):
     def quantized(self, name: str) -> Quantized | None:
         """Say whether a matrix is quantized, by headers."""
 
-    def codes(self, name: str, bits: int, *shape: int) -> Codes | None:
+    def codes(self, name: str, bits: Bits, *shape: int) -> Codes | Fp8Codes | None:
         """Return a matrix's own numbers as they are multiplied in so many bits; None where that would round them."""
 
 
@@ -95,13 +97,20 @@ class Linears:
         self._form, self._torch_rows = form, torch_rows
         self._squares = iter(squares)
         self.num_bytes: Counter[str] = Counter()
-        self.num_rounded_bytes: Counter[str] = Counter()  # of those in 8 or 4 bits, what is not the file's own numbers
+        self.num_rounded_bytes: Counter[str] = (
+            Counter()
+        )  # of those that are not dense, what is not the file's own numbers
 
-    def bits(self, stored: Sequence[Quantized | None], least: int = 8) -> int | None:
+    def bits(
+        self, stored: Sequence[Quantized | None], least: Literal[4, 8] = 8, *, takes_fp8: bool = True
+    ) -> Bits | None:
         """Return in how many bits a weight of such parts is multiplied; None: dense.
 
-        least  bits that rounding leaves it
+        least      bits that rounding leaves it
+        takes_fp8  outputs do not, nor experts, which are one product on a GPU
         """
+        if self._form == "fp8":
+            return "fp8" if takes_fp8 else None
         if self._form == "dense" or (self._form == "auto" and None in stored):
             return None
         if self._form == "auto":
@@ -110,30 +119,51 @@ class Linears:
         return 8 if self._form == "int8" else 4 if has_four else least
 
     def make(
-        self, weight: Weight, bias: Tensor | None = None, *, stored: Sequence[Quantized | None], least: int = 8
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        *,
+        stored: Sequence[Quantized | None],
+        least: Literal[4, 8] = 8,
+        takes_fp8: bool = True,
     ) -> Linear:
-        """stored: what the file has its parts as; least: bits that rounding leaves it"""
-        bits, squares = self.bits(stored, least), next(self._squares, None)
+        """stored: what the file has its parts as; least, takes_fp8: see `bits`"""
+        bits, squares = self.bits(stored, least, takes_fp8=takes_fp8), next(self._squares, None)
         if bits is None:
             assert isinstance(weight, Tensor)
             linear: Linear = make_linear(weight, bias, self._torch_rows)
             self.num_bytes[linear.format] += linear.num_bytes
             return linear
-        is_own = isinstance(weight, Codes)
-        if weight.device.type == "meta":  # on trial, see `weights.count_bytes`
-            values, num_inputs = (
-                (weight.values, weight.num_inputs) if isinstance(weight, Codes) else (weight, weight.shape[1])
-            )
-            linear, num_bytes = PlainLinear(values), packed_bytes(len(values), num_inputs, bits)
+        is_rounded = isinstance(weight, Tensor)
+        if bits == "fp8":
+            linear = _fp8(weight, bias)
+            name, num_bytes = linear.format, linear.num_bytes
+        elif weight.device.type == "meta":  # on trial, see `weights.count_bytes`
+            values = weight if isinstance(weight, Tensor) else weight.values
+            num_inputs = weight.num_inputs if isinstance(weight, Codes) else values.shape[1]
+            linear = PlainLinear(values)
+            name, num_bytes = f"int{bits}", packed_bytes(len(values), num_inputs, bits)
         else:
             if isinstance(weight, Tensor):
                 weight = quantize(weight, least if self._form == "int4" else 8, squares)
+            assert isinstance(weight, Codes), "of the bits that were asked for"
             linear = QuantizedLinear(weight, bias)
-            bits, num_bytes = linear.bits, linear.num_bytes
-        self.num_bytes[f"int{bits}"] += num_bytes
-        if not is_own:
-            self.num_rounded_bytes[f"int{bits}"] += num_bytes
+            name, num_bytes = linear.format, linear.num_bytes
+        self.num_bytes[name] += num_bytes
+        if is_rounded:
+            self.num_rounded_bytes[name] += num_bytes
         return linear
+
+
+def _fp8(weight: Weight, bias: Tensor | None) -> Fp8Linear:
+    assert not isinstance(weight, Codes), "of the bits that were asked for"
+    sizes = (weight if isinstance(weight, Tensor) else weight.values).shape
+    if not fits(*sizes):
+        rule = f"16 must divide both sizes of a matrix (got {list(sizes)})"
+        raise ConfigError(f"engine.weights: fp8: {rule}; dense serves the model here")
+    if isinstance(weight, Tensor):
+        weight = fp8_without_memory(sizes[0], sizes[1], weight.dtype) if weight.is_meta else quantize_fp8(weight)
+    return Fp8Linear(weight, bias)
 
 
 class Tensors:
@@ -151,17 +181,23 @@ class Tensors:
         return [self._source.quantized(f"{self._prefix}{name}.weight") for name in names]
 
     def matrix(
-        self, size_by_name: dict[str, int], num_inputs: int, *, stored: Sequence[Quantized | None] = (), least: int = 8
+        self,
+        size_by_name: dict[str, int],
+        num_inputs: int,
+        *,
+        stored: Sequence[Quantized | None] = (),
+        least: Literal[4, 8] = 8,
+        takes_fp8: bool = True,
     ) -> Weight:
         """Join matrices of the same input, in order: the file's own numbers where those are what is multiplied.
 
-        stored, least  see `Linears.make`
+        stored, least, takes_fp8  see `Linears.make`
         """
         named = [(f"{self._prefix}{name}.weight", size) for name, size in size_by_name.items()]
-        bits = self._linears.bits(stored, least) if stored else None
+        bits = self._linears.bits(stored, least, takes_fp8=takes_fp8) if stored else None
         if bits is not None and all((each := self._source.quantized(name)) and bits in each.own for name, _ in named):
             found = [codes for name, size in named if (codes := self._source.codes(name, bits, size, num_inputs))]
-            if len(found) == len(named) and (whole := joined(found)) is not None:
+            if len(found) == len(named) and (whole := _joined(found)) is not None:
                 return whole
         weights = [self._source.tensor(name, size, num_inputs) for name, size in named]
         return weights[0] if len(weights) == 1 else join_rows(weights)
@@ -187,7 +223,7 @@ class Tensors:
         return LayerNorm(weight, bias, self._config.norm_eps)
 
     def linear(
-        self, size_by_name: dict[str, int], num_inputs: int, *, has_bias: bool = False, least: int = 8
+        self, size_by_name: dict[str, int], num_inputs: int, *, has_bias: bool = False, least: Literal[4, 8] = 8
     ) -> Linear:
         """Join projections of the same input, in order, into one matrix. least: see `Linears.make`."""
         stored = self.quantized(*size_by_name)
@@ -214,7 +250,7 @@ class Tensors:
         stored, bias = self.quantized(*named), self._bias(named) if config.qkv_bias else None
         weight = self.matrix(named, config.hidden_size, stored=stored)
         if by_group:
-            weight = weight.rows(self._ungrouped) if isinstance(weight, Codes) else self._ungrouped(weight)
+            weight = self._ungrouped(weight) if isinstance(weight, Tensor) else weight.rows(self._ungrouped)
             bias = None if bias is None else self._ungrouped(bias)
         norms: dict[str, Any] = {}
         if config.qk_norm:
@@ -250,9 +286,9 @@ class Tensors:
         names = [f"experts.{index}.{name}" for index in range(own.num_experts) for name in (gate, up, down)]
         stored, inner = self.quantized(*names), own.intermediate_size
         for index in range(own.num_experts):
-            each = self.under(f"experts.{index}.")
-            gate_up = each.matrix(dict.fromkeys((gate, up), inner), hidden, stored=stored, least=_INNER)
-            found.append(ExpertTensors(gate_up, each.matrix({down: hidden}, inner, stored=stored)))
+            matrix = partial(self.under(f"experts.{index}.").matrix, stored=stored, takes_fp8=False)
+            gate_up = matrix(dict.fromkeys((gate, up), inner), hidden, least=_INNER)
+            found.append(ExpertTensors(gate_up, matrix({down: hidden}, inner)))
         if own.shared_size is not None:
             mlp = self.under("shared_expert.").gated_mlp(size=own.shared_size)
             shared = SharedExpert(mlp, self.gate("shared_expert_gate", 1))
@@ -285,7 +321,7 @@ class Tensors:
             experts = GroupedExperts(found, activation)  # no kernel has codes there
             self._linears.num_bytes[str(first.dtype).removeprefix("torch.")] += experts.num_bytes
         else:
-            make = partial(self._linears.make, stored=stored)
+            make = partial(self._linears.make, stored=stored, takes_fp8=False)
             matrices = ((make(e.gate_up, e.gate_up_bias, least=_INNER), make(e.down, e.down_bias)) for e in found)
             experts = SeparateExperts([GatedMlp(*both, activation) for both in matrices])
         num_chosen, is_normalized = own.num_chosen, own.is_normalized
@@ -318,6 +354,13 @@ class Tensors:
         values = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=bias.dtype, device=packed.device)
         numbers = torch.stack((values[(packed & 15).int()], values[(packed >> 4).int()]), -1).flatten(-2)
         return torch.ldexp(numbers, (scales.int() - 127)[..., None]).flatten(-2).to(bias.dtype), bias
+
+
+def _joined(parts: Sequence[Codes | Fp8Codes]) -> Codes | Fp8Codes | None:
+    """Join rows of weights that are multiplied in the same bits."""
+    if isinstance(parts[0], Fp8Codes):
+        return join_fp8(cast("Sequence[Fp8Codes]", parts))
+    return joined(cast("Sequence[Codes]", parts))
 
 
 def _gates_first(rows: Tensor) -> Tensor:

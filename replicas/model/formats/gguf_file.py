@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ _KINDS = (
     *("IQ4_NL", "IQ4_XS"),
 )
 # Kinds in groups of 32, each with a scale that kernels have, too: the bits in which they are multiplied as they are.
-_CODED = {"Q4_0": (4, 8), "Q4_1": (4,), "Q4_K": (4,), "Q8_0": (8,)}
+_CODED: dict[str, tuple[Literal[4, 8], ...]] = {"Q4_0": (4, 8), "Q4_1": (4,), "Q4_K": (4,), "Q8_0": (8,)}
 _BLOCK = 32
 _UNWARNED = np.errstate(invalid="ignore", over="ignore")  # what is no number is refused by name
 _MAX_DIMS = 4
@@ -121,7 +121,7 @@ class GgufFile:
             raise CheckpointError(f"{path}: general.architecture must be one of {names} (got {shown(name)})")
         self.dialect = _DIALECTS[known]
 
-    def bits(self, name: str) -> tuple[int, tuple[int, ...]] | None:
+    def bits(self, name: str) -> tuple[Literal[4, 8], tuple[Literal[4, 8], ...]] | None:
         """Return in how many bits a tensor's numbers are multiplied, 4 or 8, and in which `codes` gives them.
 
         None: they are not in equal steps.

@@ -8,6 +8,7 @@ the kernels' 32 are given as so many of 32; inputs whose groups are not neighbou
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from mneme.errors import CheckpointError
 from mneme.kernels.native.quantized import GROUP, Codes
+from mneme.kernels.torch.fp8 import Fp8Codes
 from mneme.replicas.model.directory import weights_of_groups
-from mneme.replicas.model.tensors import Files, Quantized
+from mneme.replicas.model.tensors import Bits, Files, Quantized
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight numbers of a word lie
 _SCALES = ("weight_scale", "weight_scale_inv", "scale")
@@ -151,10 +153,7 @@ class QuantizedTensors:
         found = stored.numbers.float()
         if stored.zeros is not None:
             found = found - self._spread(stored.zeros, stored)
-        found = (found * self._spread(stored.scales, stored)).to(self._device, self._dtype)
-        if not found.sum(dtype=torch.float32).isfinite():
-            raise CheckpointError(f"{self.model_dir}: {name} stands for a number that is NaN, infinite or too large")
-        return found
+        return self._finite(name, (found * self._spread(stored.scales, stored)).to(self._device, self._dtype))
 
     def stored(self, name: str, *shape: int) -> Tensor:
         """See `Source`."""
@@ -166,18 +165,28 @@ class QuantizedTensors:
         if form is None or (form == "scaled" and not self._files.has(name)):  # one is missing: said when it is read
             return None
         if form == "scaled":
-            return Quantized(8, (8,) if self._block is None and self._files.header(name)[1] == "I8" else ())
+            (shape, dtype), scales = (
+                self._files.header(name),
+                self._files.header(self._scale_of(name.removesuffix("weight")))[0],
+            )
+            if self._block is not None or dtype not in ("I8", "F8_E4M3"):
+                return Quantized(8, ())
+            of_rows = prod(scales) in (1, shape[0])
+            return Quantized(8, (8,) if dtype == "I8" else ("fp8",) if of_rows else ())
         if self._group is not None and self._group % GROUP:
             return Quantized(8, ())
-        return Quantized(self._bits, tuple(bits for bits in (4, 8) if bits >= self._bits))
+        return Quantized(4, (4, 8)) if self._bits == 4 else Quantized(8, (8,))
 
-    def codes(self, name: str, bits: int, *shape: int) -> Codes | None:
+    def codes(self, name: str, bits: Bits, *shape: int) -> Codes | Fp8Codes | None:
         """See `Source`. 8 bits have no zeros of their own: numbers are taken less theirs, if they fit then."""
         found = self.quantized(name)
         if found is None or bits not in found.own:  # a file may have several: `found` is this one's
             return None
         stored = self._stored(name, *shape)
         rows, columns = shape
+        if bits == "fp8":
+            scales = stored.scales.float().reshape(-1).expand(rows).contiguous()
+            return Fp8Codes(self._finite(name, stored.numbers).to(self._device), scales.to(self._device), self._dtype)
         groups = self._groups_of(stored)
         order = groups.argsort(stable=True)
         is_ordered = bool((groups.diff() >= 0).all())
@@ -210,6 +219,11 @@ class QuantizedTensors:
         if self._files.has(f"{stem}weight_packed"):
             return "packed"
         return "scaled" if any(self._files.has(stem + scale) for scale in _SCALES) else None
+
+    def _finite(self, name: str, numbers: Tensor) -> Tensor:
+        if not numbers.float().sum().isfinite():
+            raise CheckpointError(f"{self.model_dir}: {name} has a number that is NaN, infinite or too large")
+        return numbers
 
     def _scales(self, name: str) -> Tensor:
         found = self._files.read(name)

@@ -196,6 +196,17 @@ def test_what_kv_is_stored_as_is_part_of_the_fingerprint(llama: Path) -> None:
     assert found[1].layout.chunk_bytes == found[0].layout.chunk_bytes * (config.head_dim + 4) // (4 * config.head_dim)
 
 
+def test_fp8_is_for_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"engine.weights: fp8 needs a GPU of compute capability 8\.9 or later"):
+        build_engine("mneme-tiny", parse(EngineConfig, {"device": "cpu", "dtype": "bfloat16", "weights": "fp8"}))
+    assert form_of("fp8", {"fp8": 1, "bfloat16": 1}) == "fp8"
+
+
+def test_fp8_of_other_sizes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fp8: 16 must divide both sizes of a matrix \(got \[24, 32\]\)"):
+        Linears("fp8").make(torch.zeros(24, 32), stored=(None,))
+
+
 def test_a_form_that_nothing_multiplies_is_refused() -> None:
     with use_library(None), pytest.raises(ConfigError, match=r"engine.weights: int8 needs a CPU, a C\+\+ compiler"):
         build_engine("mneme-tiny", parse(EngineConfig, {"device": "cpu", "dtype": "float32", "weights": "int8"}))

@@ -471,6 +471,56 @@ def test_what_is_rounded_is_known_from_headers(
         assert ours.num_rounded_bytes == head + sum(size for kind, size in sizes.items() if not is_own[kind])
 
 
+def fp8_of_rows(weight: Tensor) -> Written:
+    scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    small = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": small, "weight_scale": scale}, small.float() * scale.float()
+
+
+FP8: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any], bool]] = {  # and whether its numbers are multiplied
+    "of tensors": (*FORMATS["fp8 of tensors"], True),
+    "of rows": (fp8_of_rows, {"quant_method": "compressed-tensors", "format": "float-quantized"}, True),
+    "of blocks": (*FORMATS["fp8 of blocks"], False),
+    "awq": (*OWN["awq"][1:], False),
+    "dense": (lambda w: ({"weight": w}, w), {}, False),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("checkpoint", ["llama-blocks", "mixtral-blocks", "qwen2-moe-blocks"])
+def test_fp8_is_multiplied_as_it_is_and_all_else_rounded_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str, name: str
+) -> None:
+    """As on a GPU, by torch's product for CPUs. Outputs and experts are dense, and what chooses among them."""
+    monkeypatch.setattr("mneme.replicas.model.weights.can_multiply", lambda _device, _dtype: True)
+    write, said, is_own = FP8[name]
+    write_checkpoint(checkpoint, tmp_path / "plain")
+    other = written(tmp_path / "plain", tmp_path / "quantized", write, said)
+    if not said:
+        saying(tmp_path / "quantized", quantization_config=None)
+    config, dtype = load_model_config(other), torch.bfloat16
+    expected = count_bytes(tmp_path / "quantized", load_model_config(tmp_path / "quantized"), dtype, "fp8")
+    ours, dense = loaded(tmp_path / "quantized", "fp8", dtype), loaded(other, "dense", dtype)
+    assert (expected.num_bytes, expected.num_rounded_bytes) == (ours.num_bytes, ours.num_rounded_bytes)
+    assert ours.num_bytes.keys() == {"fp8", "bfloat16"}
+    assert ours.num_rounded_bytes == (0 if is_own else ours.num_bytes["fp8"])
+    tensors = load_file(other / "model.safetensors")
+    x = torch.randn(30, config.hidden_size, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for index, (layer, exact) in enumerate(zip(ours.layers, dense.layers, strict=True)):
+        qkv, parts = layer.attention.qkv, ("q_proj", "k_proj", "v_proj")
+        meant = torch.cat([tensors[f"model.layers.{index}.self_attn.{part}.weight"] for part in parts])
+        found = qkv.weight_rows(torch.arange(len(meant)))
+        if is_own:
+            assert torch.equal(found, meant.bfloat16())
+        assert (found.float() - meant).norm() < 0.04 * meant.norm()
+        for ours_of, theirs_of in ((qkv, exact.attention.qkv), (layer.attention.o, exact.attention.o)):
+            wanted = theirs_of(x).float()
+            assert (ours_of(x).float() - wanted).norm() < 0.06 * wanted.norm()
+        wanted = exact.mlp(x, torch.float32)
+        assert (layer.mlp(x, torch.float32) - wanted).norm() < 0.1 * wanted.norm()
+    assert torch.equal(ours.head(x), dense.head(x))
+
+
 @pytest.mark.parametrize("form", ["dense", "auto"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", [*FORMATS, *(f"own {name}" for name in OWN)])
@@ -545,7 +595,7 @@ def test_a_number_of_8_bits_that_is_none_is_refused(plain: Path, tmp_path: Path,
     key = next(key for key in tensors if key.endswith("up_proj.weight"))
     tensors[key].view(torch.uint8)[5, 7] = 0x7F
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} stands for a number that is NaN"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has a number that is NaN"):
         loaded(tmp_path / "quantized", "auto")
 
 
