@@ -13,7 +13,7 @@ from mneme.replicas.documents import BlendOptions
 from mneme.replicas.truncation import Truncation
 
 EMBEDDED_MODEL = "mneme-tiny"  # the one that comes with the package
-WeightsForm = Literal["auto", "dense", "int8", "int4"]
+WeightsForm = Literal["auto", "dense", "int8", "int4", "fp8"]
 KvDtype = Literal["auto", "int8"]
 GenerationConfigUse = Literal["auto", "none"]
 MAX_TIMEOUT_S = 86_400.0  # of a request
@@ -32,7 +32,8 @@ class EngineConfig:
     # fastest: for so many rows who is faster here, ours or torch (measured once); auto: fastest in bfloat16 alone.
     cpu_kernels: CpuKernelsUse = "auto"
     # What weights are multiplied as. auto: int8 or int4 where the checkpoint is quantized so and a kernel multiplies
-    # them (on CPUs, with a compiler), else dense, in `dtype`. Products of either round their inputs to 8 bits.
+    # them (on CPUs, with a compiler), else dense, in `dtype`. int8 and int4 round any checkpoint, int4 what leads into
+    # MLPs to 4 bits and the rest to 8; fp8 does on GPUs (not measured). All of these round inputs to 8 bits.
     weights: WeightsForm = "auto"
     # What KV is stored as, in all tiers. int8: numbers of 8 bits with a scale for each token and KV head, 0.53 of
     # bfloat16's bytes (head_dim 64); auto: as dtype says.

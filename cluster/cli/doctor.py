@@ -207,7 +207,9 @@ def _model(name: str) -> list[Finding]:
     about = f"{row['family']}, {_gib(row['weights_bytes'])} of weights if dense ({row['dtype']}), context {context:,}"
     free_bytes, pool_bytes = expected_pool(placement.device, weights.num_all_bytes)
     tokens = int(pool_bytes / kv_bytes)
-    held_by_weights = f"{_gib(weights.num_all_bytes)} as they are served ({described_bytes(weights)})"
+    held_by_weights = (
+        f"{_gib(weights.num_all_bytes)} as they are served, as far as headers tell ({described_bytes(weights)})"
+    )
     fits = tokens >= 2 * EngineConfig().page_size
     advice = "" if fits else "no room is left for KV: take a larger device"
     held = (

@@ -133,7 +133,7 @@ ENGINES = (
         "mneme_weight_bytes",
         "Bytes of engines' matrices, by what they are multiplied as.",
         "weight_bytes.{format}",
-        format=("float32", "bfloat16", "float16", "int8", "int4"),
+        format=("float32", "bfloat16", "float16", "int8", "int4", "fp8"),
     ),
     family(
         "mneme_kv_bytes",

@@ -56,6 +56,13 @@ class Codes(NamedTuple):
         return self._replace(values=change(self.values), scales=change(self.scales), minima=minima)
 
 
+def join_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Join rows; torch's own way would import its compiler for tensors without memory: seconds, and a folder."""
+    if parts[0].is_meta:
+        return parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+    return torch.cat(list(parts))
+
+
 def joined(parts: Sequence[Codes]) -> Codes | None:
     """Join the rows of weights of the same bits; None where the inputs of their values follow in different orders."""
     first, orders = parts[0], [each.order for each in parts]
@@ -63,8 +70,8 @@ def joined(parts: Sequence[Codes]) -> Codes | None:
         return None
     if first.order is not None and not all(torch.equal(first.order, each) for each in orders if each is not None):
         return None
-    minima = None if first.minima is None else torch.cat([each.minima for each in parts if each.minima is not None])
-    values, scales = torch.cat([each.values for each in parts]), torch.cat([each.scales for each in parts])
+    minima = None if first.minima is None else join_rows([each.minima for each in parts if each.minima is not None])
+    values, scales = join_rows([each.values for each in parts]), join_rows([each.scales for each in parts])
     return first._replace(values=values, scales=scales, minima=minima)
 
 

@@ -55,7 +55,7 @@ from mneme.replicas.model.graphs import step_graphs_for
 from mneme.replicas.model.parts import DecoderWeights
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.model.weights import count_bytes, load_weights
+from mneme.replicas.model.weights import count_bytes, load_weights, multiplied_form
 from mneme.replicas.sessions.durable import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.prompts import conversation_prefix
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ _GPU_DRIVER_BYTES = 3 << 29  # of an engine that has a part of a GPU, outside of
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
 # How long, when it ends; the others stand elsewhere.
-_ROUNDING = 2  # of weights; counts up when the numbers of a form change, so that KV of the former ones is not found
+_ROUNDING = 3  # of weights; counts up when the numbers of a form change, so that KV of the former ones is not found
 _NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope", "local_rope")
 
 OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
@@ -186,8 +186,9 @@ def build_engine(
     is_asked = cache is not None and config.blend.mode == "auto" and model_config.immovable is None
     if is_asked and not gate.has_report and kept.is_dir():  # an engine of batches is not there when the report is
         name = str(dtype).removeprefix("torch.")
-        # Whoever rounds to 4 bits has the dense weights first.
-        dense_bytes = sum(size * (4 if kind == "int4" else 1) for kind, size in weights.num_bytes.items())
+        # Whoever rounds to 4 bits has the dense weights first: at most so many times what they take then.
+        times = {"int4": 4, "int8": 2} if form == "int4" else {}
+        dense_bytes = sum(size * times.get(kind, 1) for kind, size in weights.num_bytes.items())
         first_report = FirstReport(
             measuring(model, name, form, config.kv_dtype, kept), folder=kept, read=reports, weights_bytes=dense_bytes
         )
@@ -222,8 +223,7 @@ def check_default_truncation(config: EngineConfig, window: int, *, immovable: Im
 def expected_weights(model_dir: Path, config: DecoderConfig, device: str, form: WeightsForm) -> DecoderWeights:
     """Return what weights would take on "cuda" or "cpu" as they are served, by the files' headers."""
     dtype = choose_dtype("auto", torch.device(device), config.dtype)
-    is_rounded = device == "cpu" and native_library.library() is not None
-    return count_bytes(model_dir, config, dtype, form if is_rounded else "dense")
+    return count_bytes(model_dir, config, dtype, multiplied_form(form, torch.device(device), dtype))
 
 
 def described_bytes(weights: DecoderWeights) -> str:
@@ -335,10 +335,11 @@ def form_of(wanted: WeightsForm, num_bytes: Mapping[str, int]) -> WeightsForm:
 
     Raises `ConfigError` where nothing multiplies the form that was asked for.
     """
-    if wanted in ("int8", "int4") and wanted not in num_bytes:
-        rule = "needs a CPU, a C++ compiler, and engine.dtype float32 or bfloat16"
-        raise ConfigError(f"engine.weights: {wanted} {rule}; dense serves the model here")
-    return wanted if {"int8", "int4"} & num_bytes.keys() else "dense"
+    if wanted not in ("auto", "dense", *num_bytes):
+        of_ints = "a CPU, a C++ compiler, and engine.dtype float32 or bfloat16"
+        rule = "a GPU of compute capability 8.9 or later, and engine.dtype bfloat16" if wanted == "fp8" else of_ints
+        raise ConfigError(f"engine.weights: {wanted} needs {rule}; dense serves the model here")
+    return wanted if {"int8", "int4", "fp8"} & num_bytes.keys() else "dense"
 
 
 def choose_num_pages(

@@ -18,6 +18,7 @@ from mneme.kernels.linear import Linear, PackedLinear
 from mneme.kernels.native.layers import DenseLayer, RmsWeights, can_run
 from mneme.kernels.native.quantized import Codes, QuantizedLinear
 from mneme.kernels.ops import Activation, add_rms_norm, gated, rms_norm
+from mneme.kernels.torch.fp8 import Fp8Codes
 
 CLAMPED = "swiglu_clamped"
 _ALPHA, _LIMIT = 1.702, 7.0  # of it
@@ -201,8 +202,8 @@ def activated(gate_up: Tensor, activation: str) -> Tensor:
 class ExpertTensors(NamedTuple):
     """The weights of one expert, as they are multiplied from the right."""
 
-    gate_up: Tensor | Codes  # [2 I, H], gates first
-    down: Tensor | Codes  # [H, I]
+    gate_up: Tensor | Codes | Fp8Codes  # [2 I, H], gates first
+    down: Tensor | Codes | Fp8Codes  # [H, I]
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -292,8 +293,10 @@ class DecoderWeights:
     dtype: torch.dtype
     device: torch.device
     positions: Tensor | None = None  # [max_context, H], added to embeddings
-    num_bytes: Mapping[str, int] = field(default_factory=dict)  # of matrices, by format: float32, bfloat16, int8, int4
-    num_rounded_bytes: int = 0  # of those in int8 and int4, what is not the file's own numbers
+    num_bytes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of matrices, by format: float32, bfloat16, int8, int4, fp8
+    num_rounded_bytes: int = 0  # of those in int8, int4 and fp8, what is not the file's own numbers
 
     @property
     def num_all_bytes(self) -> int:

@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from mneme.cachetier.host_pages.streams import CudaStreams, Event, Streams
 from mneme.errors import CheckpointError, ConfigError, shown
 from mneme.kernels.native.library import can_pack
-from mneme.kernels.native.quantized import Codes
+from mneme.kernels.native.quantized import GROUP, Codes
+from mneme.kernels.torch.fp8 import Fp8Codes, can_multiply, fp8_without_memory
 from mneme.machine import available_bytes
 from mneme.replicas.card import GGUF, read_json, shard_paths
 from mneme.replicas.config import WeightsForm
@@ -33,7 +34,7 @@ from mneme.replicas.model.formats.gguf_file import ROTATIONS, GgufFile
 from mneme.replicas.model.formats.observed import Observed, observe
 from mneme.replicas.model.formats.quantized import QuantizedTensors
 from mneme.replicas.model.parts import DecoderWeights
-from mneme.replicas.model.tensors import Files, Linears, Quantized, Source, Tensors
+from mneme.replicas.model.tensors import Bits, Files, Linears, Quantized, Source, Tensors
 
 _PIECE_BYTES = 8 << 20  # that is read and copied at once
 _SMALL_BYTES = 1 << 20  # a tensor that is not worth a piece
@@ -59,12 +60,18 @@ def load_weights(
     family = FAMILIES[config.family]
     with ExitStack() as stack:
         files = open_files(model_dir, device, dtype, stack)
-        form = form if can_pack(torch.empty(0, dtype=dtype, device=device)) else "dense"
+        form = multiplied_form(form, device, dtype)
         checked, trial = Checked(files, dtype), Linears(form)
         build(family, checked, config, linears=trial)
         checked.refuse_unread(family)
         squares = _squares(family, files, config, dtype) if trial.num_rounded_bytes["int4"] else ()
         return build(family, files, config, on_progress, Linears(form, torch_rows, squares))
+
+
+def multiplied_form(form: WeightsForm, device: torch.device, dtype: torch.dtype) -> WeightsForm:
+    """Return a form if something multiplies it on a device, else dense."""
+    can = can_multiply(device, dtype) if form == "fp8" else can_pack(torch.empty(0, dtype=dtype, device=device))
+    return form if can else "dense"
 
 
 def _squares(family: Family, files: Files, config: DecoderConfig, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
@@ -112,7 +119,7 @@ def build(
         of_head = tensors if tensors.has(family.head) else Tensors(source, config, linears)
         name = family.head.removesuffix(".weight")
     stored = of_head.quantized(name)
-    head = of_head.matrix({name: config.vocab_size}, hidden, stored=stored, least=8)
+    head = of_head.matrix({name: config.vocab_size}, hidden, stored=stored, takes_fp8=False)
     positions = None
     if family.positions is not None:
         positions = tensors.tensor(family.positions, config.max_context + _NUM_SPARE_POSITIONS, hidden)
@@ -120,7 +127,7 @@ def build(
         embedding=embedding,
         layers=layers,
         norm=family.norm(tensors, config),
-        head=linears.make(head, stored=stored, least=8),
+        head=linears.make(head, stored=stored, takes_fp8=False),
         dtype=head.dtype,
         device=head.device,
         positions=None if positions is None else positions[_NUM_SPARE_POSITIONS:],
@@ -237,7 +244,7 @@ class SafetensorsFiles:
     def quantized(self, _name: str) -> None:
         """See `Source`."""
 
-    def codes(self, _name: str, _bits: int, *_shape: int) -> None:
+    def codes(self, _name: str, _bits: Bits, *_shape: int) -> None:
         """See `Source`."""
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -303,8 +310,10 @@ class GgufTensors:
         found = self._file.bits(self._name_of(name)[0])
         return None if found is None else Quantized(*found)
 
-    def codes(self, name: str, bits: int, *shape: int) -> Codes | None:
+    def codes(self, name: str, bits: Bits, *shape: int) -> Codes | None:
         """See `Source`."""
+        if bits == "fp8":
+            return None
         stored, expert = self._name_of(name)
         found = self._file.codes(stored, bits, expert)
         if found is None:
@@ -335,8 +344,14 @@ class Checked:
     def quantized(self, name: str) -> Quantized | None:
         return self._files.quantized(name)
 
-    def codes(self, _name: str, _bits: int, *_shape: int) -> None:
-        """See `Source`: tensors are checked, and have no numbers."""
+    def codes(self, name: str, bits: Bits, *shape: int) -> Codes | Fp8Codes:
+        self._unread.difference_update(self._files.check(name, shape))
+        rows, columns = shape
+        if bits == "fp8":
+            return fp8_without_memory(rows, columns, self._dtype)
+        values = torch.empty((rows, -(-columns // GROUP), GROUP), dtype=torch.uint8, device="meta")
+        halves = values.new_empty(values.shape[:2], dtype=torch.float16)
+        return Codes(values, halves, halves if bits == 4 else None, columns, self._dtype)
 
     def refuse_unread(self, family: Family) -> None:
         """Raise `CheckpointError` for tensors that have no place in the model."""

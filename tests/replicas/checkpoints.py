@@ -81,7 +81,23 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_EXPERTS, "shared_expert_intermediate_size": 80, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen2-moe-blocks": (
+        "Qwen2Moe",
+        {
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 128,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 64,
+            "intermediate_size": 128,
+        },
+    ),
+    "qwen3-moe-blocks": (
+        "Qwen3Moe",
+        {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "moe_intermediate_size": 64},
+    ),
     "mixtral": ("Mixtral", {**_CHOSEN, "sliding_window": None}),
+    "mixtral-blocks": ("Mixtral", {**_CHOSEN, "sliding_window": None, "intermediate_size": 128}),
     "gpt-oss": (
         "GptOss",
         {

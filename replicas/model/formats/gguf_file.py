@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,10 @@ _KINDS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS"),
 )
-_CODED = ("Q4_0", "Q4_1", "Q4_K", "Q8_0")  # in groups of 32, each with a scale that kernels have, too
+# Kinds in groups of 32, each with a scale that kernels have, too: the bits in which they are multiplied as they are.
+_CODED: dict[str, tuple[Literal[4, 8], ...]] = {"Q4_0": (4, 8), "Q4_1": (4,), "Q4_K": (4,), "Q8_0": (8,)}
 _BLOCK = 32
+_UNWARNED = np.errstate(invalid="ignore", over="ignore")  # what is no number is refused by name
 _MAX_DIMS = 4
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _HEADS_BY_PART = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
@@ -119,8 +121,8 @@ class GgufFile:
             raise CheckpointError(f"{path}: general.architecture must be one of {names} (got {shown(name)})")
         self.dialect = _DIALECTS[known]
 
-    def bits(self, name: str) -> tuple[int, bool] | None:
-        """Return in how many bits a tensor's numbers are multiplied, 4 or 8, and whether `codes` gives them.
+    def bits(self, name: str) -> tuple[Literal[4, 8], tuple[Literal[4, 8], ...]] | None:
+        """Return in how many bits a tensor's numbers are multiplied, 4 or 8, and in which `codes` gives them.
 
         None: they are not in equal steps.
         """
@@ -128,15 +130,16 @@ class GgufFile:
             return None
         kind = self._kind(name)
         found = re.match(r"Q(\d)_", kind)  # the others are floats, or of a table's numbers
-        return None if found is None else (4 if found[1] == "4" else 8, kind in _CODED)
+        return None if found is None else (4 if found[1] == "4" else 8, _CODED.get(kind, ()))
 
+    @_UNWARNED
     def codes(self, name: str, bits: int, expert: int | None = None) -> tuple[Array, Array, Array | None] | None:
         """Return a matrix's numbers in groups of 32: uint8 [N, G, 32], scales and, in 4 bits, minima float16 [N, G].
 
         See `mneme.kernels.native.quantized.Codes`. None: what the file has would have to be rounded to so many bits.
         """
         kind, (raw, shape) = self._kind(name), self._raw(name, expert)
-        if kind not in (_CODED if bits == 4 else ("Q4_0", "Q8_0")) or (bits == 4 and kind == "Q8_0"):
+        if bits not in _CODED.get(kind, ()):
             return None
         rows, num_groups = shape[0], shape[1] // _BLOCK
         if kind == "Q4_K":
@@ -159,12 +162,15 @@ class GgufFile:
                 values = values + np.uint8(120 if kind == "Q4_0" else 128)
             minima = halves[..., 1] if kind == "Q4_1" else -8 * halves[..., 0]
             found = values, halves[..., 0], minima
+        if not all(np.isfinite(each).all() for each in found[1:]):
+            raise self._unsound(name)
         values, scales, minima = (
             self._in_order(name, each.reshape(rows, num_groups, *end))
             for each, end in zip(found, ((_BLOCK,), (), ()), strict=True)
         )
         return values, scales, None if bits == 8 else minima
 
+    @_UNWARNED
     def array(self, name: str, expert: int | None = None) -> FloatArray:
         """Return a tensor dequantized, as the family's own checkpoints have it: float32, rows first.
 
@@ -176,7 +182,12 @@ class GgufFile:
         kind = gguf.GGMLQuantizationType(self.tensors[name].kind)
         width = raw.size // prod(shape[:-1])
         found: FloatArray = gguf.dequantize(raw.reshape(-1, width), kind).reshape(shape).astype(np.float32, copy=False)
+        if not np.isfinite(found.sum(dtype=np.float64)):
+            raise self._unsound(name)
         return found - 1 if self.dialect.has_whole_norms and "norm" in name else self._in_order(name, found)
+
+    def _unsound(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {name} has a number or a scale that is NaN, infinite or too large")
 
     def _kind(self, name: str) -> str:
         import gguf

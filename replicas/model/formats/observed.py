@@ -9,6 +9,7 @@ of 18; 2,000 tokens of Python's standard library: 6.5 (benchmarks/results/2026-1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -58,7 +59,13 @@ class Observed(Linears):
         self._made: list[ObservedLinear] = []
 
     def make(
-        self, weight: Weight, bias: Tensor | None = None, *, stored: Sequence[Quantized | None], least: int = 4
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        *,
+        stored: Sequence[Quantized | None],
+        least: Literal[4, 8] = 8,
+        takes_fp8: bool = True,
     ) -> Linear:
         """See `Linears`."""
         assert isinstance(weight, Tensor), "dense ones are read as such"

@@ -8,6 +8,7 @@ the kernels' 32 are given as so many of 32; inputs whose groups are not neighbou
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from mneme.errors import CheckpointError
 from mneme.kernels.native.quantized import GROUP, Codes
+from mneme.kernels.torch.fp8 import Fp8Codes
 from mneme.replicas.model.directory import weights_of_groups
-from mneme.replicas.model.tensors import Files, Quantized
+from mneme.replicas.model.tensors import Bits, Files, Quantized
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight numbers of a word lie
 _SCALES = ("weight_scale", "weight_scale_inv", "scale")
@@ -151,7 +153,7 @@ class QuantizedTensors:
         found = stored.numbers.float()
         if stored.zeros is not None:
             found = found - self._spread(stored.zeros, stored)
-        return (found * self._spread(stored.scales, stored)).to(self._device, self._dtype)
+        return self._finite(name, (found * self._spread(stored.scales, stored)).to(self._device, self._dtype))
 
     def stored(self, name: str, *shape: int) -> Tensor:
         """See `Source`."""
@@ -163,17 +165,28 @@ class QuantizedTensors:
         if form is None or (form == "scaled" and not self._files.has(name)):  # one is missing: said when it is read
             return None
         if form == "scaled":
-            return Quantized(8, has_codes=self._block is None and self._files.header(name)[1] == "I8")
-        has_codes = self._group is None or self._group % GROUP == 0
-        return Quantized(4 if self._bits == 4 and has_codes else 8, has_codes)
+            (shape, dtype), scales = (
+                self._files.header(name),
+                self._files.header(self._scale_of(name.removesuffix("weight")))[0],
+            )
+            if self._block is not None or dtype not in ("I8", "F8_E4M3"):
+                return Quantized(8, ())
+            of_rows = prod(scales) in (1, shape[0])
+            return Quantized(8, (8,) if dtype == "I8" else ("fp8",) if of_rows else ())
+        if self._group is not None and self._group % GROUP:
+            return Quantized(8, ())
+        return Quantized(4, (4, 8)) if self._bits == 4 else Quantized(8, (8,))
 
-    def codes(self, name: str, bits: int, *shape: int) -> Codes | None:
+    def codes(self, name: str, bits: Bits, *shape: int) -> Codes | Fp8Codes | None:
         """See `Source`. 8 bits have no zeros of their own: numbers are taken less theirs, if they fit then."""
         found = self.quantized(name)
-        if found is None or not found.has_codes or bits < found.bits:  # a file may have several: `found` is this one's
+        if found is None or bits not in found.own:  # a file may have several: `found` is this one's
             return None
         stored = self._stored(name, *shape)
         rows, columns = shape
+        if bits == "fp8":
+            scales = stored.scales.float().reshape(-1).expand(rows).contiguous()
+            return Fp8Codes(self._finite(name, stored.numbers).to(self._device), scales.to(self._device), self._dtype)
         groups = self._groups_of(stored)
         order = groups.argsort(stable=True)
         is_ordered = bool((groups.diff() >= 0).all())
@@ -207,38 +220,62 @@ class QuantizedTensors:
             return "packed"
         return "scaled" if any(self._files.has(stem + scale) for scale in _SCALES) else None
 
-    def _read(self, name: str) -> Tensor:
-        return self._files.read(name)
+    def _finite(self, name: str, numbers: Tensor) -> Tensor:
+        if not numbers.float().sum().isfinite():
+            raise CheckpointError(f"{self.model_dir}: {name} has a number that is NaN, infinite or too large")
+        return numbers
+
+    def _scales(self, name: str) -> Tensor:
+        found = self._files.read(name)
+        if not found.isfinite().all():
+            raise CheckpointError(f"{self.model_dir}: {name} has a scale that is NaN or infinite")
+        return found
+
+    def _checked_zeros(self, name: str, zeros: Tensor, least: int, most: int) -> Tensor:
+        """Return them if they are among the numbers that the weight may have; raises `CheckpointError`."""
+        if not least <= int(zeros.min()) <= int(zeros.max()) <= most:
+            raise CheckpointError(f"{self.model_dir}: {name} has a zero point that is not from {least} to {most}")
+        return zeros
 
     def _stored(self, name: str, rows: int, columns: int) -> _Stored:
         form, stem = self._form(name), name.removesuffix("weight")
         zeros = f"{stem}weight_zero_point"
         if form == "scaled":
-            found_zeros = self._read(zeros) if self._files.has(zeros) else None
-            return _Stored(self._read(name), found_zeros, self._read(self._scale_of(stem)))
+            found_zeros = (
+                self._checked_zeros(zeros, self._files.read(zeros), -128, 127) if self._files.has(zeros) else None
+            )
+            return _Stored(self._files.read(name), found_zeros, self._scales(self._scale_of(stem)))
         if form == "grouped":
             return self._grouped(stem, columns)
         # compressed-tensors: numbers of a row follow each other, with an offset of half their range.
-        bits, scales = self._bits, self._read(self._scale_of(stem))
-        numbers = _words(self._read(f"{stem}weight_packed"), bits)[:, :columns]
+        bits, scales = self._bits, self._scales(self._scale_of(stem))
+        numbers = _words(self._files.read(f"{stem}weight_packed"), bits)[:, :columns]
         offsets = torch.tensor(2 ** (bits - 1))
         if self._files.has(zeros):
-            offsets = _words(self._read(zeros).mT.contiguous(), bits).mT[:rows]
+            offsets = _words(self._files.read(zeros).mT.contiguous(), bits).mT[:rows]
         num_groups = scales.shape[1] if scales.ndim > 1 else 1
         return _Stored(numbers, offsets, scales, self._groups(f"{stem}weight_g_idx", num_groups))
 
     def _grouped(self, stem: str, columns: int) -> _Stored:
         """Read AWQ's and GPTQ's words: inputs by outputs, with a scale and a zero of each group of inputs."""
-        weight, zeros, scales = (self._read(stem + part) for part in ("qweight", "qzeros", "scales"))
+        weight, zeros, scales = (
+            self._files.read(f"{stem}qweight"),
+            self._files.read(f"{stem}qzeros"),
+            self._scales(f"{stem}scales"),
+        )
         if self._method == "awq":
             return _Stored(_words(weight, 4, _AWQ_ORDER).mT, _words(zeros, 4, _AWQ_ORDER).mT, scales.mT)
         groups = self._groups(f"{stem}g_idx", len(scales))
         numbers = _words(weight.mT.contiguous(), self._bits)
-        return _Stored(numbers, (_words(zeros, self._bits).short() + self._zero).mT, scales.mT, groups)
+        # A zero of 0 is less 1 in the file's first format: -1, which borrows from its neighbours in the word.
+        offsets = self._checked_zeros(
+            f"{stem}qzeros", _words(zeros, self._bits).short() + self._zero, 0, 2**self._bits - 1
+        )
+        return _Stored(numbers, offsets.mT, scales.mT, groups)
 
     def _groups(self, name: str, num_groups: int) -> Tensor | None:
         """Read the group of each input, where a file names it; compressed-tensors has -1 where it is not used."""
-        groups = self._read(name).long() if self._files.has(name) else None
+        groups = self._files.read(name).long() if self._files.has(name) else None
         if groups is None or (name.endswith("weight_g_idx") and (groups == -1).all()):
             return None
         if not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:

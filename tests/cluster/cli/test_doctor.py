@@ -64,7 +64,9 @@ def test_a_model_fits_or_not(room: int, monkeypatch: pytest.MonkeyPatch, capsys:
     assert findings["kv"]["value"].startswith(f"{tokens:,} tokens in a replica's pool")
     assert findings["weights"]["is_ok"] == (room > 10)
     assert findings["documents"]["value"].endswith(": the quality report allows hkvd from 0.2")
-    assert re.search(r"as they are served \((bfloat16|float32) \d+ MiB\)", findings["weights"]["value"])
+    assert re.search(
+        r"as they are served, as far as headers tell \((bfloat16|float32) \d+ MiB\)", findings["weights"]["value"]
+    )
     assert findings["cache tier"]["value"].startswith(f"{2**30 // kv_bytes:,} tokens")
 
 

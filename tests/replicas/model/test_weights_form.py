@@ -41,8 +41,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "formats"),
     [
-        ("Q4_0", {"int4", "int8"}),  # the output has 8 bits at least
-        ("Q4_1", {"int4", "int8"}),
+        ("Q4_0", {"int4"}),
+        ("Q4_1", {"int4"}),
         ("Q8_0", {"int8"}),
         ("Q5_0", {"int8"}),
         ("BF16", {"float32"}),
@@ -67,6 +67,28 @@ def test_auto_is_what_the_file_has(tmp_path: Path, kind: str, formats: set[str])
 
 def _inputs(weights: DecoderWeights) -> int:
     return int(weights.embed(torch.tensor([0])).shape[1])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [("Q4_0", ("int8", "int4")), ("Q4_1", ("int4",)), ("Q8_0", ("int8",)), ("Q5_0", ()), ("BF16", ())],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_what_is_rounded_is_known_from_headers(
+    tmp_path: Path, architecture: str, kind: str, own: tuple[str, ...], form: WeightsForm
+) -> None:
+    """Codes of 4 bits without minima are exact in 8. What leads into MLPs alone is rounded to 4."""
+    name = {"llama": "llama-blocks", "qwen3moe": "qwen3-moe-blocks"}[architecture]
+    tensors, fields, _ = converted(architecture, name)
+    fields |= {"expert_feed_forward_length": 64} if architecture == "qwen3moe" else {}
+    write(tmp_path / "m.gguf", architecture, tensors, fields, kind)
+    make_directory(tmp_path)
+    expected = count_bytes(tmp_path, load_model_config(tmp_path), torch.float32, form)
+    found = load(tmp_path, form)
+    assert (expected.num_bytes, expected.num_rounded_bytes) == (found.num_bytes, found.num_rounded_bytes)
+    assert found.num_bytes.keys() == ({form} if form == "int8" or form in own else {"int8", "int4"})
+    assert found.num_rounded_bytes == sum(size for name, size in found.num_bytes.items() if name not in own)
 
 
 @pytest.mark.parametrize(("form", "most"), [("int8", 0.02), ("int4", 0.2)])
@@ -101,18 +123,19 @@ def test_rounded_experts_are_those_that_their_codes_stand_for(tmp_path: Path, fo
         mlp = layer.mlp
         assert isinstance(mlp, Experts)
         assert isinstance(mlp.experts, SeparateExperts)
-        plain = [_dequantized(each, form) for each in mlp.experts._experts]  # the only way to what they are made of
+        formats = (form, "int8")  # of what leads in, and out
+        plain = [_dequantized(each, formats) for each in mlp.experts._experts]  # the only way to what they are made of
         wanted = replace(mlp, experts=SeparateExperts(plain))(x, torch.float32)
         error = (mlp(x, torch.float32) - wanted).norm() / wanted.norm()
         assert error < 0.02
 
 
-def _dequantized(mlp: Mlp, form: WeightsForm) -> GatedMlp:
+def _dequantized(mlp: Mlp, formats: tuple[str, str]) -> GatedMlp:
     assert isinstance(mlp, GatedMlp)
     matrices = []
-    for each in (mlp.gate_up, mlp.down):
+    for each, wanted in zip((mlp.gate_up, mlp.down), formats, strict=True):
         assert isinstance(each, QuantizedLinear)
-        assert each.format == form
+        assert each.format == wanted
         matrices.append(PlainLinear(each.weight_rows(torch.arange(each._num_features))))
     return GatedMlp(*matrices, mlp.activation)
 
@@ -121,13 +144,25 @@ def test_experts_have_the_bits_of_the_widest_of_their_parts() -> None:
     """Files often have the matrices that lead out of experts in more bits."""
     linears = Linears("auto")
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-    four, eight = Quantized(4, has_codes=True), Quantized(8, has_codes=False)
+    four, eight = Quantized(4, (4, 8)), Quantized(8, ())
     assert [linears.bits(stored) for stored in ((four, four), (four, eight), (four, None))] == [4, 8, None]
     assert linears.make(quantize(weight, 4), stored=(four, four)).format == "int4"
     assert not linears.num_rounded_bytes
     assert linears.make(weight, stored=(four, four)).format == "int8", "its codes could not be had: never 4 bits then"
     assert linears.num_rounded_bytes["int8"] == linears.num_bytes["int8"] > 0
     assert linears.make(weight, stored=(four, None)).format == "float32"
+
+
+def test_codes_of_4_bits_stay_and_what_is_rounded_has_the_bits_that_it_needs() -> None:
+    """Rounding takes more from some matrices than from others, see `Linears.bits`."""
+    linears, four, eight = Linears("int4"), Quantized(4, (4, 8)), Quantized(8, (8,))
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    assert [linears.bits(stored) for stored in ((four, four), (four, eight), (four, None), (None,))] == [4, 8, 8, 8]
+    assert [linears.bits((each,), least=4) for each in (four, eight, None)] == [4, 4, 4]
+    assert linears.make(quantize(weight, 4), stored=(four,)).format == "int4"
+    assert linears.make(weight, stored=(four,)).format == "int8", "its codes could not be had"
+    assert linears.make(weight, stored=(None,), least=4).format == "int4"
+    assert linears.num_rounded_bytes["int4"] < linears.num_bytes["int4"]
 
 
 @pytest.mark.parametrize(("group", "bits"), [(128, 4), (32, 4), (-1, 4), (16, 8), (48, 8)])
@@ -137,7 +172,7 @@ def test_groups_that_32_does_not_divide_have_8_bits(group: int, bits: int) -> No
     files.has = files.names.__contains__
     said = {"quant_method": "gptq", "bits": 4, "group_size": group}
     found = QuantizedTensors(files, said, torch.device("cpu"), torch.float32).quantized("a.weight")
-    assert found == (bits, bits == 4)
+    assert found == (bits, (4, 8) if bits == 4 else ())
 
 
 def test_a_form_is_part_of_the_fingerprint(llama: Path) -> None:
@@ -159,6 +194,17 @@ def test_what_kv_is_stored_as_is_part_of_the_fingerprint(llama: Path) -> None:
     assert len({each.digest for each in found}) == len({str(measured_on(each)) for each in found}) == 4
     assert model_fingerprint(llama, config, torch.float32, kv_dtype=torch.float32).digest == found[0].digest
     assert found[1].layout.chunk_bytes == found[0].layout.chunk_bytes * (config.head_dim + 4) // (4 * config.head_dim)
+
+
+def test_fp8_is_for_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"engine.weights: fp8 needs a GPU of compute capability 8\.9 or later"):
+        build_engine("mneme-tiny", parse(EngineConfig, {"device": "cpu", "dtype": "bfloat16", "weights": "fp8"}))
+    assert form_of("fp8", {"fp8": 1, "bfloat16": 1}) == "fp8"
+
+
+def test_fp8_of_other_sizes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fp8: 16 must divide both sizes of a matrix \(got \[24, 32\]\)"):
+        Linears("fp8").make(torch.zeros(24, 32), stored=(None,))
 
 
 def test_a_form_that_nothing_multiplies_is_refused() -> None:

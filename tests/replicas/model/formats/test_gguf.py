@@ -175,15 +175,7 @@ def test_numbers_of_a_file_are_given_as_they_are(tmp_path: Path, kind: str, bits
     raw = rng.integers(0, 256, (64, 512 // per_block, block_bytes), np.uint8)
     halves = 1 if kind in ("Q4_0", "Q8_0") else 2
     raw[..., : 2 * halves] = rng.uniform(0.01, 0.02, (*raw.shape[:2], halves)).astype(np.float16).view(np.uint8)
-    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
-    writer.add_uint32("llama.attention.head_count_kv", 2)
-    for name in ("token_embd.weight", "blk.0.ffn_up.weight", "blk.0.attn_k.weight"):
-        writer.add_tensor(name, raw.reshape(64, -1), raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    file = GgufFile(tmp_path / "m.gguf")
+    file = raw_file(tmp_path / "m.gguf", number, raw)
     for name in ("blk.0.ffn_up.weight", "blk.0.attn_k.weight"):
         found = file.codes(name, bits)
         assert found is not None
@@ -195,6 +187,49 @@ def test_numbers_of_a_file_are_given_as_they_are(tmp_path: Path, kind: str, bits
         meant = file.array(name)
         assert np.abs(numbers.reshape(64, -1) - meant).max() <= most * np.abs(meant).max()
     assert (file.codes("blk.0.ffn_up.weight", 12 - bits) is None) == (kind != "Q4_0")
+
+
+def raw_file(path: Path, number: Any, raw: Any) -> GgufFile:
+    """A file whose matrices all are these blocks, uint8 [rows, blocks, bytes]."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_uint32("llama.attention.head_count_kv", 2)
+    for name in ("token_embd.weight", "blk.0.ffn_up.weight", "blk.0.attn_k.weight"):
+        writer.add_tensor(name, raw.reshape(len(raw), -1), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufFile(path)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [
+        ("Q4_0", 0),
+        ("Q4_1", 0),
+        ("Q4_1", 2),
+        ("Q8_0", 0),
+        ("Q4_K", 0),
+        ("Q4_K", 2),
+        ("Q5_0", 0),
+        ("Q6_K", 208),
+        ("F16", 0),
+    ],
+)
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path, kind: str, at: int, bad: float) -> None:
+    """Or a minimum, at a byte of one of the blocks; by the tensor's name, as codes and dequantized."""
+    number = getattr(gguf.GGMLQuantizationType, kind)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    raw = np.ones((4, 512 // per_block, block_bytes), np.uint8)
+    raw[2, 1, at : at + 2] = np.array([bad], np.float16).view(np.uint8)
+    file = raw_file(tmp_path / "m.gguf", number, raw)
+    bits = file.bits("blk.0.ffn_up.weight")
+    for each in () if bits is None else bits[1]:
+        with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight has a number or a scale that is NaN"):
+            file.codes("blk.0.ffn_up.weight", each)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight has a number or a scale that is NaN"):
+        file.array("blk.0.ffn_up.weight")
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", *rarer(["Q4_0", "F16", "BF16"])])

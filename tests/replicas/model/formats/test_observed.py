@@ -15,7 +15,7 @@ from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.families.table import FAMILIES
 from mneme.replicas.model.formats.observed import Observed, ObservedLinear, observe
-from mneme.replicas.model.parts import DecoderWeights
+from mneme.replicas.model.parts import DecoderWeights, GatedMlp
 from mneme.replicas.model.weights import build, load_weights, open_files
 from tests.replicas.checkpoints import write_checkpoint
 
@@ -98,11 +98,15 @@ def test_rounding_is_better_for_what_the_model_reads(uneven: Path) -> None:
     x = dense.embed(torch.arange(1, 300))
     lost = [0.0, 0.0]
     for layer, exact in zip(ours.layers, dense.layers, strict=True):
-        normed = exact.attention_norm(x)
-        weight = exact.attention.qkv.weight_rows(torch.arange(128))
+        assert isinstance(layer.mlp, GatedMlp)
+        assert isinstance(exact.mlp, GatedMlp)
+        assert exact.mlp_norm is not None
+        normed = exact.mlp_norm(x)
+        rows = torch.arange(2 * config.intermediate_size)
+        weight = exact.mlp.gate_up.weight_rows(rows)
         wanted = normed @ weight.T
         blind = QuantizedLinear(quantize(weight, 4))
-        for i, linear in enumerate((layer.attention.qkv, blind)):
-            found = normed @ linear.weight_rows(torch.arange(128)).T
+        for i, linear in enumerate((layer.mlp.gate_up, blind)):
+            found = normed @ linear.weight_rows(rows).T
             lost[i] += ((found - wanted).norm() / wanted.norm()).item()
     assert lost[0] < 0.7 * lost[1]

@@ -11,20 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mneme.errors import CheckpointError
 from mneme.kernels.linear import Linear
-from mneme.kernels.native.quantized import QuantizedLinear
+from mneme.kernels.native.quantized import QuantizedLinear, packed_bytes
 from mneme.replicas.config import WeightsForm
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.directory import load_model_config
 from mneme.replicas.model.parts import DecoderWeights, GatedMlp
 from mneme.replicas.model.weights import count_bytes, load_weights
 from tests.replicas import tiered_engine
-from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.checkpoints import FLOAT32_TOLERANCE, write_checkpoint
 from tests.replicas.tiered_engine import make_engine, run, submit
 
 pytestmark = pytest.mark.engine
@@ -207,7 +208,7 @@ def quantize(plain: Path, directory: Path, name: str) -> Path:
 def written(plain: Path, directory: Path, write: Callable[[Tensor], Written], said: dict[str, Any]) -> Path:
     tensors, stored, meant = load_file(plain / "model.safetensors"), {}, {}
     for key, tensor in tensors.items():
-        if not key.endswith("proj.weight"):
+        if not key.endswith(("proj.weight", *(f".w{i}.weight" for i in (1, 2, 3)))):  # Mixtral's experts
             stored[key] = meant[key] = tensor
             continue
         parts, meant[key] = write(tensor)
@@ -296,13 +297,16 @@ def test_symmetric_numbers_are_found_bit_for_bit(wide: Path, tmp_path: Path, nam
 
 @pytest.mark.parametrize("name", OWN)
 def test_numbers_of_8_bits_are_rounded_to_4_and_not_taken_for_them(wide: Path, tmp_path: Path, name: str) -> None:
-    """Also where the file says nothing of their bits, or has some of 4 beside them."""
+    """In what leads into MLPs, also where the file says nothing of their bits, or has some of 4 beside them."""
     _, write, said = OWN[name]
     other = written(wide, tmp_path / "quantized", write, said)
     ours, dense = loaded(tmp_path / "quantized", "int4"), loaded(other, "dense")
     for layer, exact in zip(ours.layers, dense.layers, strict=True):
-        found = codes_of(layer.attention.qkv)
-        meant = exact.attention.qkv.weight_rows(torch.arange(len(found)))
+        assert isinstance(layer.mlp, GatedMlp)
+        assert isinstance(exact.mlp, GatedMlp)
+        assert layer.mlp.gate_up.format == "int4"
+        found = codes_of(layer.mlp.gate_up)
+        meant = exact.mlp.gate_up.weight_rows(torch.arange(len(found)))
         assert (found - meant).norm() < 0.15 * meant.norm()
 
 
@@ -369,6 +373,45 @@ def test_logits_are_those_of_what_the_file_stands_for(wide: Path, tmp_path: Path
     assert error < 1.2 * of_inputs < 0.1
 
 
+EXPERTS = {
+    **{name: OWN[name][1:] for name in OWN if name not in ("gptq, whole rows", "compressed-tensors, whole rows")},
+    "awq": (lambda w: awq(w, 32), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "fp8 of tensors": FORMATS["fp8 of tensors"],
+    "fp8 of blocks": FORMATS["fp8 of blocks"],
+    "compressed-tensors, 4 bits": (lambda w: packed_ints(w, 4, 32), in_groups(4, 32)),
+}
+
+
+@pytest.fixture(scope="module", params=["mixtral-blocks", "qwen2-moe-blocks", "qwen3-moe-blocks"])
+def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_of_a_file_are_what_they_stand_for(sparse: Path, tmp_path: Path, name: str) -> None:
+    """Their logits, dense, are those that `transformers` computes of the dequantized file. In the file's own numbers
+    each layer's experts differ from that by the rounding of inputs alone; what chooses among them is the same."""
+    write, said = EXPERTS[name]
+    other = written(sparse, tmp_path / "quantized", write, said)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
+    ids = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0, -1].float()
+    assert (logits_of(tmp_path / "quantized", "dense", ids)[0] - wanted).abs().max() <= FLOAT32_TOLERANCE
+    ours, dense = loaded(tmp_path / "quantized", "auto"), loaded(other, "dense")
+    expected = count_bytes(tmp_path / "quantized", load_model_config(tmp_path / "quantized"), torch.float32, "auto")
+    assert (expected.num_bytes, expected.num_rounded_bytes) == (ours.num_bytes, ours.num_rounded_bytes)
+    own = "int8" if "8" in name else "int4"
+    assert ours.num_bytes.keys() == {own, "float32"}
+    assert ours.num_rounded_bytes == (ours.num_bytes["int8"] if "fp8" in name else 0)
+    x = torch.randn(40, dense.layers[0].attention.qkv.weight_rows(torch.tensor([0])).shape[1])
+    for layer, exact in zip(ours.layers, dense.layers, strict=True):
+        meant = exact.mlp(x, torch.float32)
+        assert (layer.mlp(x, torch.float32) - meant).norm() < 0.02 * meant.norm()
+
+
 def test_groups_of_the_last_inputs_may_be_smaller(tmp_path: Path, wide: Path) -> None:
     """GPTQ of 192 inputs in groups of 128, as AutoGPTQ writes it."""
 
@@ -400,6 +443,159 @@ def test_an_order_that_is_not_there_is_refused(wide: Path, tmp_path: Path) -> No
     path = tmp_path / "quantized" / "model.safetensors"
     save_file({key: value for key, value in load_file(path).items() if not key.endswith("g_idx")}, path)
     with pytest.raises(CheckpointError, match=r"g_idx is missing; config\.json says desc_act"):
+        loaded(tmp_path / "quantized", "auto")
+
+
+@pytest.mark.parametrize("form", ["dense", "auto", "int8", "int4"])
+@pytest.mark.parametrize("name", [*FORMATS, *(f"own {name}" for name in OWN)])
+def test_what_is_rounded_is_known_from_headers(
+    plain: Path, wide: Path, tmp_path: Path, name: str, form: WeightsForm
+) -> None:
+    """`doctor` counts each format in each form as it will be loaded; 4 bits that are taken in 8 are not rounded."""
+    if name in FORMATS:
+        own: tuple[int, ...] = (8,) if "int8" in name else ()
+        quantize(plain, tmp_path / "quantized", name)
+    else:
+        bits, write, said = OWN[name.removeprefix("own ")]
+        own = (8,) if bits == 8 else (4, 8)
+        written(wide, tmp_path / "quantized", write, said)
+    expected = count_bytes(tmp_path / "quantized", load_model_config(tmp_path / "quantized"), torch.float32, form)
+    ours = loaded(tmp_path / "quantized", form)
+    assert (expected.num_bytes, expected.num_rounded_bytes) == (ours.num_bytes, ours.num_rounded_bytes)
+    if form == "dense":
+        assert ours.num_rounded_bytes == 0
+    else:  # the output is dense in these files
+        head = 0 if form == "auto" else packed_bytes(320, 64, 8)
+        is_own = {"int8": 8 in own, "int4": 4 in own or (form == "auto" and 8 in own)}
+        sizes = {"int8": ours.num_bytes.get("int8", head) - head, "int4": ours.num_bytes.get("int4", 0)}
+        assert ours.num_rounded_bytes == head + sum(size for kind, size in sizes.items() if not is_own[kind])
+
+
+def fp8_of_rows(weight: Tensor) -> Written:
+    scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    small = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": small, "weight_scale": scale}, small.float() * scale.float()
+
+
+FP8: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any], bool]] = {  # and whether its numbers are multiplied
+    "of tensors": (*FORMATS["fp8 of tensors"], True),
+    "of rows": (fp8_of_rows, {"quant_method": "compressed-tensors", "format": "float-quantized"}, True),
+    "of blocks": (*FORMATS["fp8 of blocks"], False),
+    "awq": (*OWN["awq"][1:], False),
+    "dense": (lambda w: ({"weight": w}, w), {}, False),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("checkpoint", ["llama-blocks", "mixtral-blocks", "qwen2-moe-blocks"])
+def test_fp8_is_multiplied_as_it_is_and_all_else_rounded_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str, name: str
+) -> None:
+    """As on a GPU, by torch's product for CPUs. Outputs and experts are dense, and what chooses among them."""
+    monkeypatch.setattr("mneme.replicas.model.weights.can_multiply", lambda _device, _dtype: True)
+    write, said, is_own = FP8[name]
+    write_checkpoint(checkpoint, tmp_path / "plain")
+    other = written(tmp_path / "plain", tmp_path / "quantized", write, said)
+    if not said:
+        saying(tmp_path / "quantized", quantization_config=None)
+    config, dtype = load_model_config(other), torch.bfloat16
+    expected = count_bytes(tmp_path / "quantized", load_model_config(tmp_path / "quantized"), dtype, "fp8")
+    ours, dense = loaded(tmp_path / "quantized", "fp8", dtype), loaded(other, "dense", dtype)
+    assert (expected.num_bytes, expected.num_rounded_bytes) == (ours.num_bytes, ours.num_rounded_bytes)
+    assert ours.num_bytes.keys() == {"fp8", "bfloat16"}
+    assert ours.num_rounded_bytes == (0 if is_own else ours.num_bytes["fp8"])
+    tensors = load_file(other / "model.safetensors")
+    x = torch.randn(30, config.hidden_size, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for index, (layer, exact) in enumerate(zip(ours.layers, dense.layers, strict=True)):
+        qkv, parts = layer.attention.qkv, ("q_proj", "k_proj", "v_proj")
+        meant = torch.cat([tensors[f"model.layers.{index}.self_attn.{part}.weight"] for part in parts])
+        found = qkv.weight_rows(torch.arange(len(meant)))
+        if is_own:
+            assert torch.equal(found, meant.bfloat16())
+        assert (found.float() - meant).norm() < 0.04 * meant.norm()
+        for ours_of, theirs_of in ((qkv, exact.attention.qkv), (layer.attention.o, exact.attention.o)):
+            wanted = theirs_of(x).float()
+            assert (ours_of(x).float() - wanted).norm() < 0.06 * wanted.norm()
+        wanted = exact.mlp(x, torch.float32)
+        assert (layer.mlp(x, torch.float32) - wanted).norm() < 0.1 * wanted.norm()
+    assert torch.equal(ours.head(x), dense.head(x))
+
+
+@pytest.mark.parametrize("form", ["dense", "auto"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", [*FORMATS, *(f"own {name}" for name in OWN)])
+def test_a_scale_that_is_no_number_is_refused(
+    plain: Path, wide: Path, tmp_path: Path, name: str, bad: float, form: WeightsForm
+) -> None:
+    """One of the second layer's, by the name of the tensor that has it."""
+    if name in FORMATS:
+        quantize(plain, tmp_path / "quantized", name)
+    else:
+        _, write, said = OWN[name.removeprefix("own ")]
+        written(wide, tmp_path / "quantized", write, said)
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in tensors if "layers.1." in key and re.search(r"o_proj\.(weight_)?scale", key))
+    tensors[key].view(-1)[-1] = bad
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has a scale that is NaN or infinite"):
+        loaded(tmp_path / "quantized", form)
+
+
+@pytest.mark.parametrize("form", ["dense", "auto", "int8"])
+@pytest.mark.parametrize("zero", [-129, 128, 1 << 16])
+def test_a_zero_point_that_is_no_number_of_the_weight_is_refused(
+    wide: Path, tmp_path: Path, zero: int, form: WeightsForm
+) -> None:
+    """A multiple of 2^16 is 0 for who takes 16 bits of it."""
+
+    def write(weight: Tensor) -> Written:
+        parts, meant = int8_of_rows(weight)
+        return {**parts, "weight_zero_point": torch.zeros(len(weight), 1, dtype=torch.int32)}, meant
+
+    said = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    written(wide, tmp_path / "quantized", write, said)
+    loaded(tmp_path / "quantized", form)
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith("v_proj.weight_zero_point"))
+    tensors[key][3] = zero
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has a zero point that is not from -128 to 127"):
+        loaded(tmp_path / "quantized", form)
+
+
+@pytest.mark.parametrize(("bits", "least_bits"), [(4, 0xF0), (8, 0xFF00)])
+def test_a_zero_that_gptqs_first_format_cannot_have_is_refused(
+    wide: Path, tmp_path: Path, bits: int, least_bits: int
+) -> None:
+    """It has zeros less 1; the second one has them as they are, and so may have the largest."""
+    group = {"quant_method": "gptq", "bits": bits, "group_size": 64}
+    written(
+        wide, tmp_path / "quantized", lambda w: gptq(w, bits, 64, zero=0), {**group, "checkpoint_format": "gptq_v2"}
+    )
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith("down_proj.qzeros"))
+    tensors[key][0, 0] |= least_bits
+    save_file(tensors, path)
+    loaded(tmp_path / "quantized", "auto")
+    saying(tmp_path / "quantized", quantization_config=group)
+    with pytest.raises(
+        CheckpointError, match=rf"{re.escape(key)} has a zero point that is not from 0 to {2**bits - 1}"
+    ):
+        loaded(tmp_path / "quantized", "auto")
+
+
+@pytest.mark.parametrize("name", ["fp8 of tensors", "fp8 of blocks"])
+def test_a_number_of_8_bits_that_is_none_is_refused(plain: Path, tmp_path: Path, name: str) -> None:
+    quantize(plain, tmp_path / "quantized", name)
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith("up_proj.weight"))
+    tensors[key].view(torch.uint8)[5, 7] = 0x7F
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has a number that is NaN"):
         loaded(tmp_path / "quantized", "auto")
 
 
@@ -513,3 +709,8 @@ def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) ->
     x = torch.randn(3, config.hidden_size, generator=rng)
     for layer, exact in zip(ours.layers, theirs.layers, strict=True):
         assert torch.equal(layer.mlp(x, x.dtype), exact.mlp(x, x.dtype))
+    key = next(key for key in stored if key.endswith("down_proj_scales"))
+    stored[key][1, 2, 0] = 255  # NaN of powers of two
+    save_file({key: value.contiguous() for key, value in stored.items()}, tmp_path / "mxfp4" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has a scale that is NaN or too large"):
+        loaded(tmp_path / "mxfp4", "dense")
