@@ -44,7 +44,7 @@ class OwnRuns(NamedTuple):
     delta: IntArray  # [n]
     num_pages: IntArray  # [n] one at least
     page_id: npt.NDArray[np.integer[Any]]
-    mask: IntArray  # parallel to page_id, or [1] where all are alike
+    mask: IntArray | None  # parallel to page_id; None where every page is seen wholly
 
 
 class Segments(NamedTuple):
@@ -276,9 +276,8 @@ class LineageSegments:
         num_pages = np.zeros(len(counts), np.int64)
         np.add.at(num_pages, own, size)
         has_any = np.flatnonzero(num_pages)
-        zeros, full = np.zeros(len(has_any), np.int64), full_mask(self.page_size)
-        mask = masks[at] & full if self.has_masks else np.array([full])
-        return OwnRuns(sequence[has_any], zeros, num_pages[has_any], ids[at], mask)
+        mask = masks[at] & full_mask(self.page_size) if self.has_masks else None
+        return OwnRuns(sequence[has_any], np.zeros_like(has_any), num_pages[has_any], ids[at], mask)
 
 
 def find_lineage_segments(lineages: Lineages, page_size: int) -> LineageSegments:

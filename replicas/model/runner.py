@@ -179,8 +179,9 @@ class Runner:
         if is_single:
             token_ids = np.array([part.sequence.context[part.end - 1] for part in batch])[order]
             slots = kept.last_page[order] * self.page_size + positions % self.page_size
-            apart = [row for row, part in enumerate(ordered) if not part.is_plain]
-            slots[apart] = self._slots([ordered[row] for row in apart])
+            if others:
+                apart = [row for row, part in enumerate(ordered) if not part.is_plain]
+                slots[apart] = self._slots([ordered[row] for row in apart])
             sampled_rows = kept.place if all(part.samples for part in others) else _sampled_rows(batch, order)
         else:
             token_ids, slots, sampled_rows = _token_ids(ordered), self._slots(ordered), _sampled_rows(batch, order)
@@ -202,7 +203,7 @@ class Runner:
             self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
         written = slots != _SPARE_SLOT
-        if written.all():
+        if not others or written.all():
             where = inputs.positions if inputs.key_positions is None else inputs.key_positions
             mark_written(self.pool.slot_position, inputs.slots[: len(slots)], where[: len(slots)])
         else:
@@ -517,16 +518,17 @@ class Runner:
         first = kept.plans[0]
         if first.num_sequences != num_sequences:
             return None
-        if (begun or first.appended) and not np.array_equal(first.sequence, np.asarray(rows.sequence)):
-            return None  # work is laid out anew, which the tree does faster than the tables
-        plans: dict[int, Plan | None] = {**kept.plans}
-        if begun:
+        if not np.array_equal(first.sequence, np.asarray(rows.sequence)):
+            if begun or first.appended:  # work is laid out anew, which the tree does faster than the tables
+                return None
+        elif begun:
             new = [kept.paths[index].page_ids[kept.num_pages[index] :] for index in begun]
             places = np.repeat(kept.place[begun], [len(each) for each in new])
-            page_ids = np.concatenate(new, dtype=np.int64)
-            plans = {layer: plan.append_new_pages(places, page_ids) for layer, plan in kept.plans.items()}
-        found = {layer: plan.with_rows(rows) for layer, plan in plans.items() if plan is not None}
-        return found if len(found) == len(plans) else None
+            page_ids, position = np.concatenate(new, dtype=np.int64), np.asarray(rows.position)
+            grown = {layer: plan.append_new_pages(places, page_ids, position) for layer, plan in kept.plans.items()}
+            plans = {layer: plan for layer, plan in grown.items() if plan is not None}
+            return plans if len(plans) == len(grown) else None
+        return {layer: plan.with_rows(rows) for layer, plan in kept.plans.items()}
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int, layer: int | None = None) -> Plan:
         """Plan what is seen from a layer on; None: in any, private slots in place of what they hold copies of."""
