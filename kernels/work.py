@@ -152,7 +152,8 @@ def arrange(
         run = _shared_run(found.segments[index], spans)
         pieces.setdefault(run.row.tobytes(), []).append(run)
     shared = _shared_runs(list(pieces.values()))
-    private, runs = _private_runs(found.unshared(chosen), spans, num_sequences, full_mask(page_size))
+    full = full_mask(page_size)
+    private, runs = _private_runs(found.unshared(chosen, full), spans, num_sequences, full)
     return _work_list(shared, private, runs)
 
 
@@ -191,22 +192,28 @@ def _shared_runs(pieces: list[list[_SharedRun]]) -> _Runs:
 def _private_runs(own: OwnRuns, spans: _RowSpans, num_sequences: int, full: int) -> tuple[_Runs, IntArray]:
     """One piece per sequence, one run per delta with room for more pages; and which run each sequence has at delta 0.
 
-    Runs whose pages are all seen wholly, which is what is appended, read one row of masks.
+    Runs whose pages are all seen wholly, as pages to come are, read one row of masks.
     """
     has_rows = spans.num_rows[own.sequence] > 0
     if not has_rows.all():
         pages = np.repeat(has_rows, own.num_pages)
         columns = (own.sequence[has_rows], own.delta[has_rows], own.num_pages[has_rows])
-        own = OwnRuns(*columns, own.page_id[pages], None if own.mask is None else own.mask[pages])
+        kept = pages[own.masked]
+        masked = (np.cumsum(pages) - 1)[own.masked[kept]]
+        own = OwnRuns(*columns, own.page_id[pages], masked, own.mask[kept])
     sequences, deltas, lengths = own.sequence, own.delta, own.num_pages
     piece_starts = run_starts(sequences)
     owners = sequences[piece_starts]
     entry_counts = spans.num_rows[sequences]
-    if own.mask is None:
-        mask_begin, mask = np.zeros_like(lengths), np.full(lengths.max(initial=0) + _SPARE_PAGES, full)
-    else:
-        mask_begin = np.cumsum(lengths + _SPARE_PAGES) - lengths - _SPARE_PAGES
-        mask = _with_room(own.mask, lengths, full)
+    ends = np.cumsum(lengths)
+    mask_begin, mask = np.zeros_like(lengths), np.full(lengths.max(initial=0) + _SPARE_PAGES, full)
+    if len(own.masked):
+        at = np.searchsorted(ends, own.masked, side="right")
+        sizes = np.zeros_like(lengths)
+        sizes[at] = lengths[at] + _SPARE_PAGES
+        mask_begin = np.where(sizes, len(mask) + np.cumsum(sizes) - sizes, 0)
+        mask = np.append(mask, np.full(sizes.sum(), full))
+        mask[(mask_begin - ends + lengths)[at] + own.masked] = own.mask
     run_of_sequence = np.full(num_sequences, _NO_RUN)
     is_appended = deltas == 0
     run_of_sequence[sequences[is_appended]] = np.flatnonzero(is_appended)
@@ -215,7 +222,7 @@ def _private_runs(own: OwnRuns, spans: _RowSpans, num_sequences: int, full: int)
         row=ranges(spans.start[owners], spans.num_rows[owners]),
         run_counts=run_lengths(piece_starts, len(sequences)),
         page_counts=lengths,
-        page_id=_with_room(own.page_id, lengths, 0),
+        page_id=_with_room(own.page_id, ends),
         entry_counts=entry_counts,
         delta=np.repeat(deltas, entry_counts),
         mask_number=np.zeros(int(entry_counts.sum()), np.int64),
@@ -226,13 +233,13 @@ def _private_runs(own: OwnRuns, spans: _RowSpans, num_sequences: int, full: int)
     return runs, run_of_sequence
 
 
-def _with_room(values: npt.NDArray[Any], lengths: IntArray, filler: int) -> npt.NDArray[Any]:
-    """Put room for the pages to come behind each run of values. Copied run by run, as indices take longer."""
-    view, room = memoryview(values), np.full(_SPARE_PAGES, filler, values.dtype).data
+def _with_room(page_id: npt.NDArray[Any], ends: IntArray) -> npt.NDArray[Any]:
+    """Put room for pages to come behind each run. Runs are copied as a whole, which takes less than indices."""
+    view, room = memoryview(page_id), bytes(_SPARE_PAGES * page_id.itemsize)
     parts = []
-    for begin, end in pairwise([0, *np.cumsum(lengths).tolist()]):
+    for begin, end in pairwise([0, *ends.tolist()]):
         parts += (view[begin:end], room)
-    return np.frombuffer(bytearray().join(parts), values.dtype)
+    return np.frombuffer(bytearray().join(parts), page_id.dtype)
 
 
 def _work_list(shared: _Runs, private: _Runs, run_of_sequence: IntArray) -> WorkList:

@@ -47,9 +47,9 @@ class Rows(NamedTuple):
 class Path:
     """Lists what one sequence sees, in order: its page table. The root's kept tokens come first.
 
-    `page_ids[i]` with `masks[i]` are the references; NOWHERE where the device has no page. Between changes that
-    `num_changes` counts they are only appended to. A tenant's path may begin with public pages; what it adds is
-    its own.
+    `page_ids[i]` with `masks.get(i, ALL_SLOTS)` are the references; NOWHERE where the device has no page. Between
+    changes that `num_changes` counts they are only appended to. A tenant's path may begin with public pages; what it
+    adds is its own.
     """
 
     __slots__ = ("_own", "gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root", "salt", "store")
@@ -61,7 +61,7 @@ class Path:
         self.salt = root.salt if salt is None else salt
         self.pages: list[Page] = []
         self.page_ids = array("i")
-        self.masks = array("q")
+        self.masks: dict[int, int] = {}  # by index, ascending, of the few pages that are seen in part
         self.gaps: list[int] = []  # in order, the pages of which the device may lack something that the path has
         self.num_tokens = root.start  # tokens on this path
         self.num_changes = 0
@@ -79,7 +79,14 @@ class Path:
         self.pages.append(page)
         page_id = page.ids[DEVICE]
         self.page_ids.append(NOWHERE if page_id is None else page_id)
-        self.masks.append(mask)
+        if mask != ALL_SLOTS:
+            self.masks[len(self.page_ids) - 1] = mask
+
+    def all_masks(self) -> IntArray:
+        """Return the mask of each page, int64 [pages]."""
+        masks = np.full(len(self.page_ids), ALL_SLOTS)
+        masks[[*self.masks]] = [*self.masks.values()]
+        return masks
 
     def is_on_device(self) -> bool:
         """Return whether all that the path sees lies on the device, but for tokens that this step adds to pages."""
@@ -142,7 +149,6 @@ class Path:
             self.store.hold(page)
         self.pages += found
         self.page_ids.extend([page.ids[DEVICE] for page in found])
-        self.masks.extend([ALL_SLOTS] * len(found))
         self.num_tokens += len(found) * size
 
     def write_next(self, ids: Sequence[int]) -> bool:
@@ -277,12 +283,13 @@ class Path:
             _add_child(parent, page, token_id)
             return
         self._own = None
-        for column in (self.pages, self.page_ids, self.masks):
-            column.pop()
+        self.pages.pop()
+        self.page_ids.pop()
+        self.masks.pop(len(self.pages), None)
         self.num_changes += 1
         self.store.discard(page)
         if goes_on:
-            self.masks[-1] = ALL_SLOTS
+            self.masks.pop(len(self.pages) - 1, None)
         else:
             assert twin is not None
             self.store.hold(twin)
@@ -305,8 +312,9 @@ class Path:
     def _leave(self, position: int) -> None:
         """Use other pages from `position` on: in the block that the path leaves, higher slots are not its own."""
         offset = position % self.store.page_size
-        if self.tail is not self.root and offset and self.masks[-1] == ALL_SLOTS:
-            self.masks[-1] = (1 << offset) - 1
+        last = len(self.pages) - 1
+        if self.tail is not self.root and offset and last not in self.masks:
+            self.masks[last] = (1 << offset) - 1
             self.num_changes += 1
 
     def _restore(self, gaps: list[int]) -> Spans:
@@ -522,7 +530,7 @@ def divide_layers(path: Path, positions: IntArray, left: IntArray) -> None:
     places = rotated + np.repeat([kept.delta for kept in root.kept], counts)
     rows = np.minimum(np.searchsorted(positions, places), len(positions) - 1)
     is_private = positions[rows] == places  # seen in its private slot, and hidden on the shared page
-    masks = np.array(path.masks[: len(counts)], np.int64)
+    masks = path.all_masks()[: len(counts)]
     bits = np.left_shift(np.int64(1), slots % page_size)
     shown = {0: is_private, 1: np.zeros_like(is_private)}
     shown |= {layer: is_private & (left[rows] <= layer) for layer in np.unique(left)[:-1].tolist()}

@@ -490,9 +490,9 @@ class Runner:
                 for index in begun:
                     kept.follow(index)
                 return kept
-        paths = [_path(part) for part in batch]
+        paths = _paths(batch)
         ordered = [paths[index] for index in order.tolist()]
-        layers = {layer for path in paths for layer, _ in path.root.masks_from} if is_divided else set()
+        layers = {layer for root in {path.root for path in paths} for layer, _ in root.masks_from if is_divided}
         where: list[int | None] = [*sorted(layers)] or [None]
         plans = {layer or 0: self._new_plan(ordered, rows, num_padding, layer) for layer in where}
         place = np.empty_like(order)
@@ -535,9 +535,10 @@ class Runner:
         if any(path.gaps or path.root.is_own for path in paths):
             return self._plan_of([*(_page_table(path, layer) for path in paths), *[_NO_PAGES] * num_padding], rows)
         page_ids = np.frombuffer(b"".join([path.page_ids for path in paths]), np.int32)
-        masks = np.frombuffer(b"".join([path.masks for path in paths]), np.int64)
         counts = np.array([len(path.page_ids) for path in paths] + [0] * num_padding, np.int64)
-        return self._plan_of(Lineages(page_ids, masks, counts), rows)
+        starts = (np.cumsum(counts) - counts).tolist()
+        masked = [(start + i, path.masks[i]) for path, start in zip(paths, starts, strict=False) for i in path.masks]
+        return self._plan_of(Lineages(page_ids, counts, *np.array(masked, np.int64).reshape(-1, 2).T), rows)
 
     def _plan_of(self, tables: list[PageTable] | Lineages, rows: QueryRows, share: Share | None = None) -> Plan:
         config = self._decoder.config
@@ -588,9 +589,13 @@ def _path(part: StepRows) -> Path:
     return part.sequence.path
 
 
+def _paths(batch: list[StepRows]) -> list[Path]:
+    return [part.sequence.path for part in batch if part.sequence.path is not None]  # all have one
+
+
 def _depth_first(batch: list[StepRows]) -> IntArray:
     """Order a batch depth-first through the forest; returns indices into it."""
-    keys = [_path(part).page_ids.tobytes() for part in batch]
+    keys = [path.page_ids.tobytes() for path in _paths(batch)]
     return np.array(sorted(range(len(batch)), key=keys.__getitem__))
 
 
@@ -615,7 +620,7 @@ def _page_table(path: Path, layer: int | None) -> PageTable:
     """Return what the device has of the path, root first; in a layer: see `divide_layers`."""
     deltas = np.zeros(len(path.page_ids), np.int32)
     deltas[: len(path.root.kept)] = [kept.delta for kept in path.root.kept]
-    page_ids, masks = np.array(path.page_ids, np.int32), np.array(path.masks, np.int64)
+    page_ids, masks = np.array(path.page_ids, np.int32), path.all_masks()
     for first, seen in path.root.masks_from:
         if layer is not None and first <= layer:
             masks[: len(seen)] = seen

@@ -45,10 +45,13 @@ def random_tables(rng: np.random.Generator, num_sequences: int, max_pages: int) 
 
 
 def lineages_of(tables: list[Table]) -> Lineages:
+    masks = np.array([mask for _, masks in tables for mask in masks], np.int64)
+    masked = np.flatnonzero(masks != ALL_VISIBLE)
     return Lineages(
         np.array([page for pages, _ in tables for page in pages], np.int32),
-        np.array([mask for _, masks in tables for mask in masks], np.int64),
         np.array([len(pages) for pages, _ in tables], np.int64),
+        masked,
+        masks[masked],
     )
 
 
