@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, get_args
 
 import numpy as np
@@ -166,6 +167,7 @@ def build_plan(
     )  # fmt: skip
 
 
+@lru_cache(typed=True)  # 2.0 is no integer, though it equals one
 def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, share: str) -> None:
     sizes = {"page_size": page_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     for name, size in sizes.items():

@@ -283,8 +283,10 @@ class LineageSegments:
             places = np.searchsorted(at, masked)
             is_own = np.append(at, -1)[places] == masked
             ids, masked, masks = ids[at], places[is_own], masks[is_own]
-        num_pages = np.zeros(len(counts), np.int64)
-        np.add.at(num_pages, own, size)
+        num_pages = size
+        if rest:
+            num_pages = np.zeros(len(counts), np.int64)
+            np.add.at(num_pages, own, size)
         has_any = np.flatnonzero(num_pages)
         return OwnRuns(sequence[has_any], np.zeros_like(has_any), num_pages[has_any], ids, masked, masks)
 

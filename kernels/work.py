@@ -111,6 +111,9 @@ class _Runs(NamedTuple):
 
 def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
     """Find first row and number of rows of each sequence; refuse rows out of order or of unknown sequences."""
+    each = np.arange(num_sequences)
+    if np.array_equal(sequence, each):  # decodes
+        return _RowSpans(each, np.ones_like(each))
     start, count = np.zeros(num_sequences, np.int64), np.zeros(num_sequences, np.int64)
     if not len(sequence):
         return _RowSpans(start, count)
@@ -151,7 +154,7 @@ def arrange(
     for index in np.flatnonzero(chosen).tolist():
         run = _shared_run(found.segments[index], spans)
         pieces.setdefault(run.row.tobytes(), []).append(run)
-    shared = _shared_runs(list(pieces.values()))
+    shared = _shared_runs(list(pieces.values())) if pieces else None
     full = full_mask(page_size)
     private, runs = _private_runs(found.unshared(chosen, full), spans, num_sequences, full)
     return _work_list(shared, private, runs)
@@ -242,10 +245,10 @@ def _with_room(page_id: npt.NDArray[Any], ends: IntArray) -> npt.NDArray[Any]:
     return np.frombuffer(bytearray().join(parts), page_id.dtype)
 
 
-def _work_list(shared: _Runs, private: _Runs, run_of_sequence: IntArray) -> WorkList:
-    num_shared_runs = len(shared.page_counts)
-    both = private
-    if num_shared_runs:
+def _work_list(shared: _Runs | None, private: _Runs, run_of_sequence: IntArray) -> WorkList:
+    both, num_shared_runs = private, 0
+    if shared is not None:
+        num_shared_runs = len(shared.page_counts)
         private.mask_begin[:] += len(shared.mask)
         run_of_sequence[run_of_sequence != _NO_RUN] += num_shared_runs
         both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True)))
@@ -255,7 +258,7 @@ def _work_list(shared: _Runs, private: _Runs, run_of_sequence: IntArray) -> Work
     page_begin = places[:-1]
     page_end = (page_begin + both.page_counts).astype(np.int32)
     return WorkList(
-        num_shared=len(shared.row_counts),
+        num_shared=0 if shared is None else len(shared.row_counts),
         row_begin=_bounds(both.row_counts),
         row=_int32(both.row),
         run_begin=_bounds(both.run_counts),

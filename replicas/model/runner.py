@@ -532,7 +532,7 @@ class Runner:
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int, layer: int | None = None) -> Plan:
         """Plan what is seen from a layer on; None: in any, private slots in place of what they hold copies of."""
-        if any(path.gaps or path.root.is_own for path in paths):
+        if any(path.gaps for path in paths) or any(root.is_own for root in {path.root for path in paths}):
             return self._plan_of([*(_page_table(path, layer) for path in paths), *[_NO_PAGES] * num_padding], rows)
         page_ids = np.frombuffer(b"".join([path.page_ids for path in paths]), np.int32)
         counts = np.array([len(path.page_ids) for path in paths] + [0] * num_padding, np.int64)
