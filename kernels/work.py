@@ -13,7 +13,6 @@ its mask bit is set and `slot_position[s] + d <= position[row]` (and `> position
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -33,8 +32,7 @@ _NO_RUN = -1
 _SPARE_PAGES = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WorkList:
+class WorkList(NamedTuple):
     """P pieces with R runs in all. Ranges are half-open; those of pages leave gaps for pages to come."""
 
     num_shared: int  # pieces [0, num_shared) are shared segments, the others private pages
@@ -52,9 +50,9 @@ class WorkList:
     mask: Int64Array  # bit i shows offset i; bits at and behind page_size are clear
     run_of_sequence: Int64Array  # [S] the private run with delta 0 of each sequence; _NO_RUN where it has none
     room_end: Int32Array  # [R] pages up to here fit before the next run begins
-    filled_end: Int32Array = field(repr=False)  # [R] how far any list with these arrays has filled its run
+    filled_end: Int32Array  # [R] how far any list with these arrays has filled its run
     # What a backend derives from the work and reads in every step that has it, by the backend's own key.
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    derived: dict[Any, Any]
 
     @property
     def num_pieces(self) -> int:
@@ -77,7 +75,7 @@ class WorkList:
         self.page_id[at] = page_id
         page_end = self.page_end.copy()
         page_end[runs] = self.filled_end[runs] = at + 1
-        return replace(self, page_end=page_end, derived={})
+        return self._replace(page_end=page_end, derived={})
 
 
 class _RowSpans(NamedTuple):
@@ -274,6 +272,7 @@ def _work_list(shared: _Runs | None, private: _Runs, run_of_sequence: IntArray) 
         run_of_sequence=run_of_sequence,
         room_end=places[1:],
         filled_end=page_end.copy(),
+        derived={},
     )
 
 
