@@ -148,7 +148,7 @@ class Path:
         for page in found:
             self.store.hold(page)
         self.pages += found
-        self.page_ids.extend([page.ids[DEVICE] for page in found])
+        self.page_ids.extend([page_id for page in found if (page_id := page.ids[DEVICE]) is not None])  # all have one
         self.num_tokens += len(found) * size
 
     def write_next(self, ids: Sequence[int]) -> bool:
