@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mneme.kernels.arguments import KvRows, dequantized, quantized
 from mneme.kernels.native import kv as native_kv
-from mneme.kernels.page_bounds import following
+from mneme.kernels.page_bounds import current_bounds
 from mneme.kernels.page_table import FREE_SLOT_POSITION, MAX_ABS_POSITION
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.triton.modules import triton_module
@@ -92,17 +92,22 @@ def mark_written(slot_position: Tensor, slots: Tensor, positions: Tensor) -> Non
     positions   int [T]  in [0, 2**29); others are refused with a ValueError on the CPU, and not looked at elsewhere
     """
     if positions.is_cpu and positions.numel():
-        least, greatest = (int(bound) for bound in positions.aminmax())
+        values = positions.numpy()
+        least, greatest = values.min(), values.max()
         if not 0 <= least <= greatest < MAX_ABS_POSITION:
             raise ValueError(f"positions: must be in [0, {MAX_ABS_POSITION}) (got {least}..{greatest})")
-    with following(slot_position, slots):
-        slot_position.index_copy_(0, slots.to(torch.int64), positions.to(torch.int32))
+    bounds = current_bounds(slot_position)
+    slot_position.index_copy_(0, slots.to(torch.int64), positions.to(torch.int32))
+    if bounds is not None:
+        bounds.follow(slot_position, slots)
 
 
 def mark_free(slot_position: Tensor, slots: Tensor) -> None:
     """Make slots invisible to everyone; to be called before a page is handed out again."""
-    with following(slot_position, slots):
-        slot_position.index_fill_(0, slots.to(torch.int64), FREE_SLOT_POSITION)
+    bounds = current_bounds(slot_position)
+    slot_position.index_fill_(0, slots.to(torch.int64), FREE_SLOT_POSITION)
+    if bounds is not None:
+        bounds.follow(slot_position, slots)
 
 
 def copy_slots(source: Tensor, target: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:

@@ -6,8 +6,7 @@ what it marks; were they looked up anew, every step would walk its whole context
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,10 +26,14 @@ class PageBounds:
     last: Int32Array  # [num_pages] greatest
     version: int | None
 
-    def look(self, positions: npt.NDArray[np.int32], pages: npt.NDArray[np.int64]) -> None:
-        """Take the bounds of these pages anew."""
-        by_page = positions.reshape(-1, self.page_size)[pages]
+    def follow(self, slot_position: Tensor, slots: Tensor) -> None:
+        """Take the bounds of the pages of these slots anew: they, and no others, were changed."""
+        pages = slots.numpy() // self.page_size
+        if len(pages) > 1:  # those of a run of slots follow each other
+            pages = np.concatenate((pages[:1], pages[1:][pages[1:] != pages[:-1]]))
+        by_page = slot_position.numpy().reshape(-1, self.page_size)[pages]
         self.first[pages], self.last[pages] = by_page.min(1), by_page.max(1)
+        self.version = version_of(slot_position)
 
 
 _followed: MutableMapping[Tensor, PageBounds] = WeakTensorKeyDictionary()  # by slot_position
@@ -59,13 +62,8 @@ def page_bounds(slot_position: Tensor, page_size: int) -> PageBounds:
     return found
 
 
-@contextmanager
-def following(slot_position: Tensor, slots: Tensor) -> Iterator[None]:
-    """Keep the bounds true while these slots, and no others, are changed in the block."""
+def current_bounds(slot_position: Tensor) -> PageBounds | None:
+    """Return bounds that are true now, for who changes slots and has them `follow`; None: nobody asked for any."""
     found = _followed.get(slot_position)
     is_current = found is not None and found.version is not None and found.version == version_of(slot_position)
-    yield
-    if found is not None and is_current:
-        pages = slots.numpy() // found.page_size  # those of a run of slots follow each other
-        found.look(slot_position.numpy(), pages[np.diff(pages, prepend=-1) != 0])
-        found.version = version_of(slot_position)
+    return found if is_current else None

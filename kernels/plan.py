@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from mneme.kernels.page_table import (
     ALL_VISIBLE,
@@ -24,7 +24,6 @@ from mneme.kernels.page_table import (
     PageTable,
     QueryRows,
     References,
-    full_mask,
     is_integer,
     references_of,
 )
@@ -60,9 +59,6 @@ class Plan:
     laid_out: tuple[PageTable, ...] | Lineages  # the tables for which segments were looked for
     segments: Segments | LineageSegments
     appended: tuple[References, ...]  # pages begun since
-    # Whether a page is in this plan or was in one when it was made from this one by appending; [num_pages] or more.
-    # None until the first is appended: a plan that is built anew in the next step needs none.
-    is_known: npt.NDArray[np.bool_] | None
     work: WorkList
     # What a backend derives once per step and reads in every layer, by the backend's own key.
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -112,30 +108,23 @@ class Plan:
         )  # fmt: skip
         return replace(self, sequence=sequence, position=position, work=work, prepared={})
 
-    def append_new_pages(self, sequence: IntArray, page_id: IntArray) -> Plan | None:
-        """Add a page with delta 0 to each of these sequences, all in view; the rows stay as they are.
+    def append_new_pages(self, sequence: IntArray, page_id: IntArray, position: IntArray | None = None) -> Plan | None:
+        """Add a page that is in no table, with delta 0 and all in view, to each of these sequences.
 
-        None where a plan has to be built anew: a page is not new to all tables, or there is no room for it behind the
-        sequence's own pages. Neither sequences nor pages are checked.
+        position    of the rows in the next step; None: as they are
+
+        None where a plan has to be built anew: there is no room behind a sequence's own pages, or it gets two. Neither
+        sequences nor pages are checked: it is the caller who knows that a page is new.
         """
-        new_pages, is_known = set(page_id.tolist()), self.is_known
-        if is_known is None:
-            is_known = np.zeros(self.num_pages, bool)
-            is_known[self.segments.page_ids] = True
-        if len(new_pages) < len(page_id) or any(is_known[page] for page in new_pages if page < len(is_known)):
-            return None
-        zeros = np.zeros_like(page_id)
-        added = References(sequence, page_id, zeros, zeros + ALL_VISIBLE)
-        work = self.work.append(added._replace(mask=zeros + full_mask(self.page_size)))
+        work = self.work.append(sequence, page_id)
         if work is None:
             return None
-        num_pages = max(self.num_pages, 1 + max(new_pages, default=-1))
-        if num_pages > len(is_known):
-            is_known = np.pad(is_known, (0, num_pages))
-        is_known[page_id] = True
+        zeros = np.zeros_like(page_id)
         return replace(
-            self, num_pages=num_pages, appended=(*self.appended, added), is_known=is_known, work=work, prepared={}
-        )
+            self, position=self.position if position is None else _checked_positions(position),
+            num_pages=max(self.num_pages, 1 + int(page_id.max(initial=-1))), work=work, prepared={},
+            appended=(*self.appended, References(sequence, page_id, zeros, zeros + ALL_VISIBLE)),
+        )  # fmt: skip
 
 
 def build_plan(
@@ -174,10 +163,11 @@ def build_plan(
     return Plan(
         page_size=page_size, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         share=share, cost=cost, sequence=sequence, position=position, num_pages=int(found.page_ids.max(initial=-1)) + 1,
-        laid_out=tables, segments=found, appended=(), is_known=None, work=work,
+        laid_out=tables, segments=found, appended=(), work=work,
     )  # fmt: skip
 
 
+@lru_cache(typed=True)  # 2.0 is no integer, though it equals one
 def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, share: str) -> None:
     sizes = {"page_size": page_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     for name, size in sizes.items():
@@ -195,6 +185,10 @@ def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: 
 
 def _checked_rows(rows: QueryRows) -> tuple[IntArray, IntArray]:
     sequence, position = rows.arrays()
+    return sequence, _checked_positions(position)
+
+
+def _checked_positions(position: IntArray) -> IntArray:
     if position.size and not 0 <= position.min() <= position.max() < MAX_ABS_POSITION:
         raise ValueError(f"rows: position must be in [0, {MAX_ABS_POSITION}) (got {position.min()}..{position.max()})")
-    return sequence, position
+    return position

@@ -44,7 +44,8 @@ class OwnRuns(NamedTuple):
     delta: IntArray  # [n]
     num_pages: IntArray  # [n] one at least
     page_id: npt.NDArray[np.integer[Any]]
-    mask: IntArray  # parallel to page_id, or [1] where all are alike
+    masked: IntArray  # [m] which of page_id are not seen wholly, ascending
+    mask: IntArray  # [m]
 
 
 class Segments(NamedTuple):
@@ -59,8 +60,8 @@ class Segments(NamedTuple):
         """List the pages of all references."""
         return self.references.page_id
 
-    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> OwnRuns:
-        """List the pages outside the chosen segments."""
+    def unshared(self, is_chosen: npt.NDArray[np.bool_], full: int) -> OwnRuns:
+        """List the pages outside the chosen segments; `full`: the mask that shows a whole page."""
         wanted = np.flatnonzero(~np.append(is_chosen, False)[self.segment_of_ref])  # the last one is PRIVATE's
         keys = sharer_keys(self.references.sequence[wanted], self.references.delta[wanted])
         if (keys[1:] < keys[:-1]).any():
@@ -69,7 +70,9 @@ class Segments(NamedTuple):
         starts = run_starts(keys)
         sequence, delta = split_sharer_keys(keys[starts])
         num_pages = run_lengths(starts, len(keys))
-        return OwnRuns(sequence, delta, num_pages, self.references.page_id[wanted], self.references.mask[wanted])
+        mask = self.references.mask[wanted]
+        masked = np.flatnonzero(mask != full)
+        return OwnRuns(sequence, delta, num_pages, self.references.page_id[wanted], masked, mask[masked])
 
 
 class _Runs(NamedTuple):
@@ -212,16 +215,18 @@ class Lineages:
     """The page tables of exact sequences in depth-first order, one behind the other; every delta is 0.
 
     page_ids    int32 [N]
-    masks       int64 [N]  bit i shows offset i; each shows something
     counts      int64 [S]  pages of each sequence
+    masked      int64 [M]  which of page_ids are not seen wholly, ascending
+    masks       int64 [M]  bit i shows offset i; each shows something
 
     Nobody checks that pages stand in one place of one tree, nor the order: where sharers are not neighbours, less is
     shared, and results are right.
     """
 
     page_ids: npt.NDArray[np.int32]
-    masks: IntArray
     counts: IntArray
+    masked: IntArray
+    masks: IntArray
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -231,7 +236,9 @@ class Lineages:
         """Return each sequence's own table."""
         ends = np.cumsum(self.counts)[:-1]
         zeros = np.zeros(len(self.page_ids), np.int32)
-        columns = (np.split(column, ends) for column in (self.page_ids, zeros, self.masks))
+        masks = np.full(len(self.page_ids), ALL_VISIBLE)
+        masks[self.masked] = self.masks
+        columns = (np.split(column, ends) for column in (self.page_ids, zeros, masks))
         return tuple(map(PageTable, *columns)) if len(self) else ()
 
 
@@ -249,19 +256,18 @@ class LineageSegments:
 
     segments: tuple[Segment, ...]
     lineages: Lineages
-    page_size: int
     nodes: tuple[_Node, ...]  # of each segment
     first_own: IntArray  # [S] depth from which on a sequence's pages are nobody else's
-    has_masks: bool  # some page is not seen wholly
 
     @property
     def page_ids(self) -> npt.NDArray[np.int32]:
         """List the pages of all references."""
         return self.lineages.page_ids
 
-    def unshared(self, is_chosen: npt.NDArray[np.bool_]) -> OwnRuns:
+    def unshared(self, is_chosen: npt.NDArray[np.bool_], full: int) -> OwnRuns:
         """See `Segments.unshared`."""
-        ids, masks, counts = self.lineages.page_ids, self.lineages.masks, self.lineages.counts
+        ids, counts = self.lineages.page_ids, self.lineages.counts
+        masked, masks = self.lineages.masked, self.lineages.masks & full
         starts, sequence = np.cumsum(counts) - counts, np.arange(len(counts))
         begin, size, own = starts + self.first_own, counts - self.first_own, sequence
         rest = [self.nodes[index] for index in np.flatnonzero(~is_chosen).tolist()]
@@ -272,25 +278,28 @@ class LineageSegments:
             own = np.concatenate([own, *(some for some, _, _ in parts)])
             order = np.argsort(begin, kind="stable")  # by sequence, then in the order of its table
             begin, size, own = begin[order], size[order], own[order]
-        at = slice(None) if size.sum() == len(ids) else ranges(begin, size)
-        num_pages = np.zeros(len(counts), np.int64)
-        np.add.at(num_pages, own, size)
+        if size.sum() < len(ids):
+            at = ranges(begin, size)
+            places = np.searchsorted(at, masked)
+            is_own = np.append(at, -1)[places] == masked
+            ids, masked, masks = ids[at], places[is_own], masks[is_own]
+        num_pages = size
+        if rest:
+            num_pages = np.zeros(len(counts), np.int64)
+            np.add.at(num_pages, own, size)
         has_any = np.flatnonzero(num_pages)
-        zeros, full = np.zeros(len(has_any), np.int64), full_mask(self.page_size)
-        mask = masks[at] & full if self.has_masks else np.array([full])
-        return OwnRuns(sequence[has_any], zeros, num_pages[has_any], ids[at], mask)
+        return OwnRuns(sequence[has_any], np.zeros_like(has_any), num_pages[has_any], ids, masked, masks)
 
 
 def find_lineage_segments(lineages: Lineages, page_size: int) -> LineageSegments:
     """Find what neighbours share, in time proportional to the pages of the tables, by comparing them once."""
-    ids, masks, counts = lineages.page_ids, lineages.masks, lineages.counts
+    ids, counts, masked, masks = lineages.page_ids, lineages.counts, lineages.masked, lineages.masks
     if ids.min(initial=0) < 0:
         raise ValueError(f"page_tables: page ids must be in [0, 2**31) (got {ids.min()})")
     starts = np.cumsum(counts) - counts
     common = _common_prefixes(ids, starts, counts)
-    masked = np.flatnonzero(masks != ALL_VISIBLE)
     owners = np.searchsorted(starts, masked, side="right") - 1
-    all_masked = list(zip((masked - starts[owners]).tolist(), owners.tolist(), masks[masked].tolist(), strict=True))
+    all_masked = list(zip((masked - starts[owners]).tolist(), owners.tolist(), masks.tolist(), strict=True))
     masked_owners: list[int] = owners.tolist()
     full = full_mask(page_size)
     segments: list[Segment] = []
@@ -320,7 +329,7 @@ def find_lineage_segments(lineages: Lineages, page_size: int) -> LineageSegments
             nodes.append(_Node(first, last, [(low + page, low + page + 1) for page in apart]))
     neighbours = np.concatenate(([0], common, [0]))
     first_own = np.maximum(neighbours[1:], neighbours[:-1]) if len(counts) else np.zeros(0, np.int64)
-    return LineageSegments(tuple(segments), lineages, page_size, tuple(nodes), first_own, len(masked) > 0)
+    return LineageSegments(tuple(segments), lineages, tuple(nodes), first_own)
 
 
 def _common_prefixes(ids: npt.NDArray[np.int32], starts: IntArray, counts: IntArray) -> IntArray:

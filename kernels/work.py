@@ -13,13 +13,13 @@ its mask bit is set and `slot_position[s] + d <= position[row]` (and `> position
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mneme.kernels.page_table import IntArray, References
+from mneme.kernels.page_table import IntArray, full_mask
 from mneme.kernels.segments import LineageSegments, OwnRuns, Segment, Segments, ranges, run_lengths, run_starts
 from mneme.kernels.share_cost import ShareCost
 
@@ -27,12 +27,12 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Share = Literal["auto", "always", "never"]
 
+_NO_RUN = -1
 # Room behind each private run for pages that a sequence begins later: a plan is laid out anew once in this many pages.
 _SPARE_PAGES = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WorkList:
+class WorkList(NamedTuple):
     """P pieces with R runs in all. Ranges are half-open; those of pages leave gaps for pages to come."""
 
     num_shared: int  # pieces [0, num_shared) are shared segments, the others private pages
@@ -48,37 +48,34 @@ class WorkList:
     mask_begin: Int32Array  # [R] mask m of page j is mask[mask_begin[r] + m * mask_stride[r] + j - page_begin[r]]
     mask_stride: Int32Array  # [R] 0 where all rows read one mask
     mask: Int64Array  # bit i shows offset i; bits at and behind page_size are clear
-    run_of_sharer: dict[tuple[int, int], int]  # (sequence, delta) -> its private run
+    run_of_sequence: Int64Array  # [S] the private run with delta 0 of each sequence; _NO_RUN where it has none
     room_end: Int32Array  # [R] pages up to here fit before the next run begins
-    filled_end: Int32Array = field(repr=False)  # [R] how far any list with these arrays has filled its run
+    filled_end: Int32Array  # [R] how far any list with these arrays has filled its run
     # What a backend derives from the work and reads in every step that has it, by the backend's own key.
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    derived: dict[Any, Any]
 
     @property
     def num_pieces(self) -> int:
         """Count the pieces, P."""
         return len(self.run_begin) - 1
 
-    def append(self, added: References) -> WorkList | None:
-        """Add a private page for each of these references, in time proportional to their number (and the number of
-        runs); None where a page has no run to join or no room, or another list took that room.
+    def append(self, sequence: IntArray, page_id: IntArray) -> WorkList | None:
+        """Add a private page, all in view, to each of these sequences, in time proportional to their number (and the
+        number of runs); None where a page has no run to join or no room, or another list took that room.
 
-        The arrays of pages and masks are this list's own, filled behind what it reads.
+        The array of pages is this list's own, filled behind what it reads.
         """
-        sharers = zip(added.sequence.tolist(), added.delta.tolist(), strict=True)
-        found = [self.run_of_sharer.get(sharer) for sharer in sharers]
-        if None in found or len(set(found)) < len(found):
+        runs = self.run_of_sequence[sequence]
+        found = set(runs.tolist())
+        if len(found) < len(runs) or _NO_RUN in found:
             return None
-        runs = np.array(found, np.int64)
         at = self.page_end[runs]
-        if (at >= self.room_end[runs]).any() or (self.filled_end[runs] > at).any():
+        if ((self.filled_end[runs] != at) | (at == self.room_end[runs])).any():
             return None
-        self.page_id[at] = added.page_id
-        self.mask[self.mask_begin[runs] + at - self.page_begin[runs]] = added.mask
-        self.filled_end[runs] = at + 1
+        self.page_id[at] = page_id
         page_end = self.page_end.copy()
-        page_end[runs] = at + 1
-        return replace(self, page_end=page_end, derived={})
+        page_end[runs] = self.filled_end[runs] = at + 1
+        return self._replace(page_end=page_end, derived={})
 
 
 class _RowSpans(NamedTuple):
@@ -105,12 +102,16 @@ class _Runs(NamedTuple):
     entry_counts: IntArray  # [R] rows of the run's piece
     delta: IntArray
     mask_number: IntArray
-    mask_counts: IntArray  # [R] masks per page
+    mask_begin: IntArray  # [R]
+    mask_stride: IntArray  # [R]
     mask: IntArray
 
 
 def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
     """Find first row and number of rows of each sequence; refuse rows out of order or of unknown sequences."""
+    each = np.arange(num_sequences)
+    if np.array_equal(sequence, each):  # decodes
+        return _RowSpans(each, np.ones_like(each))
     start, count = np.zeros(num_sequences, np.int64), np.zeros(num_sequences, np.int64)
     if not len(sequence):
         return _RowSpans(start, count)
@@ -151,9 +152,10 @@ def arrange(
     for index in np.flatnonzero(chosen).tolist():
         run = _shared_run(found.segments[index], spans)
         pieces.setdefault(run.row.tobytes(), []).append(run)
-    shared = _shared_runs(list(pieces.values()))
-    private, sharers = _private_runs(found.unshared(chosen), spans)
-    return _work_list(shared, private, sharers)
+    shared = _shared_runs(list(pieces.values())) if pieces else None
+    full = full_mask(page_size)
+    private, runs = _private_runs(found.unshared(chosen, full), spans, num_sequences, full)
+    return _work_list(shared, private, runs)
 
 
 def _shared_run(segment: Segment, spans: _RowSpans) -> _SharedRun:
@@ -171,67 +173,90 @@ def _shared_run(segment: Segment, spans: _RowSpans) -> _SharedRun:
 def _shared_runs(pieces: list[list[_SharedRun]]) -> _Runs:
     """Runs of equal rows are one piece."""
     runs = [run for piece in pieces for run in piece]
+    page_counts = np.array([len(run.page_ids) for run in runs], np.int64)
+    mask_sizes = np.array([run.masks.size for run in runs], np.int64)
     return _Runs(
         row_counts=np.array([len(piece[0].row) for piece in pieces], np.int64),
         row=_joined([piece[0].row for piece in pieces]),
         run_counts=np.array([len(piece) for piece in pieces], np.int64),
-        page_counts=np.array([len(run.page_ids) for run in runs], np.int64),
+        page_counts=page_counts,
         page_id=_joined([run.page_ids for run in runs]),
         entry_counts=np.array([len(run.row) for run in runs], np.int64),
         delta=_joined([run.delta for run in runs]),
         mask_number=_joined([run.mask_number for run in runs]),
-        mask_counts=np.array([len(run.masks) for run in runs], np.int64),
+        mask_begin=np.cumsum(mask_sizes) - mask_sizes,
+        mask_stride=np.where(mask_sizes > page_counts, page_counts, 0),
         mask=_joined([run.masks.ravel() for run in runs]),
     )
 
 
-def _private_runs(own: OwnRuns, spans: _RowSpans) -> tuple[_Runs, list[tuple[int, int]]]:
-    """One piece per sequence, one run per delta with room for more pages; and the (sequence, delta) of each run."""
+def _private_runs(own: OwnRuns, spans: _RowSpans, num_sequences: int, full: int) -> tuple[_Runs, IntArray]:
+    """One piece per sequence, one run per delta with room for more pages; and which run each sequence has at delta 0.
+
+    Runs whose pages are all seen wholly, as pages to come are, read one row of masks.
+    """
     has_rows = spans.num_rows[own.sequence] > 0
     if not has_rows.all():
         pages = np.repeat(has_rows, own.num_pages)
         columns = (own.sequence[has_rows], own.delta[has_rows], own.num_pages[has_rows])
-        own = OwnRuns(*columns, own.page_id[pages], own.mask[pages] if len(own.mask) == len(pages) else own.mask)
+        kept = pages[own.masked]
+        masked = (np.cumsum(pages) - 1)[own.masked[kept]]
+        own = OwnRuns(*columns, own.page_id[pages], masked, own.mask[kept])
     sequences, deltas, lengths = own.sequence, own.delta, own.num_pages
     piece_starts = run_starts(sequences)
     owners = sequences[piece_starts]
     entry_counts = spans.num_rows[sequences]
-    ends = np.cumsum(lengths + _SPARE_PAGES)
-    place = ranges(ends - lengths - _SPARE_PAGES, lengths)
-    num_places = int(ends[-1]) if len(ends) else 0
-    page_id = np.zeros(num_places, own.page_id.dtype)
-    page_id[place] = own.page_id
-    if len(own.mask) == 1:
-        mask = np.full(num_places, own.mask[0])
-    else:
-        mask = np.zeros(num_places, np.int64)
-        mask[place] = own.mask
+    ends = np.cumsum(lengths)
+    mask_begin, mask = np.zeros_like(lengths), np.full(lengths.max(initial=0) + _SPARE_PAGES, full)
+    if len(own.masked):
+        at = np.searchsorted(ends, own.masked, side="right")
+        sizes = np.zeros_like(lengths)
+        sizes[at] = lengths[at] + _SPARE_PAGES
+        mask_begin = np.where(sizes, len(mask) + np.cumsum(sizes) - sizes, 0)
+        mask = np.append(mask, np.full(sizes.sum(), full))
+        mask[(mask_begin - ends + lengths)[at] + own.masked] = own.mask
+    run_of_sequence = np.full(num_sequences, _NO_RUN)
+    is_appended = deltas == 0
+    run_of_sequence[sequences[is_appended]] = np.flatnonzero(is_appended)
     runs = _Runs(
         row_counts=spans.num_rows[owners],
         row=ranges(spans.start[owners], spans.num_rows[owners]),
         run_counts=run_lengths(piece_starts, len(sequences)),
         page_counts=lengths,
-        page_id=page_id,
+        page_id=_with_room(own.page_id, ends),
         entry_counts=entry_counts,
         delta=np.repeat(deltas, entry_counts),
         mask_number=np.zeros(int(entry_counts.sum()), np.int64),
-        mask_counts=np.ones(len(lengths), np.int64),
+        mask_begin=mask_begin,
+        mask_stride=np.zeros_like(lengths),
         mask=mask,
     )
-    return runs, list(zip(sequences.tolist(), deltas.tolist(), strict=True))
+    return runs, run_of_sequence
 
 
-def _work_list(shared: _Runs, private: _Runs, sharers: list[tuple[int, int]]) -> WorkList:
-    num_shared_runs = len(shared.page_counts)
-    both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True))) if num_shared_runs else private
-    spare = np.repeat((0, _SPARE_PAGES), (num_shared_runs, len(sharers)))
-    room = both.page_counts + spare
+def _with_room(page_id: npt.NDArray[Any], ends: IntArray) -> npt.NDArray[Any]:
+    """Put room for pages to come behind each run. Runs are copied as a whole, which takes less than indices."""
+    view, room = memoryview(page_id), bytes(_SPARE_PAGES * page_id.itemsize)
+    parts: list[memoryview | bytes] = []
+    for begin, end in pairwise([0, *ends.tolist()]):
+        parts += (view[begin:end], room)
+    return np.frombuffer(bytearray().join(parts), page_id.dtype)
+
+
+def _work_list(shared: _Runs | None, private: _Runs, run_of_sequence: IntArray) -> WorkList:
+    both, num_shared_runs = private, 0
+    if shared is not None:
+        num_shared_runs = len(shared.page_counts)
+        private.mask_begin[:] += len(shared.mask)
+        run_of_sequence[run_of_sequence != _NO_RUN] += num_shared_runs
+        both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True)))
+    room = both.page_counts.copy()
+    room[num_shared_runs:] += _SPARE_PAGES
     places = _bounds(room)
     page_begin = places[:-1]
     page_end = (page_begin + both.page_counts).astype(np.int32)
-    mask_room = np.where(spare > 0, room, both.page_counts * both.mask_counts)
     return WorkList(
-        num_shared=len(shared.row_counts),
+        num_shared=0 if shared is None else len(shared.row_counts),
         row_begin=_bounds(both.row_counts),
         row=_int32(both.row),
         run_begin=_bounds(both.run_counts),
@@ -241,12 +266,13 @@ def _work_list(shared: _Runs, private: _Runs, sharers: list[tuple[int, int]]) ->
         delta_begin=_bounds(both.entry_counts)[:-1],
         delta=_int32(both.delta),
         mask_number=both.mask_number.astype(np.int32),
-        mask_begin=_bounds(mask_room)[:-1],
-        mask_stride=np.where(both.mask_counts > 1, both.page_counts, 0).astype(np.int32),
+        mask_begin=_int32(both.mask_begin),
+        mask_stride=both.mask_stride.astype(np.int32),
         mask=both.mask,
-        run_of_sharer=dict(zip(sharers, range(num_shared_runs, len(room)), strict=True)),
+        run_of_sequence=run_of_sequence,
         room_end=places[1:],
         filled_end=page_end.copy(),
+        derived={},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import collections.abc
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -131,7 +132,7 @@ class Sequence:
         """Replace what the sequence sees; what the cache tier had of it before is of no use then."""
         if self.num_output == 0:
             self.view.num_unseen += len(self.context) - len(context)
-        self.context = context
+        self.context, self.row = context, None
         self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
         self.blend = Blend(declined=TRUNCATED, is_history_approximate=self.blend.is_history_approximate)
         self.view.event = b""
@@ -176,23 +177,6 @@ class Sequence:
         if self.context is not self.ids:
             self.context.append(token_id)
         self.drawing.push(token_id)
-
-    def append_next(self, token_id: int | None) -> bool:
-        """Add an output token if nothing else follows from it: no end, no rule that looks at it, nothing that is told
-        of the prompt. So it is with all tokens of an answer but two. Returns whether it was added."""
-        drawing, ids = self.drawing, self.ids
-        num_output = len(ids) - self.num_prompt
-        is_among_others = 0 < num_output == self.num_reported and num_output + 1 < self.max_tokens
-        if token_id is None or not is_among_others or token_id in drawing.end_token_ids:
-            return False
-        if drawing.matcher is not None or drawing.stop_text is not None:
-            return False
-        if drawing.seen is not None or drawing.drawn is not None:
-            return False
-        ids.append(token_id)
-        if self.context is not ids:
-            self.context.append(token_id)
-        return True
 
     def finish_reason(self, token_id: int) -> str | None:
         """Return why the sequence ends with this token, which it has appended; None if it does not."""
@@ -374,15 +358,23 @@ class DecodeRow(StepRows):
     """The row of a sequence that decodes on one path: one object for all steps until a page is begun.
 
     Only `end` is another in each step. Where steps are launched ahead, it is the next one's already when a step is
-    committed.
+    committed. What a step asks of each of its decodes stands here together: a step of many takes as long as memory
+    that is not in the processor's caches.
     """
 
-    __slots__ = ("path",)
+    __slots__ = ("context", "end_token_ids", "free_below", "ids", "is_greedy", "path", "request_id", "window")
 
     def __init__(self, sequence: Sequence, path: Path) -> None:
+        drawing = sequence.drawing
         self.sequence, self.path = sequence, path
         self.shifts, self.num_compared, self.num_rows, self.end = [0], 0, 1, path.num_tokens
         self.samples, self.is_shifted, self.is_plain = True, False, True
+        self.ids, self.context, self.request_id = sequence.ids, sequence.context, sequence.request.request_id
+        self.window = math.inf if sequence.view.window is None else sequence.view.window
+        self.is_greedy, self.end_token_ids = drawing.is_greedy, drawing.end_token_ids
+        rules = (drawing.matcher, drawing.stop_text, drawing.seen, drawing.drawn, sequence.request.sampling.logprobs)
+        # A token that comes behind fewer ids is not the last, and no rule looks at it, unless it ends the output.
+        self.free_below = sequence.num_prompt + sequence.max_tokens - 1 if rules == (None,) * 5 else 0
 
     @property
     def spans(self) -> Spans:  # type: ignore[override]

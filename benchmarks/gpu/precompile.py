@@ -52,8 +52,7 @@ def _attention(run: Run, heads: Heads, dtype: torch.dtype, rows: int, is_int8: b
         out = scene.attend(0, scene.plan(share), backend=backend_of(run))
     if not torch.isfinite(out).all():
         raise SystemExit("what it computes is not finite")
-    return
-    yield
+    yield from ()
 
 
 def _candidate(run: Run, kind: Kind, config: Config, rows: int) -> Iterator[Row]:
@@ -61,8 +60,7 @@ def _candidate(run: Run, kind: Kind, config: Config, rows: int) -> Iterator[Row]
     shared, options = 512 if kind == "mixed" and rows == 1 else 0, {"heads": _GQA, "dtype": torch.bfloat16}
     scene = prefix_scene(1 if rows > 1 else 8, shared, 512, rows_per_sequence=rows, device=run.device, **options)
     timed(config_arms(scene, [config]), scene, 0.0)
-    return
-    yield
+    yield from ()
 
 
 def _wide(run: Run, number: int) -> Iterator[Row]:
@@ -71,8 +69,7 @@ def _wide(run: Run, number: int) -> Iterator[Row]:
         8, 512, 512, rows_per_sequence=8, heads=_GQA, dtype=torch.bfloat16, device=run.device, page_size=64
     )
     wide_arms(scene)[1 + number].output()
-    return
-    yield
+    yield from ()
 
 
 def _engine(run: Run, name: str) -> Iterator[Row]:
@@ -95,8 +92,7 @@ def _engine(run: Run, name: str) -> Iterator[Row]:
             engine.step()
     model.decoding(2, prompts, temperature=0.8, top_p=0.95)
     model.decoding(2, prompts, temperature=0.8)
-    return
-    yield
+    yield from ()
 
 
 def _named(job: Job, run: Run) -> Iterator[Row]:

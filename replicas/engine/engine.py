@@ -58,9 +58,9 @@ from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.forest.forest import COPY_OUT_BELOW, PrefixForest
 from mneme.replicas.forest.paths import learn
 from mneme.replicas.model.draws import GREEDY, Draws, Expected, Sampled, SampleRow
-from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SessionKey, TokenEvent
+from mneme.replicas.request import GenerationRequest, SessionKey, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
-from mneme.replicas.sequence import End, Sequence, StepRows
+from mneme.replicas.sequence import DecodeRow, End, Sequence, StepRows
 from mneme.replicas.sessions.durable import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots
 from mneme.replicas.sessions.sessions import Sessions
@@ -383,7 +383,8 @@ class Engine:
         if self.on_logits is not None:
             logits = self.on_logits(flight.sampling, logits)
         # Of one that has ended nobody wants the token.
-        rows = [GREEDY if each.drawing.is_greedy or each.has_ended else _sample_row(each) for each in flight.sampling]
+        sampling = flight.sampling
+        rows = [GREEDY if (s.row or s.drawing).is_greedy or s.has_ended else _sample_row(s) for s in sampling]
         flight.draws = self.runner.sample(logits, rows)
         if self.connector is not None and self.runner.runs_ahead:
             self.connector.save_launched(flight.batch)
@@ -587,7 +588,7 @@ class Engine:
         batch, sampling, sampled = flight.batch, flight.sampling, flight.draws.wait()
         began_s, self._committed_s = max(flight.began_s, self._committed_s), self.clock()
         self._learn_tokens(flight, sampled)
-        if WARM_UP_SALT not in {part.sequence.request.salt for part in batch}:
+        if not any(type(part) is not DecodeRow and part.sequence.request.is_warm_up for part in batch):
             self.num_steps += 1
             self.num_tokens["computed"] += sum(part.num_rows - part.samples for part in batch if not part.is_plain)
         if self.connector is not None:
@@ -606,12 +607,9 @@ class Engine:
         for part, left in self.runner.pop_departures() if flight.is_special else ():
             if part.sequence.path is not None:
                 part.sequence.blend.add_departures(part.sequence.path, part.positions[part.narrowed], left)
-        for sequence, outcome in zip(sampling, sampled, strict=True):
+        for sequence, outcome in self._outbox.append_next(sampling, sampled):
             # One that went back as its chunks did not come computes this token again; one that was suspended does not.
             if sequence.has_ended or (sequence.path is None and flight.has_loads):
-                continue
-            if outcome.logprobs is None and sequence.append_next(outcome.token_id):
-                self._outbox.report_next(sequence)
                 continue
             try:
                 self._append(sequence, outcome)

@@ -7,11 +7,12 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mneme.errors import MnemeError
 from mneme.replicas.documents import BlendUsage
+from mneme.replicas.model.draws import Sampled
 from mneme.replicas.queries import ExplainedPrompt, ExplainedRange, ExplainedSampling
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import (
@@ -131,13 +132,37 @@ class Outbox:
         told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding, of_prompt)
         self._events.append(TokenEvent(*told))
 
+    def append_next(self, sampling: list[Sequence], sampled: list[Sampled]) -> Iterator[tuple[Sequence, Sampled]]:
+        """Append the tokens of decodes from which nothing else follows, and tell of them: all tokens of most answers
+        but two. Yields the other sequences in their turn."""
+        events, num_appended = self._events, len(sampling)
+        for sequence, outcome in zip(sampling, sampled, strict=True):
+            row, token_id = sequence.row, outcome.token_id
+            if (
+                row is None
+                or token_id is None
+                or len(row.ids) >= row.free_below
+                or token_id in row.end_token_ids
+                or not sequence.num_reported
+            ):
+                num_appended -= 1
+                yield sequence, outcome
+                continue
+            row.ids.append(token_id)
+            if row.context is not row.ids:
+                row.context.append(token_id)
+            sequence.num_reported += 1
+            # Without the constructor of named tuples, which is Python: 0.09 us instead of 0.24 (Zen 4).
+            told = (row.request_id, (token_id,)) + _NOTHING_ELSE  # noqa: RUF005, `*` makes a list first
+            events.append(tuple.__new__(TokenEvent, told))
+        self.num_tokens["generated"] += num_appended
+
     def report_next(self, sequence: Sequence) -> None:
-        """Tell of a token of which nothing else is to be told (`Sequence.append_next`)."""
+        """Tell of a token of which nothing else is to be told."""
         request = sequence.request
         sequence.num_reported += 1
         if request.salt != WARM_UP_SALT:
             self.num_tokens["generated"] += 1
-        # Without the constructor of named tuples, which is Python: 0.09 us instead of 0.24 (Zen 4).
         told = (request.request_id, (sequence.ids[-1],)) + _NOTHING_ELSE  # noqa: RUF005, `*` makes a list first
         self._events.append(tuple.__new__(TokenEvent, told))
 

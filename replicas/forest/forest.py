@@ -300,7 +300,7 @@ class PrefixForest:
             for page in pages:
                 self.store.discard(page)
         self._drop_root(root)
-        path.pages, path.page_ids, path.masks = [], array("i"), array("q")
+        path.pages, path.page_ids, path.masks = [], array("i"), {}
         path.gaps, path.num_tokens, path._own = [], root.start, None
 
     def claim(self, owner: Owner, path: Path | None, other: Owner | None) -> None:

@@ -15,6 +15,7 @@ Policy only: no tensors.
 from __future__ import annotations
 
 import contextlib
+import struct
 from array import array
 from collections.abc import Collection, Sequence
 from itertools import groupby, pairwise
@@ -46,9 +47,9 @@ class Rows(NamedTuple):
 class Path:
     """Lists what one sequence sees, in order: its page table. The root's kept tokens come first.
 
-    `page_ids[i]` with `masks[i]` are the references; NOWHERE where the device has no page. Between changes that
-    `num_changes` counts they are only appended to. A tenant's path may begin with public pages; what it adds is
-    its own.
+    `page_ids[i]` with `masks.get(i, ALL_SLOTS)` are the references; NOWHERE where the device has no page. Between
+    changes that `num_changes` counts they are only appended to. A tenant's path may begin with public pages; what it
+    adds is its own.
     """
 
     __slots__ = ("_own", "gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root", "salt", "store")
@@ -60,7 +61,7 @@ class Path:
         self.salt = root.salt if salt is None else salt
         self.pages: list[Page] = []
         self.page_ids = array("i")
-        self.masks = array("q")
+        self.masks: dict[int, int] = {}  # by index, ascending, of the few pages that are seen in part
         self.gaps: list[int] = []  # in order, the pages of which the device may lack something that the path has
         self.num_tokens = root.start  # tokens on this path
         self.num_changes = 0
@@ -78,7 +79,14 @@ class Path:
         self.pages.append(page)
         page_id = page.ids[DEVICE]
         self.page_ids.append(NOWHERE if page_id is None else page_id)
-        self.masks.append(mask)
+        if mask != ALL_SLOTS:
+            self.masks[len(self.page_ids) - 1] = mask
+
+    def all_masks(self) -> IntArray:
+        """Return the mask of each page, int64 [pages]."""
+        masks = np.full(len(self.page_ids), ALL_SLOTS)
+        masks[[*self.masks]] = [*self.masks.values()]
+        return masks
 
     def is_on_device(self) -> bool:
         """Return whether all that the path sees lies on the device, but for tokens that this step adds to pages."""
@@ -91,8 +99,9 @@ class Path:
         """
         if not self.store.sharing:
             return 0
-        before = position = self.num_tokens
-        num_pages, page = len(self.pages), self.tail
+        before = self.num_tokens
+        self._extend_whole(ids, limit)
+        position, num_pages, page = self.num_tokens, len(self.pages), self.tail
         while position < limit:
             offset = position - page.start
             if offset < len(page.tokens):
@@ -109,6 +118,38 @@ class Path:
             self.num_tokens, self._own = position, None
             update_gaps(self, max(num_pages - 1, len(self.root.kept)))
         return position - before
+
+    def _extend_whole(self, ids: Sequence[int], limit: int) -> None:
+        """Follow pages that are full and wholly on the device, as `extend` does: a cached prefix is almost only that.
+
+        They are found by their first tokens, then compared all at once.
+        """
+        page, size, first, salt = self.tail, self.store.page_size, self.num_tokens, self.salt
+        if first != page.end:
+            return
+        position, found = first, list[Page]()
+        while position + size <= limit:
+            token_id = ids[position]
+            child = (
+                page.children.get((position, token_id)) if page.salt == salt else page.child(position, token_id, salt)
+            )
+            if child is None or child.filled[DEVICE] < size:
+                break
+            found.append(child)
+            page, position = child, position + size
+        try:  # several times as fast as an array of a list
+            wanted = struct.pack(f"{position - first}i", *ids[first:position])
+        except struct.error:  # that is no token
+            return
+        known = b"".join([page.tokens for page in found])
+        if known != wanted:
+            differ = np.frombuffer(known, np.int32) != np.frombuffer(wanted, np.int32)
+            del found[int(differ.argmax()) // size :]
+        for page in found:
+            self.store.hold(page)
+        self.pages += found
+        self.page_ids.extend([page_id for page in found if (page_id := page.ids[DEVICE]) is not None])  # all have one
+        self.num_tokens += len(found) * size
 
     def write_next(self, ids: Sequence[int]) -> bool:
         """Take the slot of the one token that follows, if it goes into the path's own last page, where no other path is
@@ -242,12 +283,13 @@ class Path:
             _add_child(parent, page, token_id)
             return
         self._own = None
-        for column in (self.pages, self.page_ids, self.masks):
-            column.pop()
+        self.pages.pop()
+        self.page_ids.pop()
+        self.masks.pop(len(self.pages), None)
         self.num_changes += 1
         self.store.discard(page)
         if goes_on:
-            self.masks[-1] = ALL_SLOTS
+            self.masks.pop(len(self.pages) - 1, None)
         else:
             assert twin is not None
             self.store.hold(twin)
@@ -270,8 +312,9 @@ class Path:
     def _leave(self, position: int) -> None:
         """Use other pages from `position` on: in the block that the path leaves, higher slots are not its own."""
         offset = position % self.store.page_size
-        if self.tail is not self.root and offset and self.masks[-1] == ALL_SLOTS:
-            self.masks[-1] = (1 << offset) - 1
+        last = len(self.pages) - 1
+        if self.tail is not self.root and offset and last not in self.masks:
+            self.masks[last] = (1 << offset) - 1
             self.num_changes += 1
 
     def _restore(self, gaps: list[int]) -> Spans:
@@ -487,7 +530,7 @@ def divide_layers(path: Path, positions: IntArray, left: IntArray) -> None:
     places = rotated + np.repeat([kept.delta for kept in root.kept], counts)
     rows = np.minimum(np.searchsorted(positions, places), len(positions) - 1)
     is_private = positions[rows] == places  # seen in its private slot, and hidden on the shared page
-    masks = np.array(path.masks[: len(counts)], np.int64)
+    masks = path.all_masks()[: len(counts)]
     bits = np.left_shift(np.int64(1), slots % page_size)
     shown = {0: is_private, 1: np.zeros_like(is_private)}
     shown |= {layer: is_private & (left[rows] <= layer) for layer in np.unique(left)[:-1].tolist()}

@@ -179,8 +179,9 @@ class Runner:
         if is_single:
             token_ids = np.array([part.sequence.context[part.end - 1] for part in batch])[order]
             slots = kept.last_page[order] * self.page_size + positions % self.page_size
-            apart = [row for row, part in enumerate(ordered) if not part.is_plain]
-            slots[apart] = self._slots([ordered[row] for row in apart])
+            if others:
+                apart = [row for row, part in enumerate(ordered) if not part.is_plain]
+                slots[apart] = self._slots([ordered[row] for row in apart])
             sampled_rows = kept.place if all(part.samples for part in others) else _sampled_rows(batch, order)
         else:
             token_ids, slots, sampled_rows = _token_ids(ordered), self._slots(ordered), _sampled_rows(batch, order)
@@ -202,7 +203,7 @@ class Runner:
             self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
         written = slots != _SPARE_SLOT
-        if written.all():
+        if not others or written.all():
             where = inputs.positions if inputs.key_positions is None else inputs.key_positions
             mark_written(self.pool.slot_position, inputs.slots[: len(slots)], where[: len(slots)])
         else:
@@ -489,9 +490,9 @@ class Runner:
                 for index in begun:
                     kept.follow(index)
                 return kept
-        paths = [_path(part) for part in batch]
+        paths = _paths(batch)
         ordered = [paths[index] for index in order.tolist()]
-        layers = {layer for path in paths for layer, _ in path.root.masks_from} if is_divided else set()
+        layers = {layer for root in {path.root for path in paths} for layer, _ in root.masks_from if is_divided}
         where: list[int | None] = [*sorted(layers)] or [None]
         plans = {layer or 0: self._new_plan(ordered, rows, num_padding, layer) for layer in where}
         place = np.empty_like(order)
@@ -517,25 +518,27 @@ class Runner:
         first = kept.plans[0]
         if first.num_sequences != num_sequences:
             return None
-        if (begun or first.appended) and not np.array_equal(first.sequence, np.asarray(rows.sequence)):
-            return None  # work is laid out anew, which the tree does faster than the tables
-        plans: dict[int, Plan | None] = {**kept.plans}
-        if begun:
+        if not np.array_equal(first.sequence, np.asarray(rows.sequence)):
+            if begun or first.appended:  # work is laid out anew, which the tree does faster than the tables
+                return None
+        elif begun:
             new = [kept.paths[index].page_ids[kept.num_pages[index] :] for index in begun]
             places = np.repeat(kept.place[begun], [len(each) for each in new])
-            page_ids = np.concatenate(new, dtype=np.int64)
-            plans = {layer: plan.append_new_pages(places, page_ids) for layer, plan in kept.plans.items()}
-        found = {layer: plan.with_rows(rows) for layer, plan in plans.items() if plan is not None}
-        return found if len(found) == len(plans) else None
+            page_ids, position = np.concatenate(new, dtype=np.int64), np.asarray(rows.position)
+            grown = {layer: plan.append_new_pages(places, page_ids, position) for layer, plan in kept.plans.items()}
+            plans = {layer: plan for layer, plan in grown.items() if plan is not None}
+            return plans if len(plans) == len(grown) else None
+        return {layer: plan.with_rows(rows) for layer, plan in kept.plans.items()}
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int, layer: int | None = None) -> Plan:
         """Plan what is seen from a layer on; None: in any, private slots in place of what they hold copies of."""
-        if any(path.gaps or path.root.is_own for path in paths):
+        if any(path.gaps for path in paths) or any(root.is_own for root in {path.root for path in paths}):
             return self._plan_of([*(_page_table(path, layer) for path in paths), *[_NO_PAGES] * num_padding], rows)
         page_ids = np.frombuffer(b"".join([path.page_ids for path in paths]), np.int32)
-        masks = np.frombuffer(b"".join([path.masks for path in paths]), np.int64)
         counts = np.array([len(path.page_ids) for path in paths] + [0] * num_padding, np.int64)
-        return self._plan_of(Lineages(page_ids, masks, counts), rows)
+        starts = (np.cumsum(counts) - counts).tolist()
+        masked = [(start + i, path.masks[i]) for path, start in zip(paths, starts, strict=False) for i in path.masks]
+        return self._plan_of(Lineages(page_ids, counts, *np.array(masked, np.int64).reshape(-1, 2).T), rows)
 
     def _plan_of(self, tables: list[PageTable] | Lineages, rows: QueryRows, share: Share | None = None) -> Plan:
         config = self._decoder.config
@@ -586,9 +589,13 @@ def _path(part: StepRows) -> Path:
     return part.sequence.path
 
 
+def _paths(batch: list[StepRows]) -> list[Path]:
+    return [part.sequence.path for part in batch if part.sequence.path is not None]  # all have one
+
+
 def _depth_first(batch: list[StepRows]) -> IntArray:
     """Order a batch depth-first through the forest; returns indices into it."""
-    keys = [_path(part).page_ids.tobytes() for part in batch]
+    keys = [path.page_ids.tobytes() for path in _paths(batch)]
     return np.array(sorted(range(len(batch)), key=keys.__getitem__))
 
 
@@ -613,7 +620,7 @@ def _page_table(path: Path, layer: int | None) -> PageTable:
     """Return what the device has of the path, root first; in a layer: see `divide_layers`."""
     deltas = np.zeros(len(path.page_ids), np.int32)
     deltas[: len(path.root.kept)] = [kept.delta for kept in path.root.kept]
-    page_ids, masks = np.array(path.page_ids, np.int32), np.array(path.masks, np.int64)
+    page_ids, masks = np.array(path.page_ids, np.int32), path.all_masks()
     for first, seen in path.root.masks_from:
         if layer is not None and first <= layer:
             masks[: len(seen)] = seen

@@ -453,13 +453,13 @@ class Scheduler:
     def _take_next(self, order: Iterable[Sequence], batch: list[StepRows]) -> Iterator[Sequence]:
         """Take decodes' rows where these go on in pages of their own; yields the others in their turn."""
         for sequence in order:
-            row, path, context, window = sequence.row, sequence.path, sequence.context, sequence.view.window
-            if row is None or row.path is not path or (window is not None and len(context) > window):
+            row, path = sequence.row, sequence.path
+            if row is None or row.path is not path or len(row.context) > row.window:
                 yield sequence
-            elif path.write_next(context):
+            elif path.write_next(row.context):
                 row.end = path.num_tokens
                 batch.append(row)
-            elif path.begin_next(context):
+            elif path.begin_next(row.context):
                 sequence.row = DecodeRow(sequence, path)
                 batch.append(sequence.row)
             else:
@@ -494,7 +494,8 @@ class Scheduler:
         rows = path.take_rows(ids, budget)
         sequence.add_origins(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
-        sequence.row = DecodeRow(sequence, path) if part.is_plain else None  # of the steps behind this one
+        is_counted = not sequence.request.is_warm_up  # whose steps are looked at
+        sequence.row = DecodeRow(sequence, path) if part.is_plain and is_counted else None  # of the steps behind this
         if load is not None:
             if not sequence.view.event:  # what it computes is a part of what is found
                 load.num_resident = path.num_tokens
@@ -575,6 +576,7 @@ def _limit_output(sequences: Iterable[Sequence], capacity: int) -> None:
     Those that are truncated when they outgrow their window have a smaller one.
     """
     for sequence in sequences:
+        sequence.row = None  # it knows the limits
         if sequence.view.window is not None:
             sequence.view.window = min(sequence.view.window, capacity)
         elif sequence.request.sampling.max_tokens is None:

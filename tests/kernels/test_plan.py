@@ -93,7 +93,21 @@ def runs_of(plan: Plan) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-@pytest.mark.parametrize(("sequences", "pages"), [([0], [11]), ([0, 1], [12, 12]), ([0, 0], [12, 13])])
-def test_what_is_not_a_new_page_for_each_sequence_needs_another_plan(sequences: list[int], pages: list[int]) -> None:
-    """A page of another table, one for two sequences, two for one."""
-    assert two_sharers().append_new_pages(np.array(sequences), np.array(pages)) is None
+def test_a_sequence_that_gets_two_pages_needs_another_plan() -> None:
+    assert two_sharers().append_new_pages(np.array([0, 0]), np.array([12, 13])) is None
+
+
+def test_new_pages_come_with_the_next_rows_positions() -> None:
+    plan = two_sharers()
+    grown = plan.append_new_pages(np.array([1]), np.array([13]), np.array([11, 12]))
+    assert grown is not None
+    assert rows(grown) == [(0, 11), (1, 12)]
+    assert private_pages(grown) == [[10], [11, 13]]
+    with pytest.raises(ValueError, match="rows: position must be in"):
+        grown.append_new_pages(np.array([0]), np.array([14]), np.array([-1, 12]))
+
+
+def test_a_page_behind_one_that_is_seen_in_part_is_seen_wholly() -> None:
+    tables = [PageTable(np.array([1], np.int32), np.zeros(1, np.int32), np.array([0b0011], np.int64))]
+    grown = grow(build_plan(tables, QueryRows([0], [9]), **SIZES), {0: 2})
+    assert runs_of(grown) == [([1, 2], [0b0011, 0b1111])]

@@ -224,7 +224,7 @@ class FakeRunner:
         path, first = part.sequence.path, self._first_seen(query_position)
         deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.pages)
         seen = []
-        for page_id, mask, delta in zip(path.page_ids, path.masks, deltas, strict=False):
+        for page_id, mask, delta in zip(path.page_ids, path.all_masks().tolist(), deltas, strict=False):
             for offset in range(self.page_size if page_id != NOWHERE else 0):
                 position = self.slots.get((page_id, offset), (FREE, -1, 0))[0] + delta
                 if mask >> offset & 1 and first <= position <= query_position:

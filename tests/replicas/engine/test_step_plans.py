@@ -50,7 +50,8 @@ class CheckedRunner(Runner):
         for part in batch:
             path = part.sequence.path
             here = [index for index, page_id in enumerate(path.page_ids) if page_id != NOWHERE]
-            expected.append([(path.page_ids[index], path.masks[index]) for index in here])
+            masks = path.all_masks().tolist()
+            expected.append([(path.page_ids[index], masks[index]) for index in here])
         listed = [list(zip(each.page_ids.tolist(), each.masks.tolist(), strict=True)) for each in tables]
         assert sorted(listed) == sorted(expected)
         sizes = {"num_q_heads": plan.num_q_heads, "num_kv_heads": plan.num_kv_heads, "head_dim": plan.head_dim}

@@ -329,7 +329,7 @@ class ForestMachine(RuleBasedStateMachine):
 
     def visible(self, path: Path) -> list[int]:
         seen = []
-        for page, mask in zip(path.page_ids, path.masks, strict=True):
+        for page, mask in zip(path.page_ids, path.all_masks().tolist(), strict=True):
             for offset in range(PAGE_SIZE):
                 position, token = self.slots.get((page, offset), (2**30, -1))
                 if mask >> offset & 1 and position < path.num_tokens:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.paths import Path
 from mneme.replicas.forest.tree import Owner
@@ -32,3 +34,38 @@ def test_a_page_that_leads_nowhere_is_not_counted_as_reclaimable() -> None:
     forest.check()
     forest.clear()
     assert forest.store.num_reclaimable == forest.device.num_cached == 0
+
+
+@pytest.mark.parametrize("other", [7, 1 << 40])  # the second one is no token
+@pytest.mark.parametrize("limit", [21, 24])
+def test_a_path_follows_cached_pages_to_the_token_that_differs(limit: int, other: int) -> None:
+    """Whole pages are compared at once, the last one by its tokens."""
+    forest, ids = PrefixForest(64, PAGE), list(range(100, 124))
+    known = computed(forest, "", ids)
+    page_ids = known.page_ids.tolist()
+    forest.release(known)
+    for num_same in range(limit + 1):
+        path = forest.open_path("")
+        asked = [*ids[:num_same], *[other] * (24 - num_same)]
+        assert path.extend(asked, limit) == path.num_tokens == num_same
+        assert path.page_ids.tolist() == page_ids[: -(-num_same // PAGE)]
+        assert [page.refs for page in path.pages] == [1] * len(path.pages)
+        assert not path.gaps
+        forest.check()
+        forest.release(path)
+    forest.check()
+
+
+def test_pages_of_which_the_device_lacks_something_are_gaps_of_who_follows_them() -> None:
+    forest = PrefixForest(64, PAGE, num_host_pages=8)
+    ids = list(range(100, 124))
+    known = computed(forest, "", ids)
+    third, store = known.pages[2], forest.store
+    forest.release(known)
+    while third.ids[0] is not None:
+        store.evict()
+    path = forest.open_path("")
+    assert path.extend(ids, len(ids)) == 24
+    assert path.gaps == [index for index, page in enumerate(path.pages) if page.ids[0] is None]
+    assert path.gaps[0] <= 2
+    forest.check()
