@@ -236,7 +236,7 @@ def _private_runs(own: OwnRuns, spans: _RowSpans, num_sequences: int, full: int)
 
 def _with_room(page_id: npt.NDArray[Any], ends: IntArray) -> npt.NDArray[Any]:
     """Put room for pages to come behind each run. Runs are copied as a whole, which takes less than indices."""
-    view, room = memoryview(page_id), bytes(_SPARE_PAGES * page_id.itemsize)
+    view, room = page_id.data, bytes(_SPARE_PAGES * page_id.itemsize)
     parts: list[memoryview | bytes] = []
     for begin, end in pairwise([0, *ends.tolist()]):
         parts += (view[begin:end], room)
