@@ -145,12 +145,15 @@ def test_documents_are_read_from_the_node_that_computed_them(served: Served) -> 
     with httpx.Client(base_url=served.url, timeout=ANSWER_LIMIT_S) as http:
         first = ask(http, [0, 1], "first")
         check_documents(first, "computed")
-        for text, told in zip(TEXTS, first["usage"]["kv_details"]["blend"]["documents"], strict=True):
-            await_saved(http, told["tokens"], model=MODEL, document=text)
+        told = dict(zip(TEXTS, first["usage"]["kv_details"]["blend"]["documents"], strict=True))
+        for text, document in told.items():
+            await_saved(http, document["tokens"], model=MODEL, document=text)
         (choice,) = http.get(f"/v1/kv/explain/{first['id']}").raise_for_status().json()["choices"]
         actors = list_named_actors(all_namespaces=True)
         (home,) = (each for each in actors if each["name"].endswith(choice["replica"]))
         ray.kill(ray.get_actor(home["name"], home["namespace"]))
+        for text, document in told.items():  # now it is the other node that says so
+            await_saved(http, document["tokens"], model=MODEL, document=text)
         check_documents(ask(http, [1, 0], "elsewhere"), "peer")
     eventually(lambda: served.states() == {"RUNNING": 2})
 
