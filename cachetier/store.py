@@ -74,6 +74,11 @@ class ChainQuery:
         """Return the key of the chunk before the one at an index, or the root."""
         return self.keys[index - 1] if index else self.root
 
+    def tail_key(self) -> bytes:
+        """Return the key of the chunk that would end where the sequence does, behind its full chunks."""
+        rest = self.tokens_of(len(self.keys))
+        return self.lineage.beginnings(self.parent(len(self.keys)), rest, [len(rest)])[0]
+
     def tokens_of(self, index: int) -> U32Array:
         """Return what the chunk at an index would hold at most."""
         return self.token_ids[index * self.chunk_tokens : (index + 1) * self.chunk_tokens]

@@ -96,8 +96,12 @@ class NodeActor:
             return ChainAnswer([], (), {}, self._epoch)
         here = await self._in(self._lookups, cache.locate, query, timeout_s * _OWN_SHARE)
         missing = query.keys[query.first + _num_whole(here, query) :]
-        places = await self._directory.lookup(missing, timeout_s * _DIRECTORY_SHARE)
+        is_short = not query.keys and len(query.token_ids) > sum(each.num_usable for each in here)
+        asked = [query.tail_key()] if is_short else missing  # a short document is known by its end alone
+        places = await self._directory.lookup(asked, timeout_s * _DIRECTORY_SHARE)
         spans = spans_of(places, len(query.keys) - len(missing), self._identity.node_id)
+        if is_short:
+            spans = tuple(span._replace(num_chunks=0) for span in spans)
         peers = await self._peers.find({span.node for span in spans}, timeout_s * _PEERS_SHARE)
         return ChainAnswer(here, spans, peers, self._epoch)
 

@@ -93,6 +93,14 @@ def test_chunks_in_a_nodes_memory_are_read_from_this_node_and_another(tier: TwoE
     assert call(tier.b.locate, [*ids[:-3], 7, 7, 7], LARGE)[-1] == ("peer_host", TAIL - 3)
 
 
+def test_what_is_shorter_than_a_chunk_is_read_from_another_node_whole(tier: TwoEngines) -> None:
+    ids = tokens(31, num_chunks=0)
+    assert all(call(tier.a.put, ids, LARGE))
+    await_located(tier.b, ids, "peer_host", fingerprint=LARGE)
+    assert_all_read(call(tier.b.read), ids)
+    assert call(tier.b.locate, ids[:-3], LARGE) == []
+
+
 def test_an_engine_that_dies_behind_its_put_leaves_its_chunks_or_none_of_their_bytes(tier: TwoEngines) -> None:
     """It owned the objects: as long as their bytes are still on the node, they are taken as they were."""
     ids = tokens(2, num_chunks=1, tail=0)

@@ -152,7 +152,9 @@ def test_documents_are_read_from_the_node_that_computed_them(served: Served) -> 
         actors = list_named_actors(all_namespaces=True)
         (home,) = (each for each in actors if each["name"].endswith(choice["replica"]))
         ray.kill(ray.get_actor(home["name"], home["namespace"]))
-        for text, document in told.items():  # now it is the other node that says so
+        for text, document in told.items():  # now it is the other node that says so, once Ray has seen who is gone
+            asked = {"model": MODEL, "document": text}
+            eventually(lambda asked=asked: http.post("/v1/kv/lookup", json=asked).is_success)  # type: ignore[misc]
             await_saved(http, document["tokens"], model=MODEL, document=text)
         check_documents(ask(http, [1, 0], "elsewhere"), "peer")
     eventually(lambda: served.states() == {"RUNNING": 2})
