@@ -20,7 +20,6 @@ from typing import Any
 from plots import caption_of, lines, save
 
 from mneme.lab.bench.workloads import Session, Turn
-from mneme.lab.quality.measure import best_scores
 from mneme.lab.quality.retrieval import hidden_codes
 from papers.experiment import Experiment, Found, Ours, Point, percent, spread, times
 from papers.served import Passage, Server, alone, play, start, start_vllm, told, words
@@ -224,7 +223,7 @@ class FewShot(Behind):
         asked = [(text, case.code) for text, case in zip(texts, drawn, strict=True)]
         system = Passage("\n\n".join(f"{text}{code}" for text, code in asked[: point["shots"]]))
         sessions = [
-            Session(name=f"{point['shots']} {i}", turns=[Turn(pieces=(Passage(text),), max_tokens=8)], system=system)
+            Session(name=f"{point['shots']} {i}", turns=[Turn(pieces=(Passage(text),), max_tokens=24)], system=system)
             for i, (text, _) in enumerate(asked[point["shots"] :])
         ]
         found, answers = Point(), dict[str, dict[str, str]]()
@@ -234,8 +233,7 @@ class FewShot(Behind):
             answers[arm] = {each.session: each.text for each in played.answers}
             right = {f"{point['shots']} {i}": code for i, (_, code) in enumerate(asked[point["shots"] :])}
             found |= {f"{arm} s": played.figures["duration_s"],
-                      f"{arm} right": statistics.mean(best_scores(answers[arm][name].strip()[:4], [code])[1]
-                                                      for name, code in right.items())}  # fmt: skip
+                      f"{arm} right": statistics.mean(code in answers[arm][name] for name, code in right.items())}  # fmt: skip
         same = [answers[arm][name] == answers[NONE][name] for arm in (PS, RELAY) for name in answers[NONE]]
         return found | {"same": statistics.mean(same), "cases": len(sessions)}
 
