@@ -231,9 +231,9 @@ class FewShot(Behind):
             play(server, [alone("first", 4, 1, system)])
             played = play(server, sessions, BATCH)
             answers[arm] = {each.session: each.text for each in played.answers}
-            right = {f"{point['shots']} {i}": code for i, (_, code) in enumerate(asked[point["shots"] :])}
-            found |= {f"{arm} s": played.figures["duration_s"],
-                      f"{arm} right": statistics.mean(code in answers[arm][name] for name, code in right.items())}  # fmt: skip
+            codes = {f"{point['shots']} {i}": code for i, (_, code) in enumerate(asked[point["shots"] :])}
+            right = [code in answers[arm][name] for name, code in codes.items()]
+            found |= {f"{arm} s": played.figures["duration_s"], f"{arm} right": statistics.mean(right)}
         same = [answers[arm][name] == answers[NONE][name] for arm in (PS, RELAY) for name in answers[NONE]]
         return found | {"same": statistics.mean(same), "cases": len(sessions)}
 
