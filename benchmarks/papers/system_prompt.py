@@ -20,7 +20,6 @@ from plots import Points
 from servers import Passage, Server, alone, play, start, start_vllm, told, words
 
 from mneme.lab.bench.workloads import Session, Turn
-from mneme.lab.quality.measure import best_scores
 from mneme.lab.quality.retrieval import hidden_codes
 from papers.experiment import Experiment, Found, Ours, Point, percent, spread, times
 
@@ -219,7 +218,7 @@ class FewShot(Behind):
         asked = [(text, case.code) for text, case in zip(texts, drawn, strict=True)]
         system = Passage("\n\n".join(f"{text}{code}" for text, code in asked[: point["shots"]]))
         sessions = [
-            Session(name=f"{point['shots']} {i}", turns=[Turn(pieces=(Passage(text),), max_tokens=8)], system=system)
+            Session(name=f"{point['shots']} {i}", turns=[Turn(pieces=(Passage(text),), max_tokens=24)], system=system)
             for i, (text, _) in enumerate(asked[point["shots"] :])
         ]
         found, answers = Point(), dict[str, dict[str, str]]()
@@ -227,10 +226,9 @@ class FewShot(Behind):
             play(server, [alone("first", 4, 1, system)])
             played = play(server, sessions, BATCH)
             answers[arm] = {each.session: each.text for each in played.answers}
-            right = {f"{point['shots']} {i}": code for i, (_, code) in enumerate(asked[point["shots"] :])}
-            found |= {f"{arm} s": played.figures["duration_s"],
-                      f"{arm} right": statistics.mean(best_scores(answers[arm][name].strip()[:4], [code])[1]
-                                                      for name, code in right.items())}  # fmt: skip
+            codes = {f"{point['shots']} {i}": code for i, (_, code) in enumerate(asked[point["shots"] :])}
+            right = [code in answers[arm][name] for name, code in codes.items()]
+            found |= {f"{arm} s": played.figures["duration_s"], f"{arm} right": statistics.mean(right)}
         same = [answers[arm][name] == answers[NONE][name] for arm in (PS, RELAY) for name in answers[NONE]]
         return found | {"same": statistics.mean(same), "cases": len(sessions)}
 
