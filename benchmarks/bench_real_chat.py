@@ -129,7 +129,7 @@ def measure(run: Run, arms: dict[str, Server], text: Texts, in_flight: int) -> P
         rounds[name] += 1
         sessions = text.sessions(count, args.turns, args.tokens, seed)
         before = cpu_of(arms[name].processes()).total()
-        played = play(arms[name], sessions, in_flight, may_fail=True)
+        played = play(arms[name], sessions, in_flight, may_fail=True, names_sessions=False)
         processes = arms[name].processes()
         first = {each.session: each.prompt_tokens or 0 for each in reversed(played.answers)}
         own = {"cpu_s": cpu_of(processes).total() - before, "pss_mib": pss_mib(processes)}
@@ -182,7 +182,7 @@ def main() -> None:
         arms = start_all(args, directory, stack)
         run.say(f"servers are ready after {time.perf_counter() - run.started_s:.0f} s")
         for arm in arms.values():  # as many at once as there will be, so that nothing is made in a turn
-            play(arm, text.sessions(max(args.in_flight), 1, 8, seed=-1), max(args.in_flight))
+            play(arm, text.sessions(max(args.in_flight), 1, 8, seed=-1), max(args.in_flight), names_sessions=False)
         for number in args.in_flight:
             part = run.show(measure(run, arms, text, number))
             results[part.name] = part.rows

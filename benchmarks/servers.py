@@ -133,12 +133,13 @@ class Played(NamedTuple):
 
 def play(
     server: Server, sessions: Sequence[Session], num_users: int | None = None, *, is_alone: bool = False,
-    may_fail: bool = False, **options: Any
+    may_fail: bool = False, names_sessions: bool = True, **options: Any
 ) -> Played:  # fmt: skip
     """Ask a server all of it; raises RuntimeError if anything fails, unless it may.
 
-    is_alone  each session has a cache of its own: nothing of another one is found
-    options   fields of each body
+    is_alone        each session has a cache of its own: nothing of another one is found
+    names_sessions  in a header, which ours knows: its replicas go on with the very tokens of the turn before
+    options         fields of each body
     """
 
     async def all_of_it() -> SessionPlayer:
@@ -147,7 +148,7 @@ def play(
 
             async def ask(messages: list[dict[str, Any]], max_tokens: int, session: str) -> Answer:
                 own = {"cache_salt": session} if is_alone else {}
-                client = ChatClient(http, body | own, session_header=True, timeout_s=3600.0)
+                client = ChatClient(http, body | own, session_header=names_sessions, timeout_s=3600.0)
                 return await client.ask(messages, max_tokens, session)
 
             load = SessionPlayer(ask)

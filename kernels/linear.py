@@ -24,7 +24,7 @@ _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature tha
 class Linear(Protocol):
     """Projects rows. Sums are float32 and rounded once."""
 
-    format: str  # of its weight: a dtype's name, int8 or int4
+    format: str  # of its weight: a dtype's name, int8, int4 or fp8
     num_bytes: int  # of its weight
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:

@@ -2,8 +2,9 @@
 
 A plan never changes; each edit gives a new one and reuses what the edit leaves valid (ChunkAttention 3.1):
 `with_rows` keeps segments, and for the rows of the same sequences all work; `append_new_pages` fills room that the work
-keeps behind a sequence's own pages, when pages are new to all tables. So a decode step costs what changed: the rows'
-positions and the pages begun, not the context. When a sequence joins or leaves, a plan is built anew.
+keeps behind a sequence's own pages, with pages that the caller knows to be in no table. So a decode step costs what
+changed: the rows' positions and the pages begun, not the context. When a sequence joins or leaves, a plan is built
+anew.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Plan:
     def append_new_pages(self, sequence: IntArray, page_id: IntArray, position: IntArray | None = None) -> Plan | None:
         """Add a page that is in no table, with delta 0 and all in view, to each of these sequences.
 
-        position    of the rows in the next step; None: as they are
+        position    of the rows in the next step, one for each; None: as they are
 
         None where a plan has to be built anew: there is no room behind a sequence's own pages, or it gets two. Neither
         sequences nor pages are checked: it is the caller who knows that a page is new.

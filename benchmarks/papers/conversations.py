@@ -198,6 +198,10 @@ class Histories(Experiment):
     answer = 32  # tokens
     batch, pool_windows, num_fillers, host_bytes = 1, 1.5, 2, 1 << 30
 
+    @property
+    def num_at_once(self) -> int:
+        return 1 if self.is_quick else self.batch
+
     def points(self) -> Iterable[Point]:
         histories = (256,) if self.is_quick else (4096, 1024, 2048, 7168)
         return [{"history": history, "new": 64, "round": number} for number in range(1 if self.is_quick else 3)
@@ -219,7 +223,7 @@ class Histories(Experiment):
     def measure(self, point: Point) -> Point:
         """Histories are known; for `+host` others' prompts take the whole pool before the turns come, all at once."""
         found, name = Point(), f"{self.seed} {point['history']} {point['new']} {point['round']}"
-        systems = [words(f"{name} history {index}", point["history"]) for index in range(self.batch)]
+        systems = [words(f"{name} history {index}", point["history"]) for index in range(self.num_at_once)]
         for arm, server in self._servers.items():
             play(server, [alone(f"{name} first", 4, 1, system) for system in systems], 1)
             if arm == HOST:

@@ -114,8 +114,8 @@ class Quality(Experiment):
                 lost.append(f"{task} {best[0.05] - full:+.3f}, {best[0.15] - full:+.3f}, {best[0.5] - full:+.3f}")
         note = "F1; mneme-tiny coreference, SmolLM2 all else; the better of `hkvd` and `query`"
         return {
-            "B18": Ours(f"at 15%: {', '.join(over)}", note=note),
-            "B19": Ours(f"at 5%, 15%, 50%: {'; '.join(lost)}", note=note),
+            "B18": Ours(f"at 15%: {', '.join(over)}", bool(musique.FILE), note),
+            "B19": Ours(f"at 5%, 15%, 50%: {'; '.join(lost)}", bool(musique.FILE), note),
         }
 
     def series(self, found: Found) -> Mapping[str, Points]:
@@ -152,7 +152,8 @@ class Chunks(Quality):
         return {"B21": Ours(f"full / reused in 2, 4, 8, 12 passages: {', '.join(told)}", note=note)}
 
     def series(self, found: Found) -> Mapping[str, Points]:
-        numbers = {task: int(re.findall(r"\d+", task)[0]) for task in self.tasks[REAL]}
+        tasks = {row["task"] for row in found}
+        numbers = {task: int(re.findall(r"\d+", task)[0]) for task in self.tasks[REAL] if task in tasks}
         return {arm: [(numbers[task], mean(found, REAL, task, f"{arm} F1")) for task in numbers]
                 for arm in (FULL, REUSE)}  # fmt: skip
 
@@ -254,7 +255,7 @@ class WeightForms(Served):
             return statistics.median(row[f"{arm} ms"] for row in found if row["weights"] == form)
 
         told = ", ".join(f"{form} {times(median(form, FULL) / median(form, 'query 0.15'))}" for form in self.forms)
-        return {"B25": Ours(f"`query` 0.15 sooner than full recompute: {told}", note="weights by form; SmolLM2")}
+        return {"B25": Ours(f"`query` 0.15 sooner than full recompute: {told}", False, "SmolLM2, not 34B and 70B")}
 
 
 class Places(Served):

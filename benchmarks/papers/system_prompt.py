@@ -128,7 +128,7 @@ class Models(Behind):
 
     def ours(self, found: Found) -> dict[str, Ours]:
         told = [f"{row['of']} {times(row[f'{RELAY}/{NONE}'])} at {row['system']:,}" for row in found]
-        return {"R17": Ours(", ".join(told), note="over no sharing; families that this machine can serve")}
+        return {"R17": Ours(", ".join(told), bool(GEMMA), "over no sharing; families that this machine can serve")}
 
 
 class BatchSizes(Behind):

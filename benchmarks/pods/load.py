@@ -83,7 +83,7 @@ class Load:
                 "session": {"id": f"{number}-{session}", "append": turn > 0},
             }  # fmt: skip
             asked, heard = self._ask("turn", "/v1/chat/completions", body)
-            if heard is not None:
+            if heard is not None and heard.usage:
                 usage = heard.usage
                 found = min(usage["prompt_tokens_details"]["cached_tokens"] / history, 1.0) if history else None
                 self._note(asked._replace(found=found))

@@ -187,7 +187,7 @@ def _triton_trouble() -> str | None:
 
 def _model(name: str) -> list[Finding]:
     """Say of a model whether it is served here, and what of KV and of conversations its replicas would hold."""
-    from mneme.replicas.engine.build import described_bytes, expected_pool, expected_weights  # imports torch
+    from mneme.replicas.engine.build import cuda_trouble, described_bytes, expected_pool, expected_weights  # torch
     from mneme.replicas.text.calls.dialects import TABLE
     from mneme.replicas.text.tokenizer import Tokenizer
     from mneme.replicas.text.tool_calls import Dialect
@@ -199,13 +199,14 @@ def _model(name: str) -> list[Finding]:
             raise CheckpointError(row["problem"])
         tokenizer = Tokenizer.load(directory)
         placement = place_engines(ClusterConfig(), count_gpus())
-        weights = expected_weights(directory, load_model_config(directory), placement.device, EngineConfig().weights)
+        device = "cpu" if placement.device == "cuda" and cuda_trouble() else placement.device  # `placement` says so
+        weights = expected_weights(directory, load_model_config(directory), device, EngineConfig().weights)
     except MnemeError as error:
         return [Finding("model", str(error), False, "docs/adding-a-model.md lists what is served")]
     kv_bytes = row["kv_bytes_per_1k_tokens"] / 1e3
     context = row["max_context"]
     about = f"{row['family']}, {_gib(row['weights_bytes'])} of weights if dense ({row['dtype']}), context {context:,}"
-    free_bytes, pool_bytes = expected_pool(placement.device, weights.num_all_bytes)
+    free_bytes, pool_bytes = expected_pool(device, weights.num_all_bytes)
     tokens = int(pool_bytes / kv_bytes)
     held_by_weights = (
         f"{_gib(weights.num_all_bytes)} as they are served, as far as headers tell ({described_bytes(weights)})"

@@ -159,7 +159,11 @@ def quantize(weight: Tensor, bits: int, squares: Tensor | None = None) -> Codes:
     num_inputs = weight.shape[1]
     groups = F.pad(weight, (0, -num_inputs % GROUP)).view(len(weight), -1, GROUP)
     if bits == 8:
-        scales = (groups.abs().amax(2).float() / 127).half()
+        exact = groups.abs().amax(2).float() / 127
+        scales = exact.half()
+        # Below float16's normal numbers a scale is rounded up: nothing is cut off, and no weight is lost.
+        is_cut = (scales.float() < exact) & (exact < 2**-14)
+        scales = torch.where(is_cut, (scales.view(torch.int16) + 1).view(torch.half), scales)
         values = _rounded(groups.float(), scales).clamp_(-127, 127) + 128
         return Codes(values.to(torch.uint8), scales, None, num_inputs, weight.dtype)
     if squares is None or not squares.isfinite().all():

@@ -148,7 +148,8 @@ class Path:
         for page in found:
             self.store.hold(page)
         self.pages += found
-        self.page_ids.extend([page_id for page in found if (page_id := page.ids[DEVICE]) is not None])  # all have one
+        self.page_ids.extend([page_id for page in found if (page_id := page.ids[DEVICE]) is not None])
+        assert len(self.page_ids) == len(self.pages)
         self.num_tokens += len(found) * size
 
     def write_next(self, ids: Sequence[int]) -> bool:

@@ -590,7 +590,9 @@ def _path(part: StepRows) -> Path:
 
 
 def _paths(batch: list[StepRows]) -> list[Path]:
-    return [part.sequence.path for part in batch if part.sequence.path is not None]  # all have one
+    found = [part.sequence.path for part in batch if part.sequence.path is not None]
+    assert len(found) == len(batch)
+    return found
 
 
 def _depth_first(batch: list[StepRows]) -> IntArray:

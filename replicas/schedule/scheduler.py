@@ -494,7 +494,8 @@ class Scheduler:
         rows = path.take_rows(ids, budget)
         sequence.add_origins(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
-        is_counted = not sequence.request.is_warm_up  # whose steps are looked at
+        # Of a warm-up none: so `Engine._commit` and `Outbox.append_next` count whatever has one, and need not ask.
+        is_counted = not sequence.request.is_warm_up
         sequence.row = DecodeRow(sequence, path) if part.is_plain and is_counted else None  # of the steps behind this
         if load is not None:
             if not sequence.view.event:  # what it computes is a part of what is found

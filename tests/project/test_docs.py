@@ -15,7 +15,12 @@ from mneme.errors import MnemeError
 from tests.cluster.api_fixtures import get
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[ckr]*/README.md"), *(ROOT / "docs").rglob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("[bckr]*/README.md"),
+    *ROOT.glob("benchmarks/*/README.md"),
+    *(ROOT / "docs").rglob("*.md"),
+]
 
 
 def anchors(page: Path) -> set[str]:

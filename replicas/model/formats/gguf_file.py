@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -32,6 +33,8 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 ROTATIONS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # no weights of layers
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+logger = logging.getLogger(__name__)
+
 _KINDS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS"),
@@ -385,8 +388,7 @@ def card_of(
     all have. `check` is given the configuration and the file's name, and raises
     `CheckpointError` for one that is not served, as this does for what is not sound. `sampling`: how its author draws.
     """
-    beside = path.parent / _TEMPLATE
-    template = beside.read_text(encoding="utf-8", errors="replace") if beside.is_file() else ""
+    template = _template_beside(path)
     path = path.resolve()
     status = path.stat()
     identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{_VERSION}\0{template}"
@@ -419,6 +421,18 @@ def card_of(
 
 _VERSION = 2  # of what is written
 _TEMPLATE = "chat_template.jinja"
+
+
+def _template_beside(path: Path) -> str:
+    """Return the chat template that stands beside a file; nothing: there is none."""
+    beside = path.parent / _TEMPLATE
+    try:
+        found = beside.read_text(encoding="utf-8") if beside.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{beside}: the chat template cannot be read: {error}") from error
+    if found.strip():
+        logger.info("%s: its chat template is %s", path, beside)
+    return found if found.strip() else ""
 
 
 def _write_tokenizer(path: Path, directory: Path) -> None:

@@ -55,7 +55,8 @@ def test_what_keeps_replicas_from_their_gpus_is_a_problem(
 @pytest.mark.parametrize("room", [2**36, 10])
 def test_a_model_fits_or_not(room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("mneme.replicas.engine.build.available_bytes", lambda: room)
-    monkeypatch.setattr(doctor_command, "count_gpus", lambda: 0)
+    monkeypatch.setattr(doctor_command, "count_gpus", lambda: 1)  # that torch cannot use: as on a CPU
+    monkeypatch.setattr(LOADS, lambda: "torch is a CPU build")
     monkeypatch.setattr(doctor_command, "_examinations", lambda port: [])
     assert doctor(port=1, as_json=True, model="mneme-tiny") == (0 if room > 10 else 1)
     findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}

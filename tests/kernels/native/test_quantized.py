@@ -176,6 +176,13 @@ def test_rounding_is_within_about_half_a_step(bits: int) -> None:
     assert torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("size", [1e-4, 1e-5, 1e-6])
+def test_small_weights_are_kept_in_8_bits(size: float) -> None:
+    """Their scales are below float16's normal numbers."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(3)) * size
+    assert (meant(weight, 8) - weight.double()).norm() / weight.norm() < 0.03
+
+
 def test_no_group_loses_more_than_between_its_ends() -> None:
     """Against steps from the smallest to the largest number, in float64; normal numbers lose less."""
     weight = draw(200, 128, dtype=torch.float32)

@@ -153,6 +153,7 @@ def traffic(engine: Engine) -> dict[str, list[Any]]:
             engine.abort("greedy 9")
         for event in engine.step():
             assert event.error is None
+            assert event.request_id in output or event.usage is not None  # with its first token
             told = output.setdefault(event.request_id, [])
             told += zip(event.token_ids, event.logprobs or [None] * len(event.token_ids), strict=True)
         engine.forest.check()

@@ -276,6 +276,11 @@ def test_a_card_has_the_tokenizer_and_the_template(tmp_path: Path) -> None:
     with_template = card_of(tmp_path / "m.gguf", tmp_path / "cards", parse_model_config)
     assert with_template != directory
     assert Tokenizer.load(with_template).render_chat(talk) == f"<{talk[0]['content']}>"
+    (tmp_path / "chat_template.jinja").write_text("\n")
+    assert card_of(tmp_path / "m.gguf", tmp_path / "cards", parse_model_config) == directory
+    (tmp_path / "chat_template.jinja").write_text("hi", encoding="utf-16")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: the chat template cannot be read"):
+        card_of(tmp_path / "m.gguf", tmp_path / "cards", parse_model_config)
 
 
 @pytest.mark.parametrize(

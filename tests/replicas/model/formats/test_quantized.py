@@ -543,6 +543,21 @@ def test_a_scale_that_is_no_number_is_refused(
 
 
 @pytest.mark.parametrize("form", ["dense", "auto", "int8"])
+def test_a_scale_that_is_missing_is_said(plain: Path, tmp_path: Path, form: WeightsForm) -> None:
+    """Its numbers alone would be taken for weights, hundreds of times too large."""
+    name = next(name for name in FORMATS if "fp8" in name)
+    quantize(plain, tmp_path / "quantized", name)
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[next(key for key in tensors if "layers.1." in key and re.search(r"o_proj\.weight_scale", key))]
+    save_file(tensors, path)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\..*o_proj\.weight has dtype F8_E4M3, and its scale is missing"
+    ):
+        loaded(tmp_path / "quantized", form)
+
+
+@pytest.mark.parametrize("form", ["dense", "auto", "int8"])
 @pytest.mark.parametrize("zero", [-129, 128, 1 << 16])
 def test_a_zero_point_that_is_no_number_of_the_weight_is_refused(
     wide: Path, tmp_path: Path, zero: int, form: WeightsForm
