@@ -113,7 +113,7 @@ CEILINGS = {
     "replicas/connector": 1400,
     "replicas/engine": 4480,
     "replicas/forest": 1980,
-    "replicas/model": 5020,
+    "replicas/model": 5040,
     "replicas/schedule": 1200,
     "replicas/sessions": 1250,
     "replicas/text": 3750,
