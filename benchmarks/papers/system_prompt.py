@@ -195,8 +195,8 @@ class Arrivals(Behind):
 class FewShot(Behind):
     """Table 3: prompts of 1, 3 and 5 solved examples; the same answers, in less time.
 
-    In the place of MMLU: the code of a place in a passage of real text (`lab/quality/retrieval.py`), in float32, so that
-    arms differ by rounding alone, of near ties among 24 tokens. An example is a passage of 60 words with its question
+    In the place of MMLU: the code of a place in a passage of real text (`lab/quality/retrieval.py`), in float32: arms
+    differ by rounding alone, of near ties among 24 tokens. An example is a passage of 60 words with its question
     and answer.
     """
 
