@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -45,10 +46,11 @@ def test_it_looks_again_when_something_happened(
         return Text("")
 
     def ask() -> None:
-        for _ in range(50):
+        for _ in range(600):  # who listens may be slow to begin
             httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
             if looks[-1]:
                 return
+            time.sleep(0.05)
 
     monkeypatch.setattr("mneme.lab.top._drawn", drawn)
     with serving() as server:
