@@ -123,12 +123,8 @@ class Played(NamedTuple):
 
     def normalized_s(self) -> list[float]:
         """Of each answer, from when it was due to its last token, for each of its tokens: the papers' latency."""
-        return sorted(
-            (each.last_s - max(each.due_s, each.sent_s if each.due_s != each.due_s else each.due_s))
-            / (each.output_tokens or 1)
-            for each in self.answers
-            if each.last_s is not None
-        )
+        ended = [each for each in self.answers if each.last_s is not None]
+        return sorted((each.last_s - each.due_s) / (each.output_tokens or 1) for each in ended)
 
 
 def play(

@@ -81,12 +81,8 @@ class Fp8Linear:
         """bias [N]. Raises ValueError for sizes that `fits` refuses."""
         if not fits(*codes.values.shape):
             raise ValueError(f"codes: {_STEP} must divide both sizes (got {list(codes.values.shape)})")
-        self._values, self._scales, self._dtype = (
-            codes.values.contiguous(),
-            codes.scales[None].contiguous(),
-            codes.dtype,
-        )
-        self._bias, self._one = bias, torch.ones((), device=codes.device)
+        self._values, self._scales = codes.values.contiguous(), codes.scales[None].contiguous()
+        self._dtype, self._bias, self._one = codes.dtype, bias, torch.ones((), device=codes.device)
         self.format, self.num_bytes = "fp8", codes.values.nbytes + codes.scales.nbytes
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:

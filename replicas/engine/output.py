@@ -16,7 +16,6 @@ from mneme.replicas.model.draws import Sampled
 from mneme.replicas.queries import ExplainedPrompt, ExplainedRange, ExplainedSampling
 from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import (
-    WARM_UP_SALT,
     PromptUsage,
     SamplingParams,
     StepMessage,
@@ -102,7 +101,7 @@ class Outbox:
     ) -> None:
         """Tell of its output since the last report and, the first time, of its prompt's usage."""
         if finish_reason is None and sequence.num_reported and sequence.request.sampling.logprobs is None:
-            self.report_next(sequence)
+            self._report_next(sequence)
             return
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
         usage, begun_s = sequence.pop_usage(), self._begun_s.get(sequence)
@@ -157,12 +156,11 @@ class Outbox:
             events.append(tuple.__new__(TokenEvent, told))
         self.num_tokens["generated"] += num_appended
 
-    def report_next(self, sequence: Sequence) -> None:
+    def _report_next(self, sequence: Sequence) -> None:
         """Tell of a token of which nothing else is to be told."""
         request = sequence.request
         sequence.num_reported += 1
-        if request.salt != WARM_UP_SALT:
-            self.num_tokens["generated"] += 1
+        self.num_tokens["generated"] += not request.is_warm_up
         told = (request.request_id, (sequence.ids[-1],)) + _NOTHING_ELSE  # noqa: RUF005, `*` makes a list first
         self._events.append(tuple.__new__(TokenEvent, told))
 

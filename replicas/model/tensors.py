@@ -97,9 +97,7 @@ class Linears:
         self._form, self._torch_rows = form, torch_rows
         self._squares = iter(squares)
         self.num_bytes: Counter[str] = Counter()
-        self.num_rounded_bytes: Counter[str] = (
-            Counter()
-        )  # of those that are not dense, what is not the file's own numbers
+        self.num_rounded_bytes: Counter[str] = Counter()  # of those not dense, what is not the file's own numbers
 
     def bits(
         self, stored: Sequence[Quantized | None], least: Literal[4, 8] = 8, *, takes_fp8: bool = True
@@ -131,7 +129,7 @@ class Linears:
         bits, squares = self.bits(stored, least, takes_fp8=takes_fp8), next(self._squares, None)
         if bits is None:
             assert isinstance(weight, Tensor)
-            linear: Linear = make_linear(weight, bias, self._torch_rows)
+            linear = self._dense(weight, bias)
             self.num_bytes[linear.format] += linear.num_bytes
             return linear
         is_rounded = isinstance(weight, Tensor)
@@ -153,6 +151,9 @@ class Linears:
         if is_rounded:
             self.num_rounded_bytes[name] += num_bytes
         return linear
+
+    def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return make_linear(weight, bias, self._torch_rows)
 
 
 def _fp8(weight: Weight, bias: Tensor | None) -> Fp8Linear:

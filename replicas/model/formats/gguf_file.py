@@ -430,9 +430,10 @@ def _template_beside(path: Path) -> str:
         found = beside.read_text(encoding="utf-8") if beside.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{beside}: the chat template cannot be read: {error}") from error
-    if found.strip():
-        logger.info("%s: its chat template is %s", path, beside)
-    return found if found.strip() else ""
+    if not found.strip():
+        return ""
+    logger.info("%s: its chat template is %s", path, beside)
+    return found
 
 
 def _write_tokenizer(path: Path, directory: Path) -> None:

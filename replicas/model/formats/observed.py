@@ -8,19 +8,16 @@ of 18; 2,000 tokens of Python's standard library: 6.5 (benchmarks/results/2026-1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from mneme.kernels.attention import PageTable, QueryRows, build_plan, mark_written, new_slot_position
-from mneme.kernels.linear import Linear, make_linear
+from mneme.kernels.linear import Linear
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.decoder_config import DecoderConfig
 from mneme.replicas.model.parts import DecoderWeights
-from mneme.replicas.model.tensors import Linears, Quantized, Weight
+from mneme.replicas.model.tensors import Linears
 
 _NUM_TOKENS, _PAGE_SIZE = 512, 16
 _ROWS_A_LOGIT = 4
@@ -58,18 +55,8 @@ class Observed(Linears):
         super().__init__()
         self._made: list[ObservedLinear] = []
 
-    def make(
-        self,
-        weight: Weight,
-        bias: Tensor | None = None,
-        *,
-        stored: Sequence[Quantized | None],
-        least: Literal[4, 8] = 8,
-        takes_fp8: bool = True,
-    ) -> Linear:
-        """See `Linears`."""
-        assert isinstance(weight, Tensor), "dense ones are read as such"
-        self._made.append(ObservedLinear(make_linear(weight, bias), weight.shape[1]))
+    def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        self._made.append(ObservedLinear(super()._dense(weight, bias), weight.shape[1]))
         return self._made[-1]
 
     def squares(self) -> list[Tensor | None]:

@@ -168,10 +168,8 @@ class QuantizedTensors:
         if form is None or (form == "scaled" and not self._files.has(name)):  # one is missing: said when it is read
             return None
         if form == "scaled":
-            (shape, dtype), scales = (
-                self._files.header(name),
-                self._files.header(self._scale_of(name.removesuffix("weight")))[0],
-            )
+            shape, dtype = self._files.header(name)
+            scales, _ = self._files.header(self._scale_of(name.removesuffix("weight")))
             if self._block is not None or dtype not in ("I8", "F8_E4M3"):
                 return Quantized(8, ())
             of_rows = prod(scales) in (1, shape[0])
@@ -248,10 +246,8 @@ class QuantizedTensors:
         form, stem = self._form(name), name.removesuffix("weight")
         zeros = f"{stem}weight_zero_point"
         if form == "scaled":
-            found_zeros = (
-                self._checked_zeros(zeros, self._files.read(zeros), -128, 127) if self._files.has(zeros) else None
-            )
-            return _Stored(self._files.read(name), found_zeros, self._scales(self._scale_of(stem)))
+            found = self._checked_zeros(zeros, self._files.read(zeros), -128, 127) if self._files.has(zeros) else None
+            return _Stored(self._files.read(name), found, self._scales(self._scale_of(stem)))
         if form == "grouped":
             return self._grouped(stem, columns)
         # compressed-tensors: numbers of a row follow each other, with an offset of half their range.
@@ -265,19 +261,15 @@ class QuantizedTensors:
 
     def _grouped(self, stem: str, columns: int) -> _Stored:
         """Read AWQ's and GPTQ's words: inputs by outputs, with a scale and a zero of each group of inputs."""
-        weight, zeros, scales = (
-            self._files.read(f"{stem}qweight"),
-            self._files.read(f"{stem}qzeros"),
-            self._scales(f"{stem}scales"),
-        )
+        weight, zeros = (self._files.read(stem + part) for part in ("qweight", "qzeros"))
+        scales = self._scales(f"{stem}scales")
         if self._method == "awq":
             return _Stored(_words(weight, 4, _AWQ_ORDER).mT, _words(zeros, 4, _AWQ_ORDER).mT, scales.mT)
         groups = self._groups(f"{stem}g_idx", len(scales))
         numbers = _words(weight.mT.contiguous(), self._bits)
         # A zero of 0 is less 1 in the file's first format: -1, which borrows from its neighbours in the word.
-        offsets = self._checked_zeros(
-            f"{stem}qzeros", _words(zeros, self._bits).short() + self._zero, 0, 2**self._bits - 1
-        )
+        offsets = _words(zeros, self._bits).short() + self._zero
+        offsets = self._checked_zeros(f"{stem}qzeros", offsets, 0, 2**self._bits - 1)
         return _Stored(numbers, offsets.mT, scales.mT, groups)
 
     def _groups(self, name: str, num_groups: int) -> Tensor | None:
